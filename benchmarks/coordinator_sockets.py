@@ -105,7 +105,7 @@ async def main(
     manifest = Manifest.model_validate_json(Path(manifest_path).read_bytes())
     world = World(run_id_of(manifest), manifest, step_seconds, OwnTime(), members)
     everybody: list[SocketVolunteer] = []
-    setattr(change_watch, "LOOK_SECONDS", LOOK_SECONDS)  # noqa: B010
+    setattr(change_watch, "POLL_SECONDS", LOOK_SECONDS)  # noqa: B010
     async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
         nursery.start_soon(world.act)
         nursery.start_soon(beat_for_ever, everybody)

@@ -37,10 +37,11 @@ def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def prefix_of(instrument: str, folder: Path) -> tuple[str, ...]:
+def prefix_of(instrument: str, folder: Path | None = None) -> tuple[str, ...]:
     """Return the command prefix that runs a program with the module `instrument` inside it."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return ("env", f"PYTHONPATH={path}", sys.executable, "-m", instrument, str(folder))
+    return ("env", f"PYTHONPATH={path}", sys.executable, "-m", instrument,
+            *([] if folder is None else [str(folder)]))  # fmt: skip
 
 
 def run_inside(
@@ -53,6 +54,11 @@ def run_inside(
         (folder / f"{os.getpid()}.json").write_text(json.dumps(document(module), indent=1) + "\n")
 
     atexit.register(write)
-    sys.argv = [module, *arguments]
     with instrument:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run_module(module, arguments)
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Run a module with these arguments in this process, as `python -m` would."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

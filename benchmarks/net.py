@@ -1,6 +1,7 @@
 """Links behind NAT, on real network stacks: `make bench-net`, as root.
 
-Machines are network namespaces (`tests/kits/network_lab`): the wire costs nothing and has no delay, so
+Machines are network namespaces (`tests/kits/network_lab`): the wire costs nothing and has no
+delay, so
 that the benchmark measures the software at the ends and at the relay. All processes share this
 machine's cores; CPU seconds per gigabyte show what a part would reach on a dedicated core.
 Repetitions are interleaved; results are medians. Nothing else should run on the machine meanwhile;

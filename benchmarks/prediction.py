@@ -3,11 +3,10 @@
     make bench-prediction
 
 Runs a coordinator and volunteers as real programs over loopback, each worker with its own pace
-(`swarm_client.stage.worker.pace`), so that machines of different speeds share the cores. The
-simulator
-gets the same manifest, speeds and stages and follows every microbatch. Compared is the median time
-of a step after all peers have joined. Nothing else should run meanwhile: a paced worker without a
-free core is slower than its pace. Writes benchmarks/results/prediction.json.
+(`benchmarks.pace`), so that machines of different speeds share the cores. The simulator gets the
+same manifest, speeds and stages and follows every microbatch. Compared is the median time of a step
+after all peers have joined. Nothing else should run meanwhile: a paced worker without a free core
+is slower than its pace. Writes benchmarks/results/prediction.json.
 """
 
 from __future__ import annotations
@@ -23,16 +22,19 @@ from typing import Any
 
 import click
 
+from benchmarks.handicap import INSTRUMENT
+from benchmarks.inside import prefix_of
 from benchmarks.machine import describe_machine
+from benchmarks.pace import PACE_VARIABLE
 from benchmarks.run_data import PLAIN_BORDERS
-from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.simulator.fleet import GIBIBYTE, Hardware
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.run.manifest import Manifest
 
@@ -84,6 +86,7 @@ def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
     with Subprocesses() as children:
         swarm = LocalSwarm(folder / "run", children)
         invite = swarm.start_coordinator()
+        swarm.prefix = prefix_of(INSTRUMENT)
         for stage, peers in enumerate(case.seconds):
             for seconds in peers:
                 swarm.environment = {PACE_VARIABLE: repr(pace_of(manifest, stage, seconds))}

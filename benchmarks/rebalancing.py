@@ -39,8 +39,9 @@ from swarm_coordinator.simulator.fleet import (
 )
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.report import outcome_document
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy

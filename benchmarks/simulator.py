@@ -30,7 +30,8 @@ from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.report import outcome_document
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import LimitsConfig, Manifest

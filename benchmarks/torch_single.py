@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
+from benchmarks.pace import pace_from_environment
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.stage.worker.pace import pace_from_environment
 from swarm_coordinator.offline.reference import StepRecord, train_reference
 
 

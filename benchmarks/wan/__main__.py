@@ -2,9 +2,8 @@
 
 All contenders have the same model, data, machines and links; iperf3 and ping check the links first;
 repetitions are interleaved, so that a slowdown of the machine affects all contenders. All emulated
-machines share this machine's cores: each computes at its own pace
-(`swarm_client.stage.worker.pace`),
-slow enough for the cores (see `busy cores` in the table). Nothing else should run meanwhile.
+machines share this machine's cores: each computes at its own pace (`benchmarks.pace`), slow enough
+for the cores (see `busy cores` in the table). Nothing else should run meanwhile.
 docs/benchmarks.md describes the comparison.
 """
 

@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 import click
 
+from benchmarks.handicap import EQUAL_SHARES_VARIABLE
 from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
@@ -33,7 +34,6 @@ from benchmarks.wan.mixes import MIXES, Link, read_mixes
 from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.templates import parameter_counts
 from kits.network_lab import LabError
-from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.handicap import EQUAL_SHARES_VARIABLE, INSTRUMENT
+from benchmarks.inside import prefix_of
+from benchmarks.pace import PACE_VARIABLE
 from benchmarks.run_data import TimedStep, read_steps
 from benchmarks.wan.borders import border_table
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
-from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
-from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses, module_command
 from swarm_shared.run.codec_sizes import ActivationCodec
@@ -55,7 +56,8 @@ def swarm(
         local.prefix = field.network.hosts[COORDINATOR].prefix
         invite = local.start_coordinator()
         for member in field.members:
-            local.prefix = (*field.host(member).prefix, *volunteer_prefix)
+            instrument = volunteer_prefix or prefix_of(INSTRUMENT)
+            local.prefix = (*field.host(member).prefix, *instrument)
             local.environment = {PACE_VARIABLE: repr(member.flops_per_second)}
             if equal_shares:
                 local.environment[EQUAL_SHARES_VARIABLE] = "1"

@@ -23,8 +23,8 @@ from benchmarks.wan.hivemind_parts import (  # isort: skip (before anything has 
 import click
 import torch
 
+from benchmarks.pace import pace_from_environment
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.stage.worker.pace import pace_from_environment
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.run.manifest import Manifest
 

@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's own name)
 from torch import Tensor, nn
 
+from benchmarks.pace import FORWARD_SHARE, Pace, pace_from_environment
 from benchmarks.run_data import RunData
-from swarm_client.stage.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
 from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.llama import Stage

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.pace import PACE_VARIABLE
 from benchmarks.wan.fleet import Member, Sizes
 from benchmarks.wan.network import Network
 from benchmarks.wan.templates import Templates
 from kits.network_lab import Host
-from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, failure_text, wait_until
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.codec_sizes import ActivationCodec

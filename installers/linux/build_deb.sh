@@ -112,7 +112,7 @@ install_program() {
         "$tree$PLACE/include" "$tree$PLACE/share"
     find "$tree$PLACE/bin" -type f -delete
     for program in swarm-client swarm-coordinator; do
-        printf '#!%s/bin/python\nimport sys\n\nfrom %s.cli import main\n\nsys.exit(main())\n' \
+        printf '#!%s/bin/python\nimport sys\n\nfrom %s.cli.main import main\n\nsys.exit(main())\n' \
             "$PLACE" "$(echo "$program" | tr - _)" >"$tree$PLACE/bin/$program"
         ln -s "../lib/swarmtrain/bin/$program" "$tree/usr/bin/$program"
     done

@@ -381,13 +381,13 @@ give_up() {
 find_running() {
     running=no
     manager=
-    word=
+    state=
     [ -x "$environment/bin/swarm-client" ] || return 0
     if is_served_by systemctl --user; then
         manager="systemctl --user"
     elif [ "$(id -u)" = 0 ] && is_served_by systemctl; then
         manager=systemctl
-    elif ! word=$(word_of_client 2>/dev/null); then
+    elif ! state=$(state_of_client 2>/dev/null); then
         return 0
     fi
     running=yes
@@ -398,9 +398,9 @@ is_served_by() {
         "$@" show --property=ExecStart "$UNIT" | grep -qF "$environment/"
 }
 
-word_of_client() {
+state_of_client() {
     "$environment/bin/swarm-client" status --json | "$environment/bin/python" -c 'import json, sys
-print(json.load(sys.stdin)["word"])'
+print(json.load(sys.stdin)["state"])'
 }
 
 # By the old program: it speaks the language of the daemon that runs.
@@ -432,7 +432,7 @@ start_again() {
 print(json.load(sys.stdin)["logs"])') || return 1
     # One that worked for no run is not to take one up now.
     idle=
-    [ "$word" != stopped ] || idle=--idle
+    [ "$state" != stopped ] || idle=--idle
     # shellcheck disable=SC2086 # no word when it is empty
     nohup "$client" daemon $idle >>"$logs/daemon.log" 2>&1 </dev/null &
     waited=0

@@ -106,7 +106,7 @@ def test_the_machines_service_takes_root_and_a_program_that_services_can_see(
     monkeypatch.setattr(sys, "executable", "/home/bob/.local/share/program/bin/python")
     code, text = run("install", "--system", "--no-start")
     assert code == 2
-    assert "services of the machine cannot see" in text
+    assert "system services cannot see" in text
     code, text = run("uninstall", "--purge")
     assert code == 2
     assert "--purge goes with --system" in text
@@ -118,7 +118,7 @@ def test_elsewhere_than_on_linux_and_macos_it_says_what_there_is(
     monkeypatch.setattr(sys, "platform", "freebsd14")
     code, text = run("install")
     assert code == 13
-    assert "on freebsd14 there is no service to install" in text
+    assert "services are not supported on freebsd14" in text
 
 
 def test_steps_are_told_and_end_at_the_first_that_fails(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_banned_volunteer_is_disconnected_in_seconds_and_changes_no_loss(make_
     began = time.monotonic()
     said = order("ban", run.folder.path, banned[-8:], "--reason", "it was seen cheating")
     assert said.strip().splitlines()[-1] == (
-        f"banned {banned}; 1 session was ended, 1 volunteer was told"
+        f"banned {banned}; 1 session was ended, 1 volunteer was notified"
     )
     wait_until(
         lambda: (

@@ -84,14 +84,14 @@ def test_a_daemon_pauses_resumes_finishes_and_leaves_without_a_changed_loss(
 
         nobody = bob.types("status")
         assert nobody.returncode == 13
-        assert "no daemon runs" in nobody.stderr
+        assert "no daemon is running" in nobody.stderr
         options = ("--device", "cpu", "--threads", "1", "--name", "bob")
         said = bob.does("join", invite, "--detach", *options)
         assert "admitted to run" in said
         run.wait_for_version(2)
         until(lambda s: s["contribution"]["steps"] >= 1, "the daemon to contribute")
         assert bob.sees()["run"]["name"] == run.manifest.name
-        assert "already at work" in bob.does("join", invite, *options)
+        assert "already working" in bob.does("join", invite, *options)
 
         # A pause: nothing is computed here, and the other volunteer continues.
         assert "paused until" in bob.does("pause", "--for", "1h")
@@ -112,7 +112,7 @@ def test_a_daemon_pauses_resumes_finishes_and_leaves_without_a_changed_loss(
         bob.does("finish")
         stopped = bob.sees()
         assert (stopped["state"], stopped["run"]) == ("stopped", None)
-        assert "going on with run" in bob.does("resume")
+        assert "continuing run" in bob.does("resume")
         until(lambda s: s["state"] in ("contributing", "queued"), "the run to be taken up again")
 
         bob.does("leave")

@@ -57,14 +57,14 @@ def test_a_game_pauses_a_volunteer_and_the_run_equals_the_reference(
     game = start_game(tmp_path)
     try:
         begun = time.monotonic()
-        wait_for(f"paused (exclusive_app): {GAME} runs")
+        wait_for(f"paused (exclusive_app): {GAME} is running")
         record_property("seconds until the reason was shown", time.monotonic() - begun)
         paused_at = run.version()
         run.wait_for_version(paused_at + 4)
     finally:
         game.kill()
         game.wait()
-    wait_for("going on")
+    wait_for("resumed: the preferences allow")
     resumed_at = run.version()
     run.wait_for_version(STEPS)
 

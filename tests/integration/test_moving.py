@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from swarm_coordinator.status.status_file import status_lines
+from swarm_coordinator.status.status_file import read_status
+from swarm_coordinator.status.text import status_lines
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(420)]
 
@@ -37,7 +36,9 @@ def test_a_volunteer_moves_to_the_slowest_stage_and_the_run_equals_the_reference
         if {c.stage for c in history.contributions if c.peer == peer.peer} == {0, 1}
     ]  # fmt: skip
     assert both, "no peer has counted microbatches in both stages"
-    told = status_lines(json.loads(run.folder.status.read_text()), True, 0.0)
+    status = read_status(run.folder.status)
+    assert status is not None
+    told = status_lines(status, True, 0.0)
     assert any("moves from stage 0 to stage 1" in line for line in told)
     assert any("it downloads" in line for line in told)
     run.assert_equals_reference()

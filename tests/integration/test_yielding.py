@@ -77,7 +77,7 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_continues(
         until(lambda s: s["state"] == "paused", "the pause")
         seen = sees()
         assert seen["reason"] == "user_active"
-        assert seen["sentence"].startswith("paused: somebody uses this machine; goes on when")
+        assert seen["sentence"].startswith("paused: this machine is in use; continues after")
         assert seen["until"] > seen["time"]
 
         # While typing continues, whole steps pass and nothing is computed here.

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from benchmarks.handicap import handicapped
 from benchmarks.inside import run_inside, wrapped
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.held_stage import Holding
@@ -104,7 +105,8 @@ class Recorder:
 
 def main(words: Sequence[str]) -> None:
     recorder = Recorder()
-    run_inside(words, recorder.recording(), lambda module: recorder.events)
+    with handicapped():
+        run_inside(words, recorder.recording(), lambda module: recorder.events)
 
 
 if __name__ == "__main__":

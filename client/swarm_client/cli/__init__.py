@@ -1,4 +1,6 @@
-"""The commands of `swarm-client`, by what they need: a daemon's socket, or a daemon of their own.
+"""The commands of `swarm-client`, grouped by what they need: a daemon's socket, or a daemon of
+their own.
 
-Each module imports what is heavy inside its commands: those that only ask start in a moment.
+Each command imports heavy modules inside its function, so that commands that only ask a daemon
+start quickly.
 """

@@ -1,4 +1,4 @@
-"""`swarm-client config`: the preferences, read and changed from the command line."""
+"""`swarm-client config`: read and change the preferences."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import click
 
 from swarm_client.cli.options import home_option as _home
 from swarm_client.preferences.control import PreferenceStore
-from swarm_client.preferences.file import set_preference, spell
+from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
+from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import UsageError
 
 ALL_GPUS = -1
-"""A number that no GPU has: what is said of all holds for it."""
+"""A number that no GPU has: the values for all GPUs apply to it."""
 
 
 @click.group()
@@ -41,7 +42,7 @@ def get(name: str | None, home: Path | None, as_json: bool) -> None:
         document = {"name": name, "value": value, "layer": origin.layer, "where": origin.where}
         click.echo(json.dumps({"version": VERSION, **document}, indent=2))
     else:
-        click.echo(value if isinstance(value, str) else spell(value))
+        click.echo(value if isinstance(value, str) else toml_value(value))
 
 
 @config.command("set")
@@ -60,11 +61,11 @@ def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
         raise UsageError("give either a VALUE or --default")
     path = preferences_path(home)
     understood = set_preference(path, name, value)
-    shown = "its default" if reset else spell(understood)
+    shown = "its default" if reset else toml_value(understood)
     click.echo(f"{name} is {shown} now, in {path}", err=True)
     origin = load(path).origin(name)
     if origin.layer == "environment":
-        click.echo(f"note: {origin.where} in the environment goes before the file", err=True)
+        click.echo(f"note: {origin.where} in the environment overrides the file", err=True)
 
 
 @config.command()
@@ -74,7 +75,7 @@ def validate(file: Path | None, home: Path | None) -> None:
     """Check the preferences in FILE (default: the file in use) without changing anything."""
     path = file or preferences_path(home)
     load(path, {} if file is not None else None)
-    found = "holds" if path.exists() else "is not there, and need not be: the defaults hold"
+    found = "is valid" if path.exists() else "does not exist, so the defaults apply"
     click.echo(f"{path} {found}", err=True)
 
 
@@ -87,7 +88,7 @@ def schema() -> None:
 
 
 def _value_of(preferences: Preferences, name: str) -> object:
-    """What holds, also of a GPU or a day that has no words of its own."""
+    """The effective value, also for a GPU or a day without values of its own."""
     head, *rest = name.split(".")
     if head == "gpu":
         which, key = rest
@@ -104,8 +105,8 @@ def _json(path: Path) -> str:
 
 
 def _table(path: Path, layered: Layered) -> str:
-    rows = [(name, spell(value), origin.where) for name, value, origin in layered.values()]
+    rows = [(name, toml_value(value), origin.where) for name, value, origin in layered.values()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows]
-    there = "" if path.exists() else " (not there yet; `swarm-client config set` makes it)"
+    there = "" if path.exists() else " (does not exist yet; `swarm-client config set` creates it)"
     return "\n".join([f"file: {path}{there}", "", *lines])

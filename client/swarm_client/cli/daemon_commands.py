@@ -44,7 +44,7 @@ def status(home: Path | None, as_json: bool) -> None:
     if document.get("software") != SOFTWARE_VERSION:
         click.echo(
             f"swarm-client: the daemon is version {document.get('software')} and this command "
-            f"{SOFTWARE_VERSION}; restart it with `swarm-client shutdown` and start it again",
+            f"{SOFTWARE_VERSION}; end it with `swarm-client shutdown` and start it again",
             err=True,
         )
     if as_json:
@@ -105,9 +105,9 @@ def shutdown(no_wait: bool, home: Path | None, as_json: bool) -> None:
 def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
     from swarm_client.control.client import NoDaemon, ask, stream
 
-    said = ask(socket_of(home), method)
+    answer = ask(socket_of(home), method)
     if not as_json:
-        print_answer(said, as_json)
+        print_answer(answer, as_json)
     if not no_wait:
         try:
             for document in stream(socket_of(home), "follow"):
@@ -119,7 +119,7 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
         if not as_json:
             click.echo("done")
     if as_json:
-        print_answer({**said, "done": not no_wait}, as_json)
+        print_answer({**answer, "done": not no_wait}, as_json)
 
 
 @click.group(invoke_without_command=True)
@@ -177,7 +177,7 @@ def _list(home: Path | None, as_json: bool) -> None:
         mark = "*" if run["chosen"] else " "
         click.echo(printable(f"{mark} {run['id'][:12]}  joined {joined}  {run['name']}"))
     if not known and not as_json:
-        click.echo("no run is known; `swarm-client join INVITE` joins one", err=True)
+        click.echo("no run has been joined yet; `swarm-client join INVITE` joins one", err=True)
 
 
 @click.command()
@@ -227,8 +227,8 @@ def _show_file(path: Path) -> None:
         with path.open(errors="replace") as file:
             last = deque(file, maxlen=SHOWN_LINES)
     except OSError:
-        click.echo("no daemon runs here, and none has left a log", err=True)
+        click.echo("no daemon is running here, and there is no log of one", err=True)
         sys.exit(13)
-    click.echo(f"no daemon runs here; this is the end of {path}", err=True)
+    click.echo(f"no daemon is running here; this is the end of {path}", err=True)
     for line in last:
         click.echo(printable(line.rstrip("\n")))

@@ -1,4 +1,4 @@
-"""Commands that start a daemon, in the foreground or behind the terminal: join, daemon."""
+"""Commands that start a daemon, in the foreground or in the background: join, daemon."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
 
 START_SECONDS = 60.0
-"""For imports on a machine whose cores are busy."""
+"""Timeout of a daemon's start; imports are slow on a busy machine."""
 
 ADMISSION_SECONDS = 60.0
-"""A coordinator that answers at all does so sooner."""
+"""Seconds to wait for the admission; a coordinator that is running answers sooner."""
 
 POLL_SECONDS = 0.05
 FRESH_LOG_BYTES = 5 * 2**20
-"""A log of a daemon behind the terminal that is longer is begun anew."""
+"""Size of a background daemon's log above which a new log is begun."""
 
 
 @click.command()
@@ -106,7 +106,7 @@ def join(
             may_relay=relay, preferences=preferences,
         )  # fmt: skip
     except ValidationError as error:
-        raise UsageError(f"this cannot be asked for: {first_error(error)}") from error
+        raise UsageError(f"these options are not possible: {first_error(error)}") from error
     place = Home.locate(home)
     if is_running(place.socket_path):
         join_through_daemon(place, arguments)
@@ -153,7 +153,7 @@ def daemon(home: Path | None, idle: bool) -> None:
 
 
 def join_through_daemon(place: Home, arguments: object) -> None:
-    """Have a running daemon join, and say what happens until it is in or has failed."""
+    """Have a running daemon join, and report until it is attached or has failed."""
     from swarm_client.control.client import ask, stream
     from swarm_client.control.messages import ErrorReport, JoinArguments, error_from_report
     from swarm_client.control.status_document import LogLine, Status
@@ -174,10 +174,10 @@ def join_through_daemon(place: Home, arguments: object) -> None:
                 click.echo(f"  {printable(line.text)}")
         status = Status.model_validate(document)
         if status.run is not None and status.run.id == run and status.run.coordinator_attached:
-            click.echo(f"{status.state.value}; `swarm-client status` says how it goes")
+            click.echo(f"{status.state.value}; `swarm-client status` shows the progress")
             return
         if time.monotonic() > deadline:
-            click.echo("the run has not print_answer yet; the daemon goes on trying", err=True)
+            click.echo("the run has not answered yet; the daemon keeps trying", err=True)
             return
     raise DaemonError(f"the daemon has ended; its log is in {place.log_folder}")
 
@@ -185,7 +185,7 @@ def join_through_daemon(place: Home, arguments: object) -> None:
 def _start_detached(place: Home) -> None:
     """Start a daemon in a session of its own and wait until it answers.
 
-    SwarmError with its own last words and exit code when it ends before that.
+    SwarmError with its own error message and exit code when it ends before that.
     """
     from swarm_client.control.client import is_running
 
@@ -220,8 +220,8 @@ def _last_error(log_path: Path, began_at: int) -> str:
         log.seek(began_at)
         lines = log.read(64 * 1024).decode(errors="replace").splitlines()
     marker = "swarm-client: error: "
-    told = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
-    return told[-1] if told else f"the daemon ended at once; its log is {log_path}"
+    errors = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
+    return errors[-1] if errors else f"the daemon ended at once; its log is {log_path}"
 
 
 def _raise_as(code: int, sentence: str) -> None:
@@ -231,10 +231,10 @@ def _raise_as(code: int, sentence: str) -> None:
 
 
 def _shut_down(place: Home) -> None:
-    """The daemon that was started for a run which does not want us has nothing to do."""
+    """Shut down a daemon that was started for a run that does not admit this peer."""
     from swarm_client.control.client import ask
 
     try:
         ask(place.socket_path, "shutdown")
     except DaemonError:
-        return  # it has ended by itself
+        return  # it has ended already

@@ -1,22 +1,20 @@
-"""`swarm-client`: the volunteer's command line. Each command is in a module of this package.
+"""`swarm-client`: the volunteer's command line.
 
-`main` is the one place where errors become one sentence and an exit code. A command is imported
-when it is asked for: `top` is on the screen in a moment, and shell completion answers at once.
+Owns the list of commands and the welcome text. A command's module is imported when the command is
+used, so that `top` and shell completion start at once; errors are the shared shell's
+(`swarm_shared.base.command_line`).
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 
 import click
 
-from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.command_line import LazyGroup, run_command_line
 from swarm_shared.base.version import SOFTWARE_VERSION
 
-INTERRUPTED = 130
-"""Shell convention: 128 + SIGINT."""
+PROGRAM = "swarm-client"
 
 WELCOME = """\
 swarm-client lends this computer to the training of a large language model.
@@ -54,31 +52,16 @@ _COMMANDS = {
     "version": "cli.offline:version",
     "verify-ledger": "cli.verify_ledger:verify_ledger_command",
 }
-"""In the order in which a volunteer meets them: each in its module."""
-
-
-class _Group(click.Group):
-    """Loads a command when it is asked for; for the list of all of them, all."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
-            return None
-        module, _, attribute = _COMMANDS[name].partition(":")
-        command: click.Command = getattr(
-            importlib.import_module(f"swarm_client.{module}"), attribute
-        )
-        return command
+"""Module and attribute of each command, in the order in which a volunteer needs them."""
 
 
 @click.group(
-    cls=_Group,
+    cls=LazyGroup,
+    modules={name: f"swarm_client.{command}" for name, command in _COMMANDS.items()},
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(SOFTWARE_VERSION, prog_name="swarm-client")
+@click.version_option(SOFTWARE_VERSION, prog_name=PROGRAM)
 @click.pass_context
 def swarm_client(context: click.Context) -> None:
     """Lend this computer to the training of a large model."""
@@ -87,58 +70,5 @@ def swarm_client(context: click.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: every expected error is one sentence and its exit code, never a traceback."""
-    try:
-        swarm_client.main(prog_name="swarm-client", standalone_mode=False)
-    except click.exceptions.Exit as request:
-        sys.exit(request.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        hint = ""
-        if isinstance(error, click.UsageError) and error.ctx is not None:
-            hint = f" (see `{error.ctx.command_path} --help`)"
-        click.echo(f"swarm-client: error: {error.format_message()}{hint}", err=True)
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read our output has gone (`logs | head`); Python must not complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except BaseExceptionGroup as group:
-        _fail(group)
-    except Exception as error:  # noqa: BLE001  the outermost supervisor: logged in full, told in a sentence
-        _fail(error)
-
-
-def _fail(error: BaseException) -> None:
-    expected = expected_error(error)
-    if expected is not None:
-        click.echo(f"swarm-client: error: {expected}", err=True)
-        sys.exit(expected.exit_code)
-    if _interrupted(error):
-        sys.exit(INTERRUPTED)
-    import traceback
-
-    import platformdirs
-
-    try:
-        folder = platformdirs.user_log_path("swarmtrain", appauthor=False, ensure_exists=True)
-        path = folder / "swarm-client-error.log"
-        path.write_text("".join(traceback.format_exception(error)))
-        where = f"the details are in {path}"
-    except OSError:
-        where = f"it was {error!r}"
-    click.echo(
-        f"swarm-client: error: an unexpected fault of this program; {where}; please report it",
-        err=True,
-    )
-    sys.exit(1)
-
-
-def _interrupted(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_interrupted(one) for one in error.exceptions)
-    return isinstance(error, KeyboardInterrupt)
+    """Entry point of `swarm-client`."""
+    sys.exit(run_command_line(swarm_client, PROGRAM, sys.argv[1:]))

@@ -58,7 +58,7 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
     from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
     from swarm_client.doctor.report import table
 
-    # What is worth a person's time is in the table.
+    # What a person needs is in the table.
     for name in ("swarm_client", "swarm_shared"):
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
@@ -113,7 +113,7 @@ def completion(context: click.Context, shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None, "click knows these shells"
     root = context.find_root().command
-    # Without asking the shell for its version: this only prints.
+    # Without running the shell for its version: this only prints.
     script = kind(root, {}, PROGRAM, "_SWARM_CLIENT_COMPLETE")
     click.echo(script.source_template % script.source_vars())
 

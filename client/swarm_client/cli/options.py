@@ -1,4 +1,4 @@
-"""What commands share: where the home is, JSON for programs, and words for people."""
+"""What commands share: the home, JSON output for programs, and formatting for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm_shared.base.errors import UsageError
 from swarm_shared.base.text import printable
 
 JSON_VERSION = 1
-"""In every JSON document that a command prints; fields are only added within a version."""
+"""Version of every JSON document that a command prints; within a version fields are only added."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -38,7 +38,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def print_answer(document: dict[str, Any], as_json: bool) -> None:
-    """What the daemon says it does now."""
+    """Print the daemon's answer."""
     if as_json:
         print_json(document)
     else:
@@ -46,9 +46,9 @@ def print_answer(document: dict[str, Any], as_json: bool) -> None:
 
 
 def print_event(text: str) -> None:
-    """One event, one line, with the time of day.
+    """Print one event on one line, with the time of day.
 
-    Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
+    Often into a file: a full disk, or a closed terminal, is no reason to stop.
     """
     now = datetime.datetime.now().strftime("%H:%M:%S")
     with contextlib.suppress(OSError):
@@ -56,16 +56,16 @@ def print_event(text: str) -> None:
 
 
 def parse_duration(text: str) -> float:
-    """Like 90s, 30m, 2h, 1h30m, 1d. UsageError for anything else."""
+    """Seconds of a duration like 90s, 30m, 2h, 1h30m, 1d. UsageError for anything else."""
     found = re.fullmatch(r"(?:\d+[smhd])+", text.strip())
     seconds = sum(int(n) * _UNITS[u] for n, u in re.findall(r"(\d+)([smhd])", text))
     if found is None or not 0 < seconds <= 366 * 86400:
-        raise UsageError(f"{text!r} is no time; say it like 30m, 2h or 1h30m, at most 366d")
+        raise UsageError(f"{text!r} is not a duration; write 30m, 2h or 1h30m, at most 366d")
     return float(seconds)
 
 
 def count_text(value: float) -> str:
-    """Like 950, 12.3 k, 4.56 M."""
+    """A count like 950, 12.3 k, 4.56 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swarm_client.service.systemd import UnitPlace
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
-"""What `ProtectHome=yes` makes empty for the system unit."""
+"""Folders that `ProtectHome=yes` hides from the system unit."""
 
 system_option = click.option(
     "--system",
@@ -53,7 +53,7 @@ def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None
     steps: tuple[Step, ...]
     if sys.platform == "darwin":
         steps = _mac_install(system, home)
-        after = "it starts again at every login"
+        after = "it starts at every login"
     else:
         from swarm_client.service import systemd
 
@@ -64,11 +64,11 @@ def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None
         if system:
             steps = (*systemd.make_system_user(_user_exists()), *steps)
         after = (
-            f"tell it what to do with `sudo -u {systemd.SYSTEM_USER} {command[0]} join INVITE "
+            f"join a run with `sudo -u {systemd.SYSTEM_USER} {command[0]} join INVITE "
             f"--home {systemd.SYSTEM_HOME}`"
             if system
-            else "it runs while you are logged in; `loginctl enable-linger` lets it go on after "
-            "that. `swarm-client join INVITE` tells it which run"
+            else "it runs while you are logged in; `loginctl enable-linger` keeps it running after "
+            "that. Join a run with `swarm-client join INVITE`"
         )
     if start:
         steps = (*_stop_running_daemon(home, system), *steps)
@@ -129,25 +129,27 @@ def status(system: bool, as_json: bool) -> None:
         from swarm_client.service import systemd
 
         place = _place_for(system)
-        said = systemd.shown(place)
+        properties = systemd.shown(place)
         found = {
             "installed": place.unit.exists(), "enabled": place.link.is_symlink(),
             "path": str(place.unit),
-            "state": said.get("ActiveState", "unknown: no systemd answers here"),
-            "text": said.get("StatusText", ""),
+            "state": properties.get("ActiveState", "unknown: systemd is not running here"),
+            "text": properties.get("StatusText", ""),
         }  # fmt: skip
     if as_json:
         print_json(found)
         return
     if not found["installed"]:
         words = "swarm-client service install" + (" --system" if system else "")
-        click.echo(f"not installed; `{words}` does that")
+        click.echo(f"not installed; `{words}` installs it")
         return
     click.echo(f"installed  {found['path']}")
-    click.echo(f"starts     {'by itself' if found['enabled'] else 'only by hand: not enabled'}")
+    click.echo(
+        f"starts     {'automatically' if found['enabled'] else 'only manually: not enabled'}"
+    )
     click.echo(f"state      {found['state']}")
     if found["text"]:
-        click.echo(f"last said  {printable(str(found['text']))}")
+        click.echo(f"status     {printable(str(found['text']))}")
 
 
 def _do(steps: Sequence[Step], dry_run: bool) -> None:
@@ -170,8 +172,8 @@ def _place_for(system: bool) -> UnitPlace:
 
     if not sys.platform.startswith("linux"):
         raise DaemonError(
-            f"on {sys.platform} there is no service to install; under Windows, install inside "
-            "WSL with installers/windows/install.ps1, which also makes a task that starts it"
+            f"services are not supported on {sys.platform}; under Windows, install inside WSL with "
+            "installers/windows/install.ps1, which also creates a task that starts it"
         )
     if system:
         return systemd.system_place()
@@ -186,12 +188,12 @@ def _systemd_place(system: bool, start: bool) -> UnitPlace:
     place = _place_for(system)
     _check_root(system)
     if start and not systemd.manager_runs(place):
-        whose = "of this machine" if system else "of yours"
+        whose = "of this machine" if system else "of your user"
         raise DaemonError(
-            f"no systemd {whose} answers here (containers, `su` and other init systems have none), "
-            "so nothing was changed; `swarm-client join INVITE --detach` goes on behind the "
-            "terminal, a line `@reboot swarm-client daemon` in `crontab -e` starts it with the "
-            "machine, and --no-start writes the unit all the same"
+            f"no systemd {whose} is running (containers, `su` and other init systems have none), "
+            "so nothing was changed; `swarm-client join INVITE --detach` runs in the background, "
+            "a line `@reboot swarm-client daemon` in `crontab -e` starts it with the machine, "
+            "and --no-start writes the unit without starting it"
         )
     return place
 
@@ -199,8 +201,8 @@ def _systemd_place(system: bool, start: bool) -> UnitPlace:
 def _check_root(system: bool) -> None:
     if system and os.geteuid() != 0:
         raise UsageError(
-            "--system changes the whole machine and needs root: run the same with sudo, or leave "
-            "--system out for a service of your own"
+            "--system changes the whole machine and needs root: use sudo, or omit --system for a "
+            "service of your own"
         )
 
 
@@ -230,29 +232,29 @@ def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
 
 def _no_system_on_mac(system: bool) -> None:
     if system:
-        raise UsageError("--system is for systemd; on macOS there is an agent of each user")
+        raise UsageError("--system needs systemd; on macOS the service is an agent of each user")
 
 
 # ---------------------------------------------------------------- both
 
 
 def _command(system: bool, home: Path | None) -> tuple[str, ...]:
-    """What the service runs: this very program, with the home that was named."""
+    """The service's command: this program, with the given home."""
     script = Path(sys.executable).with_name("swarm-client")
     if system and any(script.is_relative_to(folder) for folder in _HIDDEN_FROM_UNITS):
         raise UsageError(
-            f"this program lies in {script.parent}, which services of the machine cannot see; "
-            "install the .deb, or the program again with `--prefix /opt/swarmtrain`, and use that"
+            f"this program is in {script.parent}, which system services cannot see; install the "
+            ".deb, or install again with `--prefix /opt/swarmtrain`, and use that program"
         )
     if system and home is not None:
-        raise UsageError("--system has a home of its own, /var/lib/swarmtrain; leave --home out")
+        raise UsageError("--system has a home of its own, /var/lib/swarmtrain; omit --home")
     words = (str(script),) if script.exists() else (sys.executable, "-m", "swarm_client")
     named = () if home is None else ("--home", str(Home.locate(home).path))
     return (*words, "daemon", *named)
 
 
 def _stop_running_daemon(home: Path | None, system: bool) -> tuple[Step, ...]:
-    """A daemon behind a terminal holds the home: the service takes its place."""
+    """A background daemon holds the home: end it, so that the service can start."""
     from swarm_client.control.client import is_running
     from swarm_client.service.steps import RunCommand
 

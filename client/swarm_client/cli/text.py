@@ -1,4 +1,4 @@
-"""A status document, and what was given, for a person: pure text."""
+"""The status document and the contribution as text for people. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swarm_client.control.status_sentence import clock_text
 from swarm_shared.base.text import printable
 
 REACHED = {
-    "public": "others can dial in",
-    "mapped": "others can dial in through the router",
-    "behind_nat": "behind a router: relays and punched holes",
-    "unknown": "whether others can dial in is not known yet",
+    "public": "other peers can connect directly",
+    "mapped": "other peers can connect through the router",
+    "behind_nat": "behind a router: relays and hole punching",
+    "unknown": "it is not known yet whether other peers can connect",
 }
 
 
@@ -57,7 +57,7 @@ def _run_text(run: RunView) -> str:
         text += f", loss {run.loss:.4f}"
     if run.tokens_per_second:
         text += f", {run.tokens_per_second:,.0f} tokens/s"
-    return text + ("" if run.coordinator_attached else " (as last heard)")
+    return text + ("" if run.coordinator_attached else " (last known state)")
 
 
 def _device_text(device: DeviceView) -> str:
@@ -65,7 +65,7 @@ def _device_text(device: DeviceView) -> str:
         return f"{device.label}: {device.phase}"
     return (
         f"{device.label}: stage {device.stage}, {device.phase}, "
-        f"{device.microbatches_per_second:.2f} microbatches/s, {device.queued} in hand"
+        f"{device.microbatches_per_second:.2f} microbatches/s, {device.queued} in flight"
     )
 
 
@@ -75,6 +75,6 @@ def contribution_text(given: ContributionView) -> str:
     days = f", {given.streak_days} day(s) in a row" if given.streak_days else ""
     return (
         f"{given.microbatches:,} microbatches, {count_text(given.tokens)} tokens in "
-        f"{given.steps:,} steps; credit {count_text(given.credit)}, lately "
+        f"{given.steps:,} steps; credit {count_text(given.credit)}, recently "
         f"{count_text(given.recent_credit)} a day{days}"
     )

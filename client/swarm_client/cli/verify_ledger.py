@@ -1,4 +1,4 @@
-"""`swarm-client verify-ledger`: every number of a run's ledger, computed again."""
+"""`swarm-client verify-ledger`: recompute every number of a run's ledger."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
 
@@ -37,15 +38,15 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         click.echo(json.dumps(_document(found)))
         return
     click.echo(
-        f"every number is right: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
+        f"every number is correct: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
         f"signed by {found.organiser}"
     )
     for person in found.people:
-        name = "" if person.name is None else f"{_printable(person.name)} "
+        name = "" if person.name is None else f"{printable(person.name)} "
         devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
         click.echo(
             f"  {name}(…{person.peer[-8:]}): {person.credit:.1f} credit, "
-            f"{person.credit_per_day:.1f} a day lately, {person.tokens} tokens{devices}"
+            f"{person.credit_per_day:.1f} a day recently, {person.tokens} tokens{devices}"
         )
 
 
@@ -62,7 +63,7 @@ def _document(found: VerifiedLedger) -> dict[str, object]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """A bounded part of the file at a time: a line that is longer than any may be stays cut."""
+    """A bounded part of the file at a time: a line longer than any valid one is truncated."""
     try:
         with file.open("rb") as source:
             while line := source.readline(MAX_LINE_BYTES + 1):
@@ -71,7 +72,3 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise StorageError(
             f"cannot read {file} ({error.strerror}); check its name and its permissions"
         ) from error
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

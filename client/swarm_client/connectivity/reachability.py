@@ -1,16 +1,15 @@
-"""Whether strangers can open a connection to this volunteer, and where.
+"""Whether other peers can open a connection to this volunteer, and at which address.
 
-Two parts: `judge` draws the conclusion from what was seen and does no I/O; `examine` and
+Two parts: `judge` draws the conclusion from sightings and does no I/O; `examine` and
 `ReachabilityWatch` ask observers outside (`swarm_shared.probe.server`) and the home router.
 
-Only an observer's fresh connection to the listening port counts as proof, and only one that sees
-this machine at an address of the internet: whoever stands in the same network reaches what nobody
-else does. A router's mapping is asked for when there is no way in without it, and kept only while
-an observer comes in through it.
+Only an observer's fresh connection to the listening port counts as proof, and only of an observer
+that sees this machine at a global address: a peer in the same network reaches what others cannot. A
+mapping is requested from the router when there is no way in without it, and kept only while an
+observer connects through it.
 
-What cannot be told apart from outside: a router that lets in whomever this machine has talked to,
-and nobody else. Observers are always talked to. Routers for homes that do that are rare, and hole
-punching works through them.
+Not distinguishable from outside: a router that admits any remote that this machine has contacted.
+Observers always have been. Such home routers are rare, and hole punching works through them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Protocol
 import trio
 
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.endpoint import Endpoint, IpAddress
 from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
@@ -35,16 +35,17 @@ from swarm_shared.protocol import DoctorHello, DoctorWelcome, PeerRecord, Reacha
 log = logging.getLogger(__name__)
 
 OBSERVATION_SECONDS = 15.0
-"""Connecting, a hello, and dials of three seconds each side by side."""
+"""Timeout of one observation: connecting, a hello, and parallel dials of three seconds each."""
 MAX_BUSY_WAIT_SECONDS = 3.0
-"""An observer that is busy for longer is asked at the next check."""
+"""Longest wait for a busy observer; beyond that it is asked at the next check."""
 CHECK_INTERVAL_SECONDS = 600.0
+"""Seconds between two checks."""
 FIRST_RETRY_SECONDS = 5.0
-"""While nothing is known, doubling up to CHECK_INTERVAL_SECONDS."""
+"""First pause while nothing is known; doubled up to CHECK_INTERVAL_SECONDS."""
 SETTLE_SECONDS = 1.0
-"""A network that changes does so several times in a row."""
+"""Pause after a network change; changes come several in a row."""
 OBSERVERS_ASKED = 2
-"""For the second opinion, besides the first observer."""
+"""Observers asked for a second opinion, besides the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +54,41 @@ class Sighting:
 
     observer: PeerId
     observed: Endpoint | None
-    """Where the connection came from; None when through a relay."""
+    """Source address of the connection; None over a relay."""
     mapped: Endpoint | None = None
     """The router's mapping of the listening port, when a connection left from that port."""
     reached: frozenset[int] = frozenset()
-    """Ports at the observed address at which the observer reached this very peer."""
+    """Ports at the observed address at which the observer reached this peer."""
 
     @property
     def is_outside(self) -> bool:
-        """Whether the observer stands outside."""
+        """Whether the observer is outside this machine's network."""
         return self.observed is not None and is_global(self.observed.multiaddr)
 
 
 @dataclass(frozen=True, slots=True)
 class ReachabilityFinding:
+    """The conclusion of one check."""
+
     reachability: Reachability = Reachability.UNKNOWN
     addresses: tuple[str, ...] = ()
-    """To be announced: an observer came in here."""
+    """Addresses to announce: an observer connected to them."""
     observed: IpAddress | None = None
     behind_router: bool | None = None
     """False when the observed address is this machine's own."""
     port_preserved: bool | None = None
-    """Whether the router gives the listening port the same number outside."""
+    """Whether the router keeps the listening port's number outside."""
     endpoint_independent: bool | None = None
     """Whether two observers saw the same mapping of the listening port."""
     note: str = ""
-    """What else a person should know: why a mapping failed, who could not look."""
+    """Further information for people: why a mapping failed, which observer could not look."""
 
     @property
     def hole_punching(self) -> bool | None:
-        """Whether a peer can be told where a hole will be; None when it cannot be known.
+        """Whether the address of a future hole can be predicted; None when unknown.
 
-        A mapping that is the same for all can be told; one that keeps the port most likely is.
+        A mapping that is the same for all remotes can be predicted; one that keeps the port most
+        likely can.
         """
         if self.endpoint_independent is not None:
             return self.endpoint_independent
@@ -92,13 +96,13 @@ class ReachabilityFinding:
 
 
 class Observer(Protocol):
-    """Somebody outside who can be asked."""
+    """A peer outside that can be asked."""
 
     @property
     def peer(self) -> PeerId: ...
 
     async def observe(self, ports: Sequence[int]) -> Sighting:
-        """Try these ports at the address that the observer sees. NetworkError and its like."""
+        """Try these ports at the address that the observer sees. NetworkError and the like."""
 
 
 @dataclass(slots=True)
@@ -110,7 +114,7 @@ class PeerObserver:
     addresses: tuple[str, ...]
     hello: Callable[[], DoctorHello]
     welcome: DoctorWelcome | None = field(default=None, init=False)
-    """Of the last look."""
+    """Welcome of the last observation."""
 
     async def observe(self, ports: Sequence[int]) -> Sighting:
         await self.node.connect(self.peer, self.addresses, from_listening_port=True)
@@ -131,7 +135,7 @@ class PeerObserver:
 def member_observers(
     node: Node, records: Iterable[PeerRecord], hello: Callable[[], DoctorHello]
 ) -> list[PeerObserver]:
-    """Members of the run that can be asked, in random order so that none is asked by all."""
+    """Members of the run that can be asked, in random order to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
     found = [
         PeerObserver(node, record.peer, record.addresses, hello)
@@ -149,18 +153,19 @@ def judge(
     mapping: Mapping | None,
     note: str = "",
 ) -> ReachabilityFinding:
-    """What follows from the sightings. The first that counts decides: the coordinator's, if any.
+    """Conclude from the sightings. The first from outside decides: the coordinator's, if it has
+    one.
 
-    `mapping` is the router's promise, believed when an observer came in through it.
+    `mapping` is the router's claim, accepted when an observer connected through it.
     """
     outside = [sighting for sighting in sightings if sighting.is_outside]
     if not outside:
         seen = [sighting for sighting in sightings if sighting.observed is not None]
         if seen:
-            note = note or "whoever could look is in this machine's own network"
-        return ReachabilityFinding(note=note or "nobody could be asked")
+            note = note or "all observers are in this machine's own network"
+        return ReachabilityFinding(note=note or "no observer was available")
     first = outside[0]
-    assert first.observed is not None, "it counts"
+    assert first.observed is not None, "it is outside"
     ip = first.observed.ip
     found = ReachabilityFinding(
         observed=ip,
@@ -176,12 +181,12 @@ def judge(
     ):
         return replace(found, reachability=Reachability.MAPPED, addresses=(mapping.multiaddr,))
     if port in first.reached:
-        # Half of the homes have no IPv6: for them it takes a relay, even if others come in by it.
+        # Half of the homes have no IPv6: peers there need a relay even if others connect directly.
         reachability = Reachability.PUBLIC if ip.version == 4 else Reachability.BEHIND_NAT
         address = Endpoint(ip, port).multiaddr
         return replace(found, reachability=reachability, addresses=(address,))
     if not found.behind_router:
-        note = note or "a firewall, on this machine or before it, lets nobody in"
+        note = note or "a firewall on this machine or in front of it blocks incoming connections"
     return replace(found, reachability=Reachability.BEHIND_NAT, note=note)
 
 
@@ -191,9 +196,10 @@ async def examine(
     others: Callable[[], Sequence[Observer]],
     mapper: PortMapper | None,
 ) -> ReachabilityFinding:
-    """One whole check: who comes in, with the router's help if need be. Raises nothing expected.
+    """One complete check, with the router's help if needed. Raises no expected error.
 
-    `others` is asked after the first observer has answered, and gives those for a second opinion.
+    `others` is called after the first observer has answered, for observers to ask for a second
+    opinion.
     """
     own = Interfaces.of_this_machine().hosts
     mapping = mapper.mapping if mapper is not None else None
@@ -224,23 +230,23 @@ async def _examine_with_mapping(
     sightings: Sequence[Sighting],
     mapper: PortMapper,
 ) -> ReachabilityFinding:
-    """Asks the router for a way in, and the observer to come by it."""
+    """Request a mapping from the router and have the observer connect through it."""
     mapping = await mapper.map(port)
     if mapping is None:
         return judge(port, own, sightings, None, mapper.problem)
     notes: list[str] = []
     again = await _observe(observer, [mapping.external_port], notes)
     if not again:
-        # Neither proved nor refuted: kept for the next check, and not announced.
+        # Neither proved nor refuted: kept until the next check, and not announced.
         return judge(port, own, sightings, None, "; ".join(notes))
     seen = [*again, *(sighting for sighting in sightings if sighting.observer != observer.peer)]
     found = judge(port, own, seen, mapping)
     if found.reachability is Reachability.MAPPED:
         return found
-    note = f"the router claims to forward {mapping.multiaddr}, and nobody comes in there"
+    note = f"the router claims to forward {mapping.multiaddr}, but no connection arrives through it"
     if found.observed is not None and mapping.external_address != str(found.observed):
         note = (
-            f"the router says that its address is {mapping.external_address}, and others see "
+            f"the router gives its address as {mapping.external_address}, but other peers see "
             f"{found.observed}: there is another router in between (double NAT)"
         )
     await mapper.release()
@@ -248,7 +254,7 @@ async def _examine_with_mapping(
 
 
 async def _observe(observer: Observer, ports: Sequence[int], notes: list[str]) -> list[Sighting]:
-    """The observer's sighting, if it gives one; else its reason goes into `notes`."""
+    """The observer's sighting in a list; if it has none, the reason is appended to `notes`."""
     for last_try in (False, True):
         try:
             with trio.move_on_after(OBSERVATION_SECONDS):
@@ -257,18 +263,18 @@ async def _observe(observer: Observer, ports: Sequence[int], notes: list[str]) -
             return []
         except ProbeBusy as error:
             if last_try or error.retry_after_seconds > MAX_BUSY_WAIT_SECONDS:
-                notes.append(f"{_short(observer.peer)} has no time: {error}")
+                notes.append(f"{_short(observer.peer)} is busy: {error}")
                 return []
             await trio.sleep(error.retry_after_seconds)
         except (NetworkError, AdmissionError, ProtocolError) as error:
             log.info("%s gave no sighting: %s", observer.peer, error)
-            notes.append(f"{_short(observer.peer)} could not look: {error}")
+            notes.append(f"{_short(observer.peer)} could not probe this peer: {error}")
             return []
     raise AssertionError("the last try returns")
 
 
 async def _second_opinion(others: Sequence[Observer], ports: Sequence[int]) -> list[Sighting]:
-    """The first of a few that answers; that they do not is nothing that a person must know."""
+    """The first sighting from a few observers; their failures are not reported."""
     for observer in others:
         found = await _observe(observer, ports, [])
         if found:
@@ -283,7 +289,7 @@ def _port_preserved(port: int, sightings: Sequence[Sighting]) -> bool | None:
 
 def _endpoint_independent(sightings: Sequence[Sighting]) -> bool | None:
     mapped = [sighting.mapped for sighting in sightings if sighting.mapped is not None]
-    # Of one IP version: this machine may have one address in each.
+    # Of one IP version: this machine may have an address in each.
     same = [one for one in mapped if one.ip.version == mapped[0].ip.version]
     return None if len(same) < 2 else len(set(same)) == 1
 
@@ -297,7 +303,7 @@ def _short(peer: PeerId) -> str:
 
 
 class ReachabilityWatch:
-    """Checks now, whenever the network changes, and every ten minutes or so."""
+    """Checks at the start, after every network change, and about every ten minutes."""
 
     def __init__(
         self,
@@ -321,32 +327,31 @@ class ReachabilityWatch:
         self._changed = trio.Event()
 
     def network_changed(self) -> None:
-        """What is known may not hold any more: look again, soon."""
+        """Check again soon: the last finding may not hold any more."""
         self._changed.set()
 
     def mapping_changed(self, mapping: Mapping | None) -> None:
-        """For `PortMapper(on_change=…)`: the router has taken the mapping away, or moved it."""
+        """For `PortMapper(on_change=…)`: the router has removed or moved the mapping."""
         if not self._examining:
             self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        retry_seconds = FIRST_RETRY_SECONDS
+        """Run until cancelled."""
+        retry = Backoff(FIRST_RETRY_SECONDS, self._check_seconds)
         while True:
             self._changed = trio.Event()
             found = await self._examine()
             if found != self.finding:
                 self.finding = found
                 self._on_change(found)
-            pause_seconds = self._check_seconds * random.uniform(0.9, 1.1)
+            pause_seconds = with_jitter(self._check_seconds, 0.1)
             if found.reachability is Reachability.UNKNOWN and found.observed is None:
-                pause_seconds = min(retry_seconds, pause_seconds)
-                retry_seconds = min(2 * retry_seconds, self._check_seconds)
+                pause_seconds = min(retry.next(), pause_seconds)
             else:
-                retry_seconds = FIRST_RETRY_SECONDS
+                retry.reset()
             with trio.move_on_after(pause_seconds):
                 await self._changed.wait()
-                retry_seconds = FIRST_RETRY_SECONDS
+                retry.reset()
                 await trio.sleep(self._settle_seconds)
 
     async def _examine(self) -> ReachabilityFinding:

@@ -1,7 +1,7 @@
-"""How this volunteer is reached: relays while it must be, addresses as they change.
+"""How this volunteer can be reached: relays while needed, addresses as they change.
 
-Owns which relays are used and what the coordinator is told about this peer's whereabouts. The
-mechanisms are the node's (`swarm_shared.network`); here is the policy.
+Owns which relays are used and what the coordinator is sent about this peer's addresses. The
+mechanisms are the node's (`swarm_shared.network`); this is the policy.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from swarm_shared.protocol import AddressUpdate, CarrierAddress, PathKind, Reach
 log = logging.getLogger(__name__)
 
 WANTED_RELAY_SLOTS: Final = 2
+"""Relay slots held while other peers cannot dial in."""
 SETTLE_SECONDS: Final = 0.2
-"""Changes come in groups: a network that changes takes relays and addresses with it."""
+"""Pause after a change; a network change takes relays and addresses with it."""
 
 VOLUNTEER_RELAY_LIMITS: Final = RelayLimits(
     max_reservations=256, max_circuits=64, max_circuits_per_peer=8
 )
-"""A volunteer lends its line to members of its run, and keeps most of it."""
+"""Limits of a volunteer's relay for members of its run; most of its uplink stays its own."""
 
 MAX_ANNOUNCED_ADDRESSES: Final = 32
-"""Most addresses that a message may carry."""
+"""Maximum number of addresses that a message may carry."""
 
 
 REACHABILITY_TEXT: Final = {
-    Reachability.UNKNOWN: "whether others can reach this peer is not known",
-    Reachability.PUBLIC: "others can reach this peer directly",
-    Reachability.MAPPED: "others can reach this peer through a port that the router forwards",
-    Reachability.BEHIND_NAT: "others reach this peer through relays or punched holes",
+    Reachability.UNKNOWN: "it is not known whether other peers can reach this one",
+    Reachability.PUBLIC: "other peers can reach this one directly",
+    Reachability.MAPPED: "other peers can reach this one through a port that the router forwards",
+    Reachability.BEHIND_NAT: "other peers reach this one through relays or hole punching",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What others are told."""
+    """What the coordinator is sent about this peer's addresses."""
 
     addresses: tuple[str, ...]
     carrier: CarrierAddress | None
@@ -54,7 +55,7 @@ class Announcement:
     offers_relay: bool
 
     def is_equivalent(self, other: Announcement) -> bool:
-        """Whether nobody who knows the other one needs to be told. A binding alone may be newer."""
+        """Whether nothing that matters to a receiver differs; a newer binding alone does not."""
         return self._compared() == other._compared()
 
     def _compared(self) -> tuple[object, ...]:
@@ -101,12 +102,12 @@ class RelayPolicy:
         return self._reachability
 
     def announcement(self) -> Announcement:
-        """For the next Hello; counts as told."""
+        """For the next hello; recorded as announced."""
         self._announced = self._current_announcement()
         return self._announced
 
     def reachability_changed(self, finding: ReachabilityFinding) -> None:
-        """What the newest probe says."""
+        """Apply the finding of the newest check."""
         self._node.announce(finding.addresses)
         if finding.reachability is not self._reachability:
             self._reachability = finding.reachability
@@ -117,7 +118,7 @@ class RelayPolicy:
         self.wake()
 
     def admitted(self) -> None:
-        """Relays serve members only: from now on slots can be had."""
+        """Relays serve members only: from now on slots are available."""
         self._admitted.set()
         self.wake()
 
@@ -125,11 +126,11 @@ class RelayPolicy:
         await self._admitted.wait()
 
     def wake(self) -> None:
-        """Something that others are told may have changed: addresses, roster, carrier."""
+        """An input of the announcement may have changed: addresses, roster, carrier."""
         self._changed.set()
 
     def roster_changed(self) -> None:
-        """Who is found elsewhere now may have left connections behind that only look alive."""
+        """Check connections to peers whose addresses have changed: old ones may only look alive."""
         addresses = {record.peer: record.addresses for record in self._roster.all()}
         for peer, known in self._known_addresses.items():
             if peer in addresses and addresses[peer] != known:
@@ -138,7 +139,8 @@ class RelayPolicy:
         self.wake()
 
     def set_relaying_disabled(self, held_back: bool) -> None:
-        """Carry nothing for others for now, whatever else allows it: their bytes count here."""
+        """Relay nothing for other peers, whatever else allows it: their bytes count against this
+        machine's limits."""
         if held_back != self._relaying_disabled:
             self._relaying_disabled = held_back
             self.wake()
@@ -169,7 +171,8 @@ class RelayPolicy:
         return self._may_relay and self._is_public and not self._relaying_disabled
 
     def _use_relays(self) -> None:
-        """Slots until it is certain that others can dial in; the coordinator's is the last."""
+        """Hold relay slots until it is certain that other peers can dial in; the coordinator's is
+        the last resort."""
         relays: dict[PeerId, tuple[str, ...]] = {
             record.peer: record.addresses
             for record in self._roster.all()
@@ -179,13 +182,13 @@ class RelayPolicy:
         wanted = WANTED_RELAY_SLOTS if self._admitted.is_set() and not self._is_public else 0
         self._node.use_relays(relays, wanted, last=self._invite.coordinator)
         if self._reachability is not Reachability.UNKNOWN:
-            # hivemind's daemon has a port of its own, which no router forwards.
+            # p2pd has a port of its own, which no router forwards.
             needs_relay = self._reachability is not Reachability.PUBLIC
             self._use_p2pd_relays(self._p2pd_relays(relays) if needs_relay else ())
 
     def _p2pd_relays(self, relays: Mapping[PeerId, Sequence[str]]) -> tuple[str, ...]:
-        """The relays at which this peer has slots, as p2pd wants them. A change restarts p2pd, so
-        that those which serve already are kept."""
+        """The relays at which this peer has slots, in p2pd's form. A change restarts p2pd, so
+        relays already in use are kept."""
         held = self._node.relay_slots
         kept = [relay for relay in self._p2pd_held if relay in held]
         self._p2pd_held = (kept + [relay for relay in held if relay not in kept])[
@@ -200,7 +203,7 @@ class RelayPolicy:
     def _serve_as_relay(self) -> None:
         if self._offers_relay and self._node.relay is None:
             self._node.serve_relay(VOLUNTEER_RELAY_LIMITS, self._roster.knows)
-            self._report("others may use this peer as a relay: it can be reached from outside")
+            self._report("this peer serves as a relay, because it can be reached from outside")
         elif not self._offers_relay and self._node.relay is not None:
             self._node.stop_relay()
 
@@ -208,7 +211,7 @@ class RelayPolicy:
         now = self._current_announcement()
         if self._announced is not None and now.is_equivalent(self._announced):
             return
-        told = self._send(
+        sent = self._send(
             AddressUpdate(
                 addresses=now.addresses,
                 carrier=now.carrier,
@@ -216,7 +219,7 @@ class RelayPolicy:
                 offers_relay=now.offers_relay,
             )
         )
-        if told:
+        if sent:
             self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:

@@ -1,1 +1,1 @@
-"""The daemon's local control API: what the command line, the terminal view and scripts speak."""
+"""The daemon's local control API, used by the command line, the terminal view and scripts."""

@@ -1,7 +1,7 @@
-"""Asking the daemon of a home: what every command and view goes through. Blocks; no trio.
+"""Requests to the daemon of a home, as every command and view sends them. Blocking; no trio.
 
-Owns the patience of whoever asks, and the sentences for a daemon that is not there, does not
-answer, or is of another version.
+Owns the timeouts, and the error messages for a daemon that is not running, does not answer, or is
+of another version.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from swarm_shared.base.errors import DaemonError, VersionError
 from swarm_shared.base.local_socket import LocalConnection, connect
 
 ANSWER_SECONDS = 15.0
-"""Answers take milliseconds; a machine that swaps may need seconds."""
+"""Timeout of an answer. Answers take milliseconds; a machine that swaps may need seconds."""
 
 
 class NoDaemon(DaemonError):
-    """Nobody serves the home's socket."""
+    """No process serves the home's socket."""
 
 
 def ask(socket_path: Path, method: str, **arguments: Any) -> dict[str, Any]:
-    """The daemon's answer. NoDaemon when there is none; the daemon's own error when it refuses."""
+    """The daemon's answer. NoDaemon when none runs; the daemon's own error when it refuses."""
     for answer in _converse(socket_path, method, arguments, ANSWER_SECONDS):
         return answer
-    raise DaemonError(_silent(socket_path, "it hung up"))
+    raise DaemonError(_silent(socket_path, "it closed the connection"))
 
 
 def stream(socket_path: Path, method: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Answer after answer, until the daemon ends."""
+    """Yield answers until the daemon ends."""
     return _converse(socket_path, method, arguments, None)
 
 
 def is_running(socket_path: Path) -> bool:
-    """Whether a daemon, of whatever version, takes questions there."""
+    """Whether a daemon of any version accepts connections there."""
     try:
         with connect(socket_path, ANSWER_SECONDS):
             return True
@@ -61,11 +61,11 @@ def _converse(
                 yield answer
     except (FileNotFoundError, ConnectionRefusedError):
         raise NoDaemon(
-            f"no daemon runs in {socket_path.parent}; start one with `swarm-client join INVITE`, "
-            "or name the folder of another one with --home"
+            f"no daemon is running in {socket_path.parent}; start one with "
+            "`swarm-client join INVITE`, or give the folder of another one with --home"
         ) from None
     except (ConnectionResetError, BrokenPipeError):
-        return  # it has ended in the middle of a word
+        return  # it ended during an answer
     except (OSError, ValueError) as error:
         raise DaemonError(_silent(socket_path, str(error) or type(error).__name__)) from error
 
@@ -80,9 +80,8 @@ def _answer(connection: LocalConnection, timeout_seconds: float | None) -> dict[
         refusal = Refusal.model_validate(line)
     except ValidationError as error:
         raise VersionError(
-            "the daemon that runs here answers in a way that this command does not know; both must "
-            "come from the same installation: end it with its own `swarm-client shutdown` and "
-            "start it again"
+            "the running daemon and this command are of different versions; end the daemon with "
+            "its own `swarm-client shutdown` and start it again"
         ) from error
     raise error_from_report(refusal.error)
 
@@ -90,6 +89,6 @@ def _answer(connection: LocalConnection, timeout_seconds: float | None) -> dict[
 def _silent(socket_path: Path, reason: str) -> str:
     log_file = socket_path.parent / "log" / "client.log"
     return (
-        f"the daemon in {socket_path.parent} did not answer ({reason}); what was asked may have "
-        f"been done, so look at `swarm-client status`; its log is {log_file}"
+        f"the daemon in {socket_path.parent} did not answer ({reason}); the request may have been "
+        f"carried out, so check `swarm-client status`; the daemon's log is {log_file}"
     )

@@ -1,9 +1,9 @@
-"""What this home has given, day by day: credit, its recent average, streaks.
+"""This home's contribution by day: credit, its recent average, streaks.
 
-Credit is tokens times the share of the model's work that the stage was, counted in applied steps.
-The recent average decays with a half-life of seven days, as BOINC's does, so that it says what is
-given a day now. Values only, but for `read` and `write`. What counts is the run's ledger; this is
-what was seen here, for the volunteer's own eyes.
+Credit is tokens times the stage's share of the model's work, counted in applied steps. The recent
+average decays with a half-life of seven days, as BOINC's does, so it is the current credit per day.
+Values only, except `read` and `write`. Authoritative is the run's ledger; this is what this machine
+observed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ FORMAT = 1
 MAX_BYTES = 2**20
 HALF_LIFE_DAYS = 7.0
 KEPT_DAYS = 400
-"""More than a year to plot; what is older stays in the sums."""
+"""Days kept: more than a year to plot; older credit remains in the sums."""
 
 
 class ContributionLog(FrozenModel):
+    """The sums, and the credit of each day."""
+
     format: int = FORMAT
     microbatches: int = Field(default=0, ge=0)
     tokens: int = Field(default=0, ge=0)
@@ -37,7 +39,7 @@ class ContributionLog(FrozenModel):
     def with_step(
         self, day: datetime.date, microbatches: int, tokens: int, credit: float, steps: int = 1
     ) -> ContributionLog:
-        """`steps`: 0 for what another device of this machine counted in a step entered before."""
+        """`steps`: 0 when another device of this machine has reported the same step before."""
         days = dict(self.days)
         key = day.isoformat()
         if credit > 0:
@@ -57,7 +59,7 @@ class ContributionLog(FrozenModel):
 
 
 def recent_credit(days: dict[str, float], today: datetime.date) -> float:
-    """Credit a day: a weighted mean in which a day counts half of one a week later."""
+    """Credit per day: a weighted mean in which a day counts half of one a week later."""
     keep: float = 0.5 ** (1.0 / HALF_LIFE_DAYS)
     total = 0.0
     for day, credit in days.items():
@@ -67,7 +69,7 @@ def recent_credit(days: dict[str, float], today: datetime.date) -> float:
 
 
 def streak(days: dict[str, float], today: datetime.date) -> int:
-    """Days in a row with credit, up to today or, before today's first, up to yesterday."""
+    """Consecutive days with credit, up to today or, before today's first, up to yesterday."""
     one = datetime.timedelta(days=1)
     day = today if today.isoformat() in days else today - one
     count = 0
@@ -77,7 +79,8 @@ def streak(days: dict[str, float], today: datetime.date) -> int:
 
 
 def read(path: Path) -> ContributionLog:
-    """An empty one where there is none. StorageError for one that cannot be understood."""
+    """The stored log; an empty one if there is no file. StorageError for one that cannot be
+    parsed."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -90,7 +93,7 @@ def read(path: Path) -> ContributionLog:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValidationError, ValueError) as error:
         raise StorageError(
-            f"{path} cannot be understood; it is damaged or of a newer version: install that one "
+            f"{path} cannot be read: it is damaged or of a newer version; install that version "
             "again, or move the file away"
         ) from error
     return diary

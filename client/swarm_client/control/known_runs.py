@@ -1,8 +1,9 @@
-"""The runs that this home knows, which of them is worked on, and a pause that outlives a restart.
+"""The runs that this home has joined, which one is current, and the user's pause. Survives
+restarts.
 
-Owns `runs.json`. A run is entered when its coordinator has admitted this peer, never before. The
-file holds invites, whose tokens are secrets: it is private. Values only; `read` and `write` are
-the only ones that touch the disk.
+Owns `runs.json`. A run is added when its coordinator has admitted this peer, never before. The file
+holds invites, whose tokens are secrets: it is private. Values only; `read` and `write` are the only
+functions that touch the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 FORMAT = 1
 MAX_BYTES = 2**20
 MAX_RUNS = 100
-"""The one that was joined longest ago is forgotten first."""
+"""Maximum number of stored runs; the one joined longest ago is dropped first."""
 
 
 class StoredRun(FrozenModel):
@@ -37,27 +38,33 @@ class StoredPause(FrozenModel):
 
 
 class StoredRuns(FrozenModel):
+    """The content of `runs.json`."""
+
     format: int = FORMAT
     runs: tuple[StoredRun, ...] = ()
     chosen: str | None = None
     pause: StoredPause | None = None
-    """The user's own. It is kept over a restart: the machine stays theirs."""
+    """The user's own pause. It survives a restart: the machine stays the user's."""
 
     def chosen_run(self) -> StoredRun | None:
         return next((run for run in self.runs if run.id == self.chosen), None)
 
     def find(self, wanted: str) -> StoredRun:
-        """By ID, the beginning of one, or name. UsageError unless exactly one fits."""
+        """The run with this ID, ID prefix or name. UsageError unless exactly one matches."""
         exact = [run for run in self.runs if wanted in (run.id, run.name)]
         found = exact or [run for run in self.runs if run.id.startswith(wanted)]
         if len(found) == 1:
             return found[0]
         known = ", ".join(f"{run.name} ({run.id[:12]})" for run in self.runs) or "none"
-        what = f"{len(found)} known runs fit {wanted!r}" if found else f"no known run is {wanted!r}"
-        raise UsageError(f"{what}; known: {known}; name one by the beginning of its ID")
+        what = (
+            f"{len(found)} known runs match {wanted!r}"
+            if found
+            else f"no known run matches {wanted!r}"
+        )
+        raise UsageError(f"{what}; known: {known}; give the beginning of a run's ID")
 
     def joined(self, run_id: str, name: str, join: JoinArguments, now: float) -> StoredRuns:
-        """The run was joined, perhaps again with other wishes; it is the one that is worked on."""
+        """Add a run, or replace its options if it was joined before; it becomes the current one."""
         before = next((run for run in self.runs if run.id == run_id), None)
         since = now if before is None else before.joined_at
         entry = StoredRun(id=run_id, name=name, joined_at=since, join=join)
@@ -77,7 +84,7 @@ class StoredRuns(FrozenModel):
         return self.model_copy(update={"pause": pause})
 
     def listed(self) -> tuple[KnownRun, ...]:
-        """Without the invites."""
+        """The runs without their invites."""
         return tuple(
             KnownRun(id=r.id, name=r.name, joined_at=r.joined_at, chosen=r.id == self.chosen)
             for r in self.runs
@@ -85,8 +92,8 @@ class StoredRuns(FrozenModel):
 
 
 def read(path: Path) -> StoredRuns:
-    """An empty book where there is none. StorageError for one that cannot be understood: it holds
-    invites, and is not thrown away by itself."""
+    """The stored runs; empty if there is no file. StorageError for one that cannot be parsed: it
+    holds invites, so it is never discarded automatically."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -96,12 +103,12 @@ def read(path: Path) -> StoredRuns:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     try:
         if len(content) > MAX_BYTES:
-            raise StorageError(f"{path} is too large for a list of runs; move it away")
+            raise StorageError(f"{path} is too large for a list of runs; move the file away")
         return StoredRuns.model_validate_json(content)
     except ValidationError as error:
         raise StorageError(
-            f"{path} cannot be understood ({first_error(error)}); it is damaged or of a newer "
-            "version: install that one again, or move the file away and join again"
+            f"{path} cannot be read ({first_error(error)}): it is damaged or of a newer version; "
+            "install that version again, or move the file away and join again"
         ) from error
 
 

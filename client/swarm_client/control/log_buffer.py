@@ -1,7 +1,7 @@
-"""The newest lines of the daemon's log, numbered, for whoever asks or follows.
+"""The newest lines of the daemon's log, numbered, for the control socket.
 
-Takes the events that `join` prints and what the program logs; old lines go when new ones come.
-Lines come from any thread; who waits for them is in trio.
+Holds the events that `join` prints and the program's log records; old lines are dropped for new
+ones. Lines may be added from any thread; waiting for them is trio's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from swarm_client.control.status_document import LogLine
 from swarm_shared.base.clock import Clock, wall
 
 MAX_LINES = 2000
+"""Lines kept."""
 MAX_LINE_CHARACTERS = 2000
-"""A traceback may be longer; the file has all of it."""
+"""Characters kept of a line. A traceback may be longer; the log file has all of it."""
 
 
 class LogBuffer(logging.Handler):
-    """Made inside trio. Also the handler that takes log records."""
+    """Made inside trio. Also a logging handler."""
 
     def __init__(self, clock: Clock = wall, kept: int = MAX_LINES) -> None:
         super().__init__(logging.INFO)
@@ -34,7 +35,7 @@ class LogBuffer(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def event(self, text: str) -> None:
-        """A line for the volunteer's eyes."""
+        """Add a line for the user."""
         self._add(self._clock(), "event", text)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -47,7 +48,7 @@ class LogBuffer(logging.Handler):
         return tuple(found[:most])
 
     async def wait_after(self, number: int) -> None:
-        """Until there is a line with a higher number."""
+        """Wait until there is a line with a higher number."""
         while self._number <= number:
             await self._changed.wait()
 
@@ -62,7 +63,7 @@ class LogBuffer(logging.Handler):
         try:
             self._token.run_sync_soon(self._wake, idempotent=True)
         except trio.RunFinishedError:
-            return  # the daemon has ended, and nobody follows any more
+            return  # the daemon has ended; no task waits any more
 
     def _wake(self) -> None:
         self._changed.set()

@@ -1,8 +1,9 @@
-"""What is said over `control.sock`: one JSON object a line, each way (docs/control-api.md).
+"""The control API: one JSON object per line in each direction over `control.sock`
+(docs/control-api.md).
 
-Owns the form of questions, of answers and of refusals. Free of trio, torch and libp2p. A question
-of another API version is refused with both versions named; that refusal's form, `Refusal`, is the
-same in every version, so that an old command understands a new daemon that much.
+Owns the form of requests, answers and refusals. Free of trio, torch and libp2p. A request of
+another API version is refused with both versions named; the form of that refusal, `Refusal`, is the
+same in every version, so that an old command can print a new daemon's refusal.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 
 MAX_ANSWER_BYTES = 4 * 2**20
-"""A status with a large run's peers; a question has at most 64 KiB."""
+"""Maximum size of an answer: a status with a large run's peers. A request has at most 64 KiB."""
 
 MAX_LOG_LINES = 1000
-"""In one answer. A reader that wants more asks for what comes after the last of them."""
+"""Maximum number of log lines in one answer. A reader that wants more requests those after the last
+one."""
 
 
 class ControlRequest(FrozenModel):
@@ -30,10 +32,10 @@ class ControlRequest(FrozenModel):
 
 
 class ErrorReport(FrozenModel):
-    """Why something was not done, for people and for programs."""
+    """Why a request was not carried out, for people and for programs."""
 
     code: str
-    """Like `AdmissionError`: a name of swarm_shared.base.errors."""
+    """Name of an error class of swarm_shared.base.errors, like `AdmissionError`."""
     seen: str
     needed: str = ""
     remedy: str = ""
@@ -52,26 +54,26 @@ class Refusal(FrozenModel):
 
 
 class NoArguments(FrozenModel):
-    """Of status, follow, resume, finish, leave, runs, config_show and shutdown."""
+    """Arguments of status, follow, resume, finish, leave, runs, config_show and shutdown."""
 
 
 class LogArguments(FrozenModel):
     after: int = Field(default=0, ge=0)
-    """Lines with a higher number than this."""
+    """Lines with a higher number than this one."""
     follow: bool = False
 
 
 class PauseArguments(FrozenModel):
     seconds: float | None = Field(default=None, gt=0, le=366 * 86400)
-    """None: until `resume`."""
+    """Duration of the pause; None: until `resume`."""
 
 
 class JoinArguments(FrozenModel):
-    """What `join` asks for; also what is remembered of a run, so that it can be taken up again."""
+    """Options of `join`; also stored with a run, so that it can be continued."""
 
     invite: Annotated[str, Field(max_length=4096)]
     device: Annotated[str, Field(max_length=1000)] = "auto"
-    """Several with commas between them; each is a peer with a stage of its own."""
+    """One device, or several separated by commas; each is a peer with a stage of its own."""
     stage: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1, le=4096)
     """None: all cores but one."""
@@ -83,14 +85,14 @@ class JoinArguments(FrozenModel):
     preferences: Annotated[
         tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)
     ] = ()
-    """NAME=VALUE, before what environment and file say."""
+    """NAME=VALUE; override the environment and the file."""
 
 
 class RunArguments(FrozenModel):
-    """Of choose_run and forget_run."""
+    """Arguments of choose_run and forget_run."""
 
     run: Annotated[str, Field(min_length=1, max_length=100)]
-    """Its ID, the beginning of it, or its name."""
+    """The run's ID, the beginning of it, or its name."""
 
 
 class ConfigArguments(FrozenModel):
@@ -108,7 +110,8 @@ _BY_CODE: dict[str, type[SwarmError]] = {
 
 
 def error_report_of(error: SwarmError) -> ErrorReport:
-    """Our errors say in one sentence what was seen, what is needed and what to do."""
+    """The report of an error. Its text says in one sentence what was observed, what is needed and
+    what to do."""
     return ErrorReport(code=type(error).__name__, seen=str(error), exit_code=error.exit_code)
 
 
@@ -118,17 +121,17 @@ def error_from_report(problem: ErrorReport) -> SwarmError:
 
 
 def error_with_exit_code(exit_code: int, sentence: str) -> SwarmError:
-    """The error of a program that ended with this exit code, so that ours is the same."""
+    """An error with the exit code of a program that has ended with it."""
     kinds = [kind for kind in _BY_CODE.values() if kind.exit_code == exit_code]
     return (kinds[0] if kinds else SwarmError)(sentence)
 
 
 def version_mismatch(asked: object) -> ErrorReport:
-    """The refusal of a question that this daemon does not speak the language of."""
+    """The refusal of a request of another API version."""
     return ErrorReport(
         code="VersionError",
-        seen=f"this command speaks version {asked} of the control API and the daemon that runs "
-        f"here version {API_VERSION}",
+        seen=f"this command uses version {asked} of the control API and the running daemon "
+        f"version {API_VERSION}",
         needed="both must come from the same installation",
         remedy="end the daemon with `swarm-client shutdown` of its own installation, or with its "
         "service, and start it again",
@@ -137,14 +140,14 @@ def version_mismatch(asked: object) -> ErrorReport:
 
 
 def read_request(line: dict[str, Any]) -> ControlRequest:
-    """The question, or the error to answer with. VersionError comes before everything else."""
+    """The parsed request, or the error to answer with. VersionError is checked first."""
     asked = line.get("api")
     if asked != API_VERSION:
         raise errors.VersionError(version_mismatch(asked).sentence())
     try:
         return ControlRequest.model_validate(line)
     except ValidationError as error:
-        raise UsageError(f"that is no question: {first_error(error)}") from error
+        raise UsageError(f"this is not a valid request: {first_error(error)}") from error
 
 
 def first_error(error: ValidationError) -> str:

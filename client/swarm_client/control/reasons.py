@@ -1,6 +1,7 @@
-"""The words for what a daemon does and why: part of `documents`, without what reads documents.
+"""States of a daemon and the reasons for them: part of `swarm_client.control.status_document`,
+without pydantic.
 
-A view needs them before its first frame, and pydantic only after it.
+A view needs these before its first frame, and pydantic only after it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import StrEnum
 
 
 class DaemonState(StrEnum):
-    """All of it in one word."""
+    """The state of a daemon or of one of its devices."""
 
     CONTRIBUTING = "contributing"
     SYNCING = "syncing"
@@ -17,10 +18,10 @@ class DaemonState(StrEnum):
     QUEUED = "queued"
     """Ready, with nothing to compute at the moment."""
     DEGRADED = "degraded"
-    """At work, but something is wrong: `sentence` says what and what mends it."""
+    """Working, but something is wrong: `sentence` says what, and what resolves it."""
     PAUSED = "paused"
     STOPPED = "stopped"
-    """The daemon runs, and works for no run."""
+    """The daemon runs and works on no run."""
 
 
 class SuspendReason(StrEnum):

@@ -1,7 +1,7 @@
-"""The control API's serving end: from questions at the socket to what the daemon does.
+"""The serving end of the control API: from requests at the socket to calls of the daemon.
 
-Owns the methods' names, the check of their arguments and the two that stream. What a method does
-is the daemon's part. One caller's nonsense ends that caller's conversation only.
+Owns the names of the methods, the validation of their arguments, and the two methods that stream.
+What a method does is the daemon's part. An invalid request ends only its own connection.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.local_server import LocalServerConnection
 
 FOLLOW_INTERVAL_SECONDS = 1.0
+"""Seconds between two status documents of `follow`."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ ArgumentsT = TypeVar("ArgumentsT", bound=FrozenModel)
 
 
 class PreferenceAccess(Protocol):
-    """The governor's settings, as far as the socket carries them. SwarmError says what is wrong."""
+    """The preferences, as far as the socket exposes them. Errors are SwarmError."""
 
     def show(self) -> dict[str, Any]: ...
 
@@ -53,14 +54,15 @@ class PreferenceAccess(Protocol):
 
 
 class ControlledDaemon(Protocol):
-    """What is controlled. Methods that return text say in a sentence what happens now."""
+    """The daemon, as the control server sees it. Methods that return text return one sentence that
+    says what happens now."""
 
     log_buffer: LogBuffer
     preferences: PreferenceAccess | None
 
     @property
     def failure(self) -> SwarmError | None:
-        """What ended the last stay in a run, if it was an error and nothing was begun since."""
+        """The error that ended the last participation, until another one begins."""
 
     async def status(self) -> Status: ...
     def pause(self, seconds: float | None) -> str: ...
@@ -75,7 +77,7 @@ class ControlledDaemon(Protocol):
 
 
 class ControlServer:
-    """`converse` handles one conversation at the socket."""
+    """`converse` handles one connection at the socket."""
 
     def __init__(self, daemon: ControlledDaemon) -> None:
         self._daemon = daemon
@@ -97,17 +99,17 @@ class ControlServer:
 
     @property
     def methods(self) -> frozenset[str]:
-        """All of them, for the test that the document names each."""
+        """All method names; a test checks that the documentation names each."""
         return frozenset(self._methods) | {"follow", "log"}
 
     async def converse(self, lines: LocalServerConnection) -> None:
-        """ControlRequest after request until the caller hangs up."""
+        """Answer requests until the client closes the connection."""
         try:
             while (line := await lines.receive()) is not None:
                 await self._answer(lines, line)
         except (ValueError, trio.BrokenResourceError) as error:
-            log.info("a conversation at the control socket ended: %s", error)
-        except Exception:  # a supervisor: one request's trouble must not end the daemon
+            log.info("a connection at the control socket ended: %s", error)
+        except Exception:  # a supervisor: one failing request must not end the daemon
             log.exception("a request at the control socket could not be answered")
 
     async def _answer(self, lines: LocalServerConnection, line: dict[str, Any]) -> None:
@@ -126,7 +128,7 @@ class ControlServer:
                 await _send(lines, await self._methods[request.method](request.arguments))
             else:
                 raise UsageError(
-                    f"there is no method {request.method!r}; there are "
+                    f"there is no method {request.method!r}; known methods: "
                     f"{', '.join(sorted(self.methods))}"
                 )
         except VersionError as error:
@@ -140,11 +142,11 @@ class ControlServer:
     async def _stream(
         self, lines: LocalServerConnection, tell: Callable[[LocalServerConnection], Awaitable[None]]
     ) -> None:
-        """Tell until the caller hangs up, or says anything at all."""
+        """Stream answers until the client closes the connection or sends anything."""
         async with trio.open_nursery() as nursery:
 
             async def listen() -> None:
-                # Nonsense and a broken line are as good as a word: it wants no more.
+                # Invalid input and a broken connection also mean that the client wants no more.
                 with contextlib.suppress(ValueError, trio.BrokenResourceError):
                     await lines.receive()
                 nursery.cancel_scope.cancel()
@@ -234,7 +236,7 @@ def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:
     try:
         return kind.model_validate(arguments)
     except ValidationError as error:
-        raise UsageError(f"the arguments are wrong: {first_error(error)}") from error
+        raise UsageError(f"invalid arguments: {first_error(error)}") from error
 
 
 def _message(sentence: str) -> dict[str, Any]:

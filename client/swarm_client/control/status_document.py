@@ -1,9 +1,9 @@
-"""What a daemon says about itself: one document, whole at any moment, and lines of its log.
+"""The status document of a daemon, and the lines of its log.
 
 Owns the form that `swarm-client status --json` prints and `swarm-client top` draws. Free of trio,
-torch and libp2p: a view starts in a moment. Seconds of wall-clock time unless the name says
-otherwise; rates are per second. A newer daemon may add fields, so readers leave what they do not
-know alone; a field's meaning never changes without a new `API_VERSION`.
+torch and libp2p, so that a view starts quickly. Times are Unix seconds unless the name says
+otherwise; rates are per second. A newer daemon may add fields, and readers ignore fields they do
+not know; a field's meaning never changes without a new `API_VERSION`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ API_VERSION = 1
 
 
 class StatusModel(BaseModel):
-    """Base of what is read here: immutable; unknown keys of a newer daemon are left alone."""
+    """Base of the documents: immutable; unknown keys of a newer daemon are ignored."""
 
-    # Built at the first use, which for a view is after it has drawn its frame.
+    # Built at first use, which for a view is after its first frame.
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class RunView(StatusModel):
-    """The run that is worked on, as far as this peer has heard."""
+    """The current run, as far as this peer has received it."""
 
     id: str
     name: str
@@ -36,47 +36,47 @@ class RunView(StatusModel):
     """Nats per token in the last applied step."""
     tokens_per_second: float | None = None
     rebalancing: tuple[str, ...] = ()
-    """The newest decisions, a sentence each, oldest first."""
+    """The newest decisions, one sentence each, oldest first."""
 
 
 class DeviceView(StatusModel):
     id: str
-    """Like cpu or cuda:0; cpu#2 for the second one that shares it."""
+    """Like cpu or cuda:0; cpu#2 for the second volunteer on the same device."""
     label: str
     stage: int | None = None
     phase: str = "idle"
     microbatches_per_second: float = 0.0
     queued: int = 0
     memory_bytes: int = 0
-    """Offered to the run."""
+    """Memory offered to the run."""
     memory_used_bytes: int | None = None
     utilization: float | None = None
     """0 to 1; None when it cannot be read."""
     temperature_celsius: float | None = None
     duty_cycle: float = 1.0
-    """Share of the time that it may compute, by the preferences."""
+    """Fraction of the time that the device may compute, by the preferences."""
     peer: str = ""
     """Each device is a member of the run in its own right."""
     state: DaemonState | None = None
     reason: SuspendReason | None = None
     sentence: str = ""
-    """These four as in `Status`, of this device."""
+    """`state`, `reason`, `sentence` and `until` as in `Status`, for this device."""
     until: float | None = None
 
 
 class InterruptionView(StatusModel):
-    """The last time that this program was away from its run without anybody's wish."""
+    """The last time that this program was interrupted while in its run."""
 
     began: float
     seconds: float
     slept: bool
-    """The machine did; else only this program was stopped."""
+    """Whether the machine slept; otherwise only this program was stopped."""
     sentence: str
 
 
 class MachineView(StatusModel):
     cpu_share: float | None = None
-    """Of all cores, by all programs, 0 to 1."""
+    """Share of all cores, by all programs, 0 to 1."""
     own_cpu_share: float | None = None
     memory_total_bytes: int = 0
     memory_available_bytes: int = 0
@@ -85,7 +85,7 @@ class MachineView(StatusModel):
     user_idle_seconds: float | None = None
     disk_free_bytes: int = 0
     disk_used_bytes: int = 0
-    """By this program's home."""
+    """Used by this program's home."""
 
 
 class TrafficView(StatusModel):
@@ -107,9 +107,9 @@ class ContributionView(StatusModel):
     steps: int = 0
     credit: float = 0.0
     recent_credit: float = 0.0
-    """Average a day, with a half-life of seven days."""
+    """Average credit per day, with a half-life of seven days."""
     days: tuple[tuple[str, float], ...] = ()
-    """(ISO date, credit), oldest first, without the days that have none."""
+    """(ISO date, credit), oldest first, without days that have none."""
     streak_days: int = 0
 
 
@@ -157,7 +157,7 @@ class Status(StatusModel):
     sentence: str
     """For people: what happens now, or why nothing does and what ends that."""
     until: float | None = None
-    """When it goes on by itself, where that is known."""
+    """When it continues by itself, where that is known."""
     peer: str
     name: str | None = None
     run: RunView | None = None
@@ -170,13 +170,13 @@ class Status(StatusModel):
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
     away: InterruptionView | None = None
-    """None: not since the daemon's start."""
+    """None: no interruption since the daemon's start."""
 
 
 class LogLine(StatusModel):
     time: float
     level: str
-    """`event` for the lines that `join` prints; otherwise that of the log."""
+    """`event` for the lines that `join` prints; otherwise the level of the log record."""
     text: str
     number: int
-    """Grows by one; a reader asks for what comes after the last one that it has."""
+    """Increases by one per line; a reader requests the lines after the last one it has."""

@@ -1,6 +1,6 @@
-"""One word and one sentence for what a daemon does, or why it does nothing.
+"""The state of a daemon in one word and one sentence, or why it does nothing.
 
-Pure: facts in, words out. Every sentence says what ends the state, where something does.
+Pure: facts in, text out. Every sentence says what ends the state, where something does.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from swarm_client.control.status_document import DaemonState, DeviceView, Suspen
 from swarm_client.control.suspension import Suspension
 
 SENTENCES: dict[SuspendReason, str] = {
-    SuspendReason.PAUSED_BY_USER: "paused by you; `swarm-client resume` goes on",
-    SuspendReason.ON_BATTERIES: "paused while the machine runs on batteries",
-    SuspendReason.USER_ACTIVE: "paused while somebody uses this machine",
+    SuspendReason.PAUSED_BY_USER: "paused by you; `swarm-client resume` continues",
+    SuspendReason.ON_BATTERIES: "paused while this machine runs on battery power",
+    SuspendReason.USER_ACTIVE: "paused while this machine is in use",
     SuspendReason.CPU_BUSY: "paused while other programs need the processor",
-    SuspendReason.TIME_OF_DAY: "paused outside the hours that you allow",
-    SuspendReason.NETWORK_HOURS: "paused outside the hours in which you allow the network",
-    SuspendReason.EXCLUSIVE_APP: "paused while a program runs that wants the machine for itself",
+    SuspendReason.TIME_OF_DAY: "paused outside the hours that you allow for computing",
+    SuspendReason.NETWORK_HOURS: "paused outside the hours that you allow for the network",
+    SuspendReason.EXCLUSIVE_APP: "paused while one of your exclusive programs runs",
     SuspendReason.TOO_HOT: "paused until the device has cooled down",
     SuspendReason.QUOTA_USED: "paused: the transfer quota that you allow is used up",
     SuspendReason.DISK_FULL: "paused: the disk is too full; free some space",
     SuspendReason.MEMORY_SHORT: "paused: other programs need the memory",
-    SuspendReason.FINISHING: "finishing: completing what is in hand, handing the stage over",
-    SuspendReason.NO_RUN: "no run is worked on; `swarm-client join INVITE` starts one",
-    SuspendReason.COORDINATOR_AWAY: "the coordinator cannot be reached; it is tried again",
-    SuspendReason.RUN_FINISHED: "the run is finished; `swarm-client join INVITE` starts another",
-    SuspendReason.NOT_ADMITTED: "the run does not let this peer in",
+    SuspendReason.FINISHING: "finishing: completing what is in flight, then handing the stage over",
+    SuspendReason.NO_RUN: "working on no run; `swarm-client join INVITE` joins one",
+    SuspendReason.COORDINATOR_AWAY: "the coordinator cannot be reached; this client keeps trying",
+    SuspendReason.RUN_FINISHED: "the run is finished; `swarm-client join INVITE` joins another",
+    SuspendReason.NOT_ADMITTED: "the run has not admitted this peer",
 }
 assert SENTENCES.keys() == set(SuspendReason)
 
@@ -50,19 +50,21 @@ class StatusFacts:
     problem: str | None = None
     """Why there is no session; None before the first attempt has ended."""
     loading_stage: int | None = None
-    """The stage that is being brought here."""
+    """The stage that is being loaded."""
     stage: int | None = None
     """The stage that is held."""
     working: bool = False
-    """Something was computed or averaged a moment ago."""
+    """Whether something was computed or averaged a moment ago."""
     waiting_for: str = ""
-    """What the run waits for, as its coordinator says."""
+    """What the run waits for, as the coordinator reports it."""
     away: str = ""
-    """Why it was away a while ago: said until it holds a stage again."""
+    """The last interruption; mentioned until a stage is held again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDescription:
+    """A state with its sentence and reason."""
+
     state: DaemonState
     sentence: str
     reason: SuspendReason | None = None
@@ -70,7 +72,7 @@ class StateDescription:
 
 
 def describe(facts: StatusFacts, now: float) -> StateDescription:
-    """`now` in Unix seconds; the first fact that explains everything else is told."""
+    """Describe the first fact that explains all others. `now` in Unix seconds."""
     if facts.stopped is not None and facts.suspension is None:
         return _with_reason(DaemonState.STOPPED, facts.stopped.reason, facts.stopped.detail)
     if facts.leaving:
@@ -82,14 +84,14 @@ def describe(facts: StatusFacts, now: float) -> StateDescription:
         return _with_reason(DaemonState.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
     away = f"; before that, {facts.away}" if facts.away else ""
     if not facts.attached:
-        return StateDescription(DaemonState.SYNCING, f"looking for the run's coordinator{away}")
+        return StateDescription(DaemonState.SYNCING, f"connecting to the run's coordinator{away}")
     if facts.stage is None and facts.loading_stage is not None:
         return StateDescription(
             DaemonState.SYNCING, f"downloading stage {facts.loading_stage}{away}"
         )
     if facts.stage is None:
         return StateDescription(
-            DaemonState.SYNCING, f"joining: data and a stage are on their way{away}"
+            DaemonState.SYNCING, f"joining: downloading data and waiting for a stage{away}"
         )
     if facts.working:
         return StateDescription(DaemonState.CONTRIBUTING, f"computing stage {facts.stage}")
@@ -99,7 +101,7 @@ def describe(facts: StatusFacts, now: float) -> StateDescription:
             f"holding stage {facts.stage}; the run waits for {facts.waiting_for}",
         )
     return StateDescription(
-        DaemonState.QUEUED, f"holding stage {facts.stage}, with nothing to compute just now"
+        DaemonState.QUEUED, f"holding stage {facts.stage}, with nothing to compute at the moment"
     )
 
 
@@ -107,20 +109,20 @@ _STATE_PRECEDENCE = (
     DaemonState.DEGRADED, DaemonState.CONTRIBUTING, DaemonState.QUEUED, DaemonState.SYNCING,
     DaemonState.PAUSED, DaemonState.STOPPED,
 )  # fmt: skip
-"""What one of several devices does is what the machine does, in this order: it contributes while
-any of them does, and is paused when all of them are."""
+"""The state of a machine with several devices is the first of these that one of its devices has: it
+contributes while any device does, and is paused when all are."""
 assert set(_STATE_PRECEDENCE) == set(DaemonState)
 
 
 def combine_devices(devices: Sequence[DeviceView]) -> StateDescription:
-    """Of a machine, from the words of its devices; there is at least one."""
-    told = [d for d in devices if d.state is not None]
-    first = min(told, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
+    """The description of a machine from those of its devices; at least one device has one."""
+    described = [d for d in devices if d.state is not None]
+    first = min(described, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
     assert first.state is not None
     sentence = first.sentence
-    if any(d.sentence != first.sentence for d in told):
-        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in told)
-    alike = all((d.state, d.until) == (first.state, first.until) for d in told)
+    if any(d.sentence != first.sentence for d in described):
+        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in described)
+    alike = all((d.state, d.until) == (first.state, first.until) for d in described)
     return StateDescription(first.state, sentence, first.reason, first.until if alike else None)
 
 
@@ -138,6 +140,6 @@ def _suspended(suspension: Suspension, now: float) -> StateDescription:
 
 
 def clock_text(then: float, now: float) -> str:
-    """Like 18:00, with the date when that is another day's."""
+    """A time like 18:00, with the date if it is on another day."""
     when, today = datetime.datetime.fromtimestamp(then), datetime.datetime.fromtimestamp(now)
     return when.strftime("%H:%M" if when.date() == today.date() else "%H:%M on %d %B")

@@ -1,9 +1,10 @@
-"""The volunteer's daemon: which run is worked on, what ends that, and who may ask (trio).
+"""The volunteer's daemon: which run it works on, what ends that, and the commands it carries out
+(trio).
 
-Owns a home for as long as it runs: its lock, its log, the socket for commands, what is remembered
-of runs, and the user's own pause. A stay in a run is `stay`'s; why nothing is computed otherwise
-is the volunteer's. In the foreground it ends with its stay; otherwise it waits for the next word.
-Ctrl-C or SIGTERM once leaves cleanly, twice at once.
+Owns a home while it runs: its lock, its log, the control socket, the stored runs, and the user's
+own pause. One participation in a run is `swarm_client.daemon.participation`'s; why nothing is
+computed otherwise is the volunteer's. In the foreground it ends with its participation; otherwise
+it waits for the next command. One Ctrl-C or SIGTERM leaves in order, a second one at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import trio
 
 from swarm_client.control import contribution_log as log_files
 from swarm_client.control import known_runs
-from swarm_client.control.gauges import Gauges
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import JoinArguments
@@ -32,6 +32,8 @@ from swarm_client.daemon.participation import participate
 from swarm_client.daemon.sleep_watch import Interruption, SleepWatch
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder, stopped_by
 from swarm_client.governor.governor import Governor
+from swarm_client.governor.probes.all import SystemProbes
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.machine.home import Home
 from swarm_client.machine.log_file import write_log
 from swarm_client.machine.sd_notify import Notifier
@@ -49,16 +51,17 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.run.manifest import Manifest
 
 LEAVE_SECONDS = 60.0
-"""How long a clean leave may take; a step of a large model can be longer, then it is cut off."""
+"""Seconds that an orderly leave may take; a longer step of a large model is cut off."""
 
 ENDING_SECONDS = LEAVE_SECONDS + 20.0
-"""What the service manager is told: leaving, then ending workers and saving what is known."""
+"""Seconds announced to the service manager for leaving, ending workers and saving."""
 
 SAVE_INTERVAL_SECONDS = 60.0
-"""Between two writes of the diary; a crash loses so much of it, and nothing of what counts."""
+"""Seconds between two writes of the contribution log; a crash loses that much of it, and nothing of
+the run's ledger."""
 
 CHECK_SECONDS = 5.0
-"""Between two looks at the clock while a pause has an end: a machine may have slept."""
+"""Seconds between two checks of a pause's end; the machine may have slept."""
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +72,18 @@ Report = Callable[[str], None]
 class DaemonOptions:
     home: Path | None
     first: JoinArguments | None = None
-    """The run to begin with; None: the one that was chosen last."""
+    """The run to begin with; None: the one chosen last."""
     resume: bool = True
-    """Take that one up."""
+    """Whether to continue the run chosen last."""
     foreground: bool = False
-    """End with the first stay, and let its error end the program."""
+    """End with the first participation, and raise its error."""
 
 
 async def run_daemon(
     options: DaemonOptions, report: Report, notifier: Notifier | None = None
 ) -> None:
-    """Until somebody ends it. SwarmError when it cannot run, or its stay in the foreground."""
+    """Run until ended. SwarmError when the daemon cannot run, or when its participation in the
+    foreground fails."""
     if options.first is not None:
         Invite.decode(options.first.invite)
     home = Home.create(options.home)
@@ -96,7 +100,8 @@ async def run_daemon(
 
 
 class Daemon:
-    """Made inside trio, with its home locked. Satisfies `service.ControlledDaemon`."""
+    """Made inside trio, with its home locked. Satisfies
+    `swarm_client.control.server.ControlledDaemon`."""
 
     def __init__(
         self,
@@ -125,7 +130,8 @@ class Daemon:
         self._stored_runs = known_runs.read(home.runs_path)
         self._contribution_log = log_files.read(home.contribution_path)
         self._saved_contribution_log = self._contribution_log
-        self._gauges = Gauges(home.path)
+        self._probes = SystemProbes(home.path)
+        self._probes_lock = trio.Lock()
         self._status_builder = StatusBuilder()
         self._contribution = ContributionCounter(on_step=self._counted)
         self._last_step: int | None = None
@@ -160,7 +166,8 @@ class Daemon:
             self._save_contribution_log()
 
     def event(self, text: str) -> None:
-        """One line for people: where this program prints, and for whoever asks for the log."""
+        """Report one line for people: on the terminal, in the log buffer, and to the service
+        manager."""
         self.log_buffer.event(text)
         self._report(text)
         self._notifier.status(text)
@@ -180,7 +187,7 @@ class Daemon:
         except StorageError as error:
             if not self._foreground:
                 raise
-            self.event(f"commands from other terminals cannot reach this client: {error}")
+            self.event(f"commands from other terminals cannot reach this daemon: {error}")
 
     async def _work(self) -> None:
         while not self._ending:
@@ -192,7 +199,7 @@ class Daemon:
                 await self._changed.wait()
 
     async def _take_part(self, join: JoinArguments) -> None:
-        """One stay, to its end; what comes next is in `_target` then."""
+        """Participate once, to the end; what comes next is in `_target` then."""
         finished = False
         begun = None
         try:
@@ -248,18 +255,21 @@ class Daemon:
                     self._ending, self._target = True, None
                     self._cancel_participation()
                 else:
-                    self.event("leaving: finishing what is in flight (once more to leave at once)")
+                    self.event(
+                        "leaving: finishing what is in flight (press Ctrl-C again to leave at once)"
+                    )
                     self._end_participation(ending=True)
 
-    # ---- what is remembered
+    # ---- stored state
 
     def _store_runs(self, book: StoredRuns) -> None:
-        """A full disk is no reason to stop: it is said, and remembered for as long as we run."""
+        """Keep and store the runs. A full disk is no reason to stop: it is reported, and the runs
+        are kept in memory."""
         self._stored_runs = book
         try:
             known_runs.write(self.home.runs_path, book)
         except StorageError as error:
-            self.event(f"what is known of runs could not be saved: {error}")
+            self.event(f"the list of runs could not be saved: {error}")
 
     def _counted(self, step: int, microbatches: int, tokens: int, credit: float) -> None:
         today = datetime.datetime.fromtimestamp(self._wall()).date()
@@ -281,15 +291,15 @@ class Daemon:
             log_files.write(self.home.contribution_path, self._contribution_log)
             self._saved_contribution_log = self._contribution_log
         except StorageError as error:
-            log.warning("what was given could not be saved: %s", error)
+            log.warning("the contribution log could not be saved: %s", error)
 
-    # ---- ends of a stay
+    # ---- end of a participation
 
     def _can_hand_over(self) -> bool:
         return self.device_group is not None and self.device_group.attached
 
     def _end_participation(self, *, ending: bool = False) -> None:
-        """End the stay: in order where there is somebody to hand over to."""
+        """End the participation; in order while the coordinator is attached."""
         if ending:
             self._notifier.stopping(ENDING_SECONDS)
         self._ending = self._ending or ending
@@ -313,13 +323,14 @@ class Daemon:
         self._changed.set()
         self._changed = trio.Event()
 
-    # ---- what commands ask for
+    # ---- commands
 
     async def status(self) -> Status:
-        machine = await trio.to_thread.run_sync(self._gauges.read)
+        governor = self.governor
+        readings = await self._read_system() if governor is None else governor.readings
         pause = self._stored_runs.pause
-        status = self._status_builder.status(
-            self.device_group,
+        return self._status_builder.status(
+            self.device_group, governor,
             DaemonFacts(
                 now=self._wall(), moment=self._clock(), started_at=self._started_at,
                 peer=self.identity.peer_id,
@@ -328,11 +339,14 @@ class Daemon:
                 suspension=None
                 if pause is None or self._target is None
                 else Suspension(SuspendReason.PAUSED_BY_USER, pause.until),
-                stopped=self._stopped, contribution_log=self._contribution_log, machine=machine,
+                stopped=self._stopped, contribution_log=self._contribution_log, readings=readings,
                 interruption=self._interruption,
             ),
         )  # fmt: skip
-        return status if self.governor is None else self.governor.completed(status)
+
+    async def _read_system(self) -> Readings:
+        async with self._probes_lock:
+            return await trio.to_thread.run_sync(self._probes.read_system)
 
     def pause(self, seconds: float | None) -> str:
         now = self._wall()
@@ -353,57 +367,61 @@ class Daemon:
         suspended = None if device_group is None else device_group.suspended
         if device_group is not None and suspended is not None:
             if suspended.reason is not SuspendReason.PAUSED_BY_USER:
-                return f"nothing is paused by you; still {SENTENCES[suspended.reason]}"
+                return f"you have not paused it; it is {SENTENCES[suspended.reason]}"
             device_group.resume()
         elif self._target is None and (chosen := self._stored_runs.chosen_run()) is not None:
             self._target = chosen.join
             self._wake()
-            self.event(f"going on with run {chosen.name!r}")
-            return f"going on with run {chosen.name!r}"
+            self.event(f"continuing run {chosen.name!r}")
+            return f"continuing run {chosen.name!r}"
         self._wake()
         if self._target is None:
             return SENTENCES[SuspendReason.NO_RUN]
         if paused:
-            self.event("going on")
-        return "going on" if paused else "nothing was paused"
+            self.event("resumed")
+        return "resumed" if paused else "nothing was paused"
 
     def finish(self) -> str:
-        """Hand over and stop; the run stays chosen, and `resume` takes it up again."""
-        self._stopped = StopCause(SuspendReason.NO_RUN, "finished; `swarm-client resume` goes on")
-        return self._stop_working("finishing: completing what is in hand, then handing over")
+        """Hand the stage over and stop; the run stays chosen, and `resume` continues it."""
+        self._stopped = StopCause(
+            SuspendReason.NO_RUN, "finished; `swarm-client resume` continues the run"
+        )
+        return self._stop_working(
+            "finishing: completing what is in flight, then handing the stage over"
+        )
 
     def leave(self) -> str:
-        """The same, and the run is not chosen any more."""
+        """Hand the stage over and stop; the run is not chosen any more."""
         self._store_runs(self._stored_runs.choosing(None))
         self._stopped = StopCause(SuspendReason.NO_RUN)
         return self._stop_working("leaving the run: finishing what is in flight")
 
     def shutdown(self) -> str:
-        """End the daemon; the next one goes on with the chosen run."""
-        said = "ending: finishing what is in flight" if self._can_hand_over() else "ending"
-        self.event(said)
+        """End the daemon; the next one continues the chosen run."""
+        message = "ending: finishing what is in flight" if self._can_hand_over() else "ending"
+        self.event(message)
         self._end_participation(ending=True)
-        return said
+        return message
 
-    def _stop_working(self, said: str) -> str:
+    def _stop_working(self, message: str) -> str:
         if self._target is None and self._participation_scope is None:
             return SENTENCES[SuspendReason.NO_RUN]
-        self.event(said)
+        self.event(message)
         self._end_participation()
-        return said
+        return message
 
     def join(self, join: JoinArguments) -> str:
         invite = Invite.decode(join.invite)
         if self._ending:
             raise UsageError("the daemon is ending; try again in a moment")
         if self.device_group is not None and self._target == join:
-            return f"already at work for run {str(invite.run_id)[:12]}"
+            return f"already working on run {str(invite.run_id)[:12]}"
         self._store_runs(self._stored_runs.pausing(None))
         self._switch_to(join)
         return f"joining run {str(invite.run_id)[:12]}"
 
     def _switch_to(self, join: JoinArguments) -> None:
-        """Leave what is worked on in order, then take that up."""
+        """Leave the current run in order, then join this one."""
         self.failure = None
         self._end_participation()
         self._target = join
@@ -415,23 +433,23 @@ class Daemon:
     def choose_run(self, wanted: str) -> str:
         run = self._stored_runs.find(wanted)
         if self._stored_runs.chosen == run.id and self._target is not None:
-            return f"run {run.name!r} is worked on already"
+            return f"run {run.name!r} is the current run already"
         self._store_runs(self._stored_runs.choosing(run.id))
         self._switch_to(run.join)
-        self.event(f"run {run.name!r} is chosen")
-        return f"run {run.name!r} is chosen"
+        self.event(f"switching to run {run.name!r}")
+        return f"switching to run {run.name!r}"
 
     def forget_run(self, wanted: str) -> str:
         run = self._stored_runs.find(wanted)
         if self._stored_runs.chosen == run.id and self._target is not None:
             raise UsageError(
-                f"run {run.name!r} is worked on; `swarm-client leave` first, then forget it"
+                f"run {run.name!r} is the current run; leave it with `swarm-client leave` first"
             )
         self._store_runs(self._stored_runs.without(run.id))
-        return f"run {run.name!r} is forgotten; to join it again takes an invite"
+        return f"run {run.name!r} is forgotten; joining it again needs an invite"
 
     async def _end_pause(self) -> None:
-        """The user's pause, when its time is over."""
+        """End the user's pause when its time is over."""
         while True:
             pause = self._stored_runs.pause
             if pause is None or pause.until is None:

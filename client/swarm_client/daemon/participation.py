@@ -1,14 +1,13 @@
-"""One stay in one run: from the listening sockets to the goodbye (trio).
+"""One participation in one run: from the listening sockets to the end of the last session (trio).
 
-Owns what lives as long as a stay does: for each device a node, an averaging worker, a volunteer
-and what looks after it, and one governor for all of them. Which run it is, and what becomes of the
-program afterwards, is the daemon's part. Order of a start: the cheapest checks first (devices),
-then the network, then the run.
+Owns what lives as long as a participation: for each device a node, an averaging worker, a volunteer
+and its background tasks, and one governor for all of them. Which run it is, and what follows, is
+the daemon's part (`swarm_client.daemon.daemon`). Order of a start: the cheapest checks first
+(devices), then the network, then the run.
 """
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,10 +41,11 @@ from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import Bandwidth, Node, open_node
 
 AVERAGING_START_SECONDS = 30.0
-"""Its imports take seconds on a machine whose cores are busy."""
+"""Seconds to wait for the averaging worker; its imports take seconds on a busy machine."""
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _VolunteerResources:
-    """What a volunteer is made of."""
+    """What one device's volunteer is made from."""
 
     identity: Identity
     home: Home
@@ -72,10 +72,10 @@ async def participate(
     report: Report,
     begun: Callable[[DeviceGroup, Governor], None],
 ) -> DeviceGroup:
-    """Take part with every device until the run is finished or all have left; who that was.
+    """Participate with every device until the run is finished or all have left; return the devices.
 
-    `begun` is told of the volunteers before they attach for the first time. A device that the run
-    does not let in stays out while others are in; the error of the last one is the stay's.
+    `begun` is called with the volunteers before they attach for the first time. A device that the
+    run refuses stays out while others participate; the error of the last one is raised.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await trio.to_thread.run_sync(
@@ -131,13 +131,13 @@ async def participate(
 def _resources_per_device(
     join: JoinArguments, home: Home, identity: Identity, devices: Sequence[Device], report: Report
 ) -> list[_VolunteerResources]:
-    """One for each device, with its part of what is the machine's."""
+    """One entry for each device, with its part of the machine's resources."""
     threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
     turn = trio.Lock()
     found: list[_VolunteerResources] = []
     for number, device in enumerate(devices, start=1):
         own = home.of_device(number)
-        # The machine's own key is the first device's: most machines have one.
+        # The first device uses the machine's own key: most machines have one device.
         key = identity if number == 1 else Identity.load_or_create(own.identity_path)
         report_own = partial(_report_for_device, device, report) if len(devices) > 1 else report
         report_own(f"peer {key.peer_id}")
@@ -160,11 +160,12 @@ def _resources_per_device(
 
 
 def owner_binding(machine: Identity, device: PeerId) -> str:
-    """Told with each hello of a further device, so that one person has one row everywhere.
+    """The binding of a further device to the machine's key, in base64; sent with each of its
+    hellos, so that one person has one row in all lists.
 
-    Made anew at each start: signatures of one value by one key are all alike.
+    Made at each start: signatures of one value by one key are identical.
     """
-    return base64.b64encode(sign_owner_binding(machine, device)).decode("ascii")
+    return encode_envelope(sign_owner_binding(machine, device))
 
 
 def _report_for_device(device: Device, report: Report, text: str) -> None:
@@ -172,7 +173,7 @@ def _report_for_device(device: Device, report: Report, text: str) -> None:
 
 
 def listen_address(listen: str, number: int) -> str:
-    """Of the device with that number: the ports after the one that was named are the others'."""
+    """The listen address of device `number`: further devices use the ports after the given one."""
     head, _, port = listen.rpartition("/")
     return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
 
@@ -180,7 +181,8 @@ def listen_address(listen: str, number: int) -> str:
 async def _take_part(
     volunteer: Volunteer, device_group: DeviceGroup, nursery: trio.Nursery
 ) -> None:
-    """Until the run is finished, it has left, or it is refused while another device is not."""
+    """Run until the run is finished, this device has left, or it is refused while another
+    is not."""
     nursery.start_soon(volunteer.use_directory)
     nursery.start_soon(volunteer.relay_policy.run)
     nursery.start_soon(volunteer.averager.run)
@@ -194,7 +196,7 @@ async def _take_part(
             raise
         device_group.failures[volunteer.node.peer_id] = expected
         volunteer.report(f"error: {expected}")
-        volunteer.report("the other devices go on")
+        volunteer.report("the other devices continue")
     finally:
         device_group.ended.add(volunteer.node.peer_id)
     nursery.cancel_scope.cancel()
@@ -204,10 +206,10 @@ async def _take_part(
 async def listening_node(
     identity: Identity, listen: str, home: Home, bandwidth: Bandwidth
 ) -> AsyncIterator[Node]:
-    """Listen where the user says, by default on one port of this home for good.
+    """A node that listens where the user says, by default on one port that this home keeps.
 
-    Routers keep what they learnt of a port, and a hole is punched to the port that listens. When
-    another program has taken it meanwhile, any other one does.
+    Routers remember mappings of a port, and hole punching targets the listening port. If another
+    program has taken it meanwhile, any other port is used.
     """
     ask_any = listen.endswith("/tcp/0")
     remembered = home.remembered_port() if ask_any else None
@@ -224,21 +226,22 @@ async def listening_node(
                 open_node(identity, [listen], bandwidth=bandwidth)
             )
         port = node.listening_port
-        assert port is not None, "a node that was told to listen does"
+        assert port is not None, "open_node listens on the given address"
         if ask_any and port != remembered:
             home.remember_port(port)
         if listen.startswith("/ip4/0.0.0.0/"):
             try:
                 await node.listen([f"/ip6/::/tcp/{port}"])
             except NetworkError as error:
-                log.info("no IPv6 here: %s", error)
+                log.info("no IPv6 on this machine: %s", error)
         yield node
 
 
 async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -> None:
-    """Find out whether others can dial in, asking the router for a way where there is none."""
+    """Keep track of whether other peers can dial in; ask the router for a mapping if they
+    cannot."""
     port = node.listening_port
-    assert port is not None, "a node that was told to listen does"
+    assert port is not None, "open_node listens on the given address"
     await volunteer.relay_policy.wait_admitted()
     hello = volunteer.doctor_hello
     mapper = PortMapper(on_change=lambda mapping: watch.mapping_changed(mapping))
@@ -256,7 +259,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
 
 
 def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> GovernedDevice:
-    """The volunteer as the governor sees it."""
+    """The volunteer as the governor controls it."""
     averager = volunteer.averager
     return GovernedDevice(
         volunteer,
@@ -271,7 +274,7 @@ def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> Governed
 async def start_averaging(
     home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
 ) -> AveragingWorker:
-    """Start hivemind's process and wait a moment for it, so that the first hello can name it."""
+    """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
     worker = AveragingWorker(AveragingOptions(home=home.path))
     worker.hold_back(held_back)
     nursery.start_soon(worker.run)

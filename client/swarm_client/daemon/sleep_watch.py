@@ -1,8 +1,9 @@
-"""Notices that this program was away: the machine slept, or the program was stopped (trio).
+"""Detects that this program was interrupted: the machine slept, or the program was stopped (trio).
 
-Whoever comes back finds its links closed and its place given to others, and joins again by itself;
-here is only what a person is told of it. Three clocks tell the cases apart: one that stands still
-while the machine sleeps, one that does not, and the calendar's for people.
+After an interruption the links are closed and the stage is given to another peer; the volunteer
+joins again by itself. This module only detects the interruption for the report. Three clocks
+distinguish the cases: one that stands still while the machine sleeps, one that does not, and the
+calendar's for people.
 """
 
 from __future__ import annotations
@@ -16,32 +17,36 @@ from typing import Final
 import trio
 
 from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.units import duration_text
 
 CHECK_SECONDS: Final = 2.0
+"""Seconds between two checks."""
 MIN_INTERRUPTION_SECONDS: Final = 10.0
-"""A machine whose cores are all busy lets a program wait, but not for so long; and a run hardly
-notices shorter ones."""
+"""Shortest reported interruption. A fully loaded machine delays a program, but not for this long,
+and a run hardly notices shorter ones."""
 SHOWN_SECONDS: Final = 600.0
-"""For so long it is a reason why a stage is not held yet."""
+"""Seconds for which an interruption explains why no stage is held yet."""
 
 
 def clock_through_sleep() -> float:
-    """Seconds of a clock that goes on while the machine sleeps and that nobody sets."""
+    """Seconds of a clock that continues while the machine sleeps and that nothing sets."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     if sys.platform == "darwin":
-        # Unlike Python's own, which stands still there.
+        # Unlike Python's own clock, which stands still during sleep on macOS.
         return time.clock_gettime(time.CLOCK_MONOTONIC)
     return wall()
 
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
+    """A gap in which this program did not run."""
+
     began: float
     """Unix seconds."""
     seconds: float
     slept: bool
-    """The machine did; else only this program was stopped."""
+    """Whether the machine slept; otherwise only this program was stopped."""
 
     @property
     def sentence(self) -> str:
@@ -50,7 +55,7 @@ class Interruption:
 
 
 class SleepWatch:
-    """Run `run` beside what may be away."""
+    """Run `run` beside the code that may be interrupted."""
 
     def __init__(
         self,
@@ -71,7 +76,7 @@ class SleepWatch:
             self.check()
 
     def check(self) -> None:
-        """Called every CHECK_SECONDS; that it was not is what it notices."""
+        """Called every CHECK_SECONDS; a longer gap between two calls is an interruption."""
         awake, always = self._awake(), self._always()
         before, self._last = self._last, (awake, always)
         asleep = max(0.0, (always - before[1]) - (awake - before[0]))
@@ -80,14 +85,3 @@ class SleepWatch:
             seconds = asleep + stopped
             began = self._calendar() - seconds
             self._on_return(Interruption(began, seconds, slept=asleep >= stopped))
-
-
-def duration_text(seconds: float) -> str:
-    """Like 40 s, 12 min, 3 h 5 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"

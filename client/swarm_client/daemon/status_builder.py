@@ -1,7 +1,9 @@
-"""The status document: what the volunteer and the machine are like now, for people and programs.
+"""Builds the status document: the state of the daemon, its volunteers and the machine.
 
-Maps, decides nothing. Words and reasons are `word`'s, the machine is `gauges`'. Rates and whether
-something is being computed follow from two looks, so that nothing is counted while nobody asks.
+Maps, decides nothing. Sentences and reasons are `swarm_client.control.status_sentence`'s and the
+governor's; readings come from `swarm_client.governor.probes`. Rates, and whether a device is
+computing, follow from two successive calls, so no figure is kept while no client requests the
+status.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from swarm_client.control.status_sentence import (
 )
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.sleep_watch import SHOWN_SECONDS, Interruption
+from swarm_client.governor.governor import Governor
+from swarm_client.governor.policy import gpu_index
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, SwarmError
@@ -43,23 +48,25 @@ from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol import LinkPath
 
 MAX_LISTED_PEERS = 1000
-"""Of a larger run, those that this peer has links with, then those of its own stage."""
+"""Maximum number of peers listed. Of a larger run: those with a link to this peer, then those of
+its own stage."""
 
 RECENT_WORK_SECONDS = 10.0
-"""Who has computed within this time is at work: between two microbatches there is a pause."""
+"""Seconds after a computation for which a device counts as computing: there are pauses between
+microbatches."""
 
 MIN_RATE_SECONDS = 0.5
-"""Between two looks that a rate is taken from; shorter ones say more about the look."""
+"""Shortest interval from which a rate is computed; shorter ones are dominated by timing noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonFacts:
-    """What the daemon knows beside the volunteer."""
+    """What the daemon knows beside the volunteers."""
 
     now: float
     """Unix seconds."""
     moment: float
-    """On a clock that never jumps."""
+    """Seconds of a monotonic clock."""
     started_at: float
     peer: str
     name: str | None
@@ -68,13 +75,13 @@ class DaemonFacts:
     stopped: StopCause
     """Why no run is worked on, when none is."""
     contribution_log: ContributionLog
-    machine: MachineView
+    readings: Readings
     interruption: Interruption | None = None
 
 
 @dataclass(slots=True)
 class _Activity:
-    """What a device was last seen to have done, and when that was another than before."""
+    """The last observed work of a device, and when it last changed."""
 
     done: tuple[int, object]
     at: float | None = None
@@ -100,14 +107,16 @@ class _Traffic:
 
 
 class StatusBuilder:
-    """One per daemon. Volunteers come and go."""
+    """One per daemon; volunteers come and go."""
 
     def __init__(self) -> None:
         self._traffic = _Traffic()
         self._activities: dict[PeerId, _Activity] = {}
 
-    def status(self, device_group: DeviceGroup | None, facts: DaemonFacts) -> Status:
-        devices = () if device_group is None else tuple(self._devices(device_group, facts))
+    def status(
+        self, device_group: DeviceGroup | None, governor: Governor | None, facts: DaemonFacts
+    ) -> Status:
+        devices = tuple(self._devices(device_group, governor, facts)) if device_group else ()
         if device_group is None:
             stopped = StatusFacts(stopped=facts.stopped, suspension=facts.suspension)
             described = describe(stopped, facts.now)
@@ -129,8 +138,10 @@ class StatusBuilder:
             run=run_view(reporting_device),
             runs=facts.runs,
             devices=devices,
-            machine=facts.machine,
-            traffic=self._traffic_view(device_group, facts.moment),
+            machine=machine_view(
+                facts.readings, None if governor is None else governor.user_idle_seconds()
+            ),
+            traffic=self._traffic_view(device_group, governor, facts.moment),
             contribution=facts.contribution_log.view(today),
             stages=() if reporting_device is None else stage_views(reporting_device),
             peers=() if device_group is None else peer_views(device_group),
@@ -138,7 +149,9 @@ class StatusBuilder:
             away=None if facts.interruption is None else interruption_view(facts.interruption),
         )
 
-    def _devices(self, device_group: DeviceGroup, facts: DaemonFacts) -> Iterator[DeviceView]:
+    def _devices(
+        self, device_group: DeviceGroup, governor: Governor | None, facts: DaemonFacts
+    ) -> Iterator[DeviceView]:
         for volunteer in device_group.volunteers:
             failure = device_group.failures.get(volunteer.node.peer_id)
             if failure is None:
@@ -146,7 +159,8 @@ class StatusBuilder:
             else:
                 stopped = StatusFacts(stopped=stopped_by(failure))
                 described = describe(stopped, facts.now)
-            yield device_view(volunteer, described)
+            view = device_view(volunteer, described)
+            yield view if governor is None else governed_device_view(view, governor)
 
     def _device_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> StatusFacts:
         holding, interruption = volunteer.holding, facts.interruption
@@ -178,18 +192,61 @@ class StatusBuilder:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
-    def _traffic_view(self, device_group: DeviceGroup | None, now: float) -> TrafficView:
+    def _traffic_view(
+        self, device_group: DeviceGroup | None, governor: Governor | None, now: float
+    ) -> TrafficView:
         if device_group is None:
             return TrafficView()
         links = [link for volunteer in device_group.volunteers for link in volunteer.links()]
         self._traffic.update(sum(x.sent for x in links), sum(x.received for x in links), now)
+        decision = None if governor is None else governor.decision
         return TrafficView(
             sent_bytes=self._traffic.sent,
             received_bytes=self._traffic.received,
             sent_bytes_per_second=self._traffic.sent_rate,
             received_bytes_per_second=self._traffic.received_rate,
             reachability=device_group.reporting_device.relay_policy.reachability.value,
+            quota_bytes=None if decision is None else decision.limits.quota_bytes,
+            quota_used_bytes=0 if decision is None else decision.quota_used_bytes,
         )
+
+
+def machine_view(readings: Readings, user_idle_seconds: float | None) -> MachineView:
+    return MachineView(
+        cpu_share=readings.cpu_share,
+        own_cpu_share=readings.own_cpu_share,
+        memory_total_bytes=readings.memory_total_bytes or 0,
+        memory_available_bytes=readings.memory_available_bytes or 0,
+        own_memory_bytes=readings.own_memory_bytes or 0,
+        on_batteries=readings.on_batteries,
+        user_idle_seconds=user_idle_seconds,
+        disk_free_bytes=readings.disk_free_bytes or 0,
+        disk_used_bytes=readings.disk_used_bytes or 0,
+    )
+
+
+def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
+    """The view with the readings of its device, and with the governor's reason for a pause."""
+    found = governor.device_decision(view.id)
+    if found is None:
+        return view
+    decision, is_governors_pause = found
+    readings, index = governor.readings, gpu_index(view.id.partition("#")[0])
+    known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
+    if is_governors_pause and view.reason is decision.reason:
+        known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
+    if index is None:
+        known |= {
+            "utilization": readings.own_cpu_share,
+            "memory_used_bytes": readings.own_memory_bytes,
+        }
+    elif (gpu := readings.gpu(index)) is not None:
+        known |= {
+            "utilization": gpu.utilization,
+            "memory_used_bytes": gpu.memory_used_bytes,
+            "temperature_celsius": gpu.temperature_celsius,
+        }
+    return view.model_copy(update=known)
 
 
 def run_view(volunteer: Volunteer | None) -> RunView | None:
@@ -248,7 +305,7 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
 
 
 def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
-    """As the roster has it: who holds each stage now."""
+    """Number of peers and rate of each stage, from the roster."""
     if volunteer.membership is None:
         return ()
     peers: dict[int, int] = dict.fromkeys(range(volunteer.membership.manifest.stage_count), 0)
@@ -268,15 +325,15 @@ def own_peers(device_group: DeviceGroup) -> frozenset[PeerId]:
 
 
 def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
-    # Of the links of several devices with the same peer, one.
+    # Several devices may have links to the same peer; one of them is listed.
     paths = {path.remote: path for one in device_group.volunteers for path in one.node.paths()}
     names, own = names_of(device_group), own_peers(device_group)
     holdings = [one.holding for one in device_group.volunteers]
-    mine = {holding.stage for holding in holdings if holding is not None}
+    own_stages = {holding.stage for holding in holdings if holding is not None}
     records = sorted(
         device_group.reporting_device.roster.all(),
         key=lambda r: (
-            r.peer not in own, r.peer not in paths, r.stage not in mine, r.stage, r.peer
+            r.peer not in own, r.peer not in paths, r.stage not in own_stages, r.stage, r.peer
         ),
     )  # fmt: skip
     return tuple(
@@ -304,7 +361,7 @@ def _peer_view(
 
 
 def names_of(device_group: DeviceGroup) -> dict[str, str]:
-    """Public names, as far as the run's news tell them, and this machine's own."""
+    """Public names from the run summary's leaderboard, and this machine's own."""
     news = device_group.reporting_device.news
     rows = () if news is None else news.leaderboard
     names = {

@@ -1,7 +1,7 @@
-"""All checks at once, in less than half a minute, before anything is downloaded.
+"""All checks, concurrently, in less than half a minute, before anything is downloaded.
 
-Each check stands for itself: one that hangs is told as not finished, one that fails by a fault of
-this program is told as that, and the others go on.
+Checks are independent: one that hangs is reported as not finished, one that fails by a fault of
+this program is reported as that, and the remaining ones continue.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from swarm_shared.protocol import DoctorWelcome
 logger = logging.getLogger(__name__)
 
 TOTAL_SECONDS = 25.0
-"""Since the process began; closing what is open then takes some seconds more."""
+"""Time limit since the start of the process; closing what is open takes some seconds more."""
 MIN_SECONDS = 10.0
+"""Time left for the checks even if the start of the process was slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,17 @@ class DoctorOptions:
 
 
 def seconds_left() -> float:
-    """Of TOTAL_SECONDS: on a busy machine many of them pass before this program's first line."""
+    """Seconds of TOTAL_SECONDS that are left: on a busy machine many pass before the first line of
+    this program runs."""
     running = time.time() - psutil.Process().create_time()
     return min(TOTAL_SECONDS, max(MIN_SECONDS, TOTAL_SECONDS - running))
 
 
 async def check_up(options: DoctorOptions) -> Report:
-    """Carries out every check that the options allow. KeyboardInterrupt upon Ctrl-C.
+    """Carry out every check that the options allow. KeyboardInterrupt upon Ctrl-C.
 
-    By a signal receiver: an interrupt that is raised wherever the program happens to be can be
-    taken there for a failure of the network, and told as one.
+    Interrupts arrive by a signal receiver: one raised at an arbitrary place could be taken for a
+    network failure and reported as one.
     """
     checkup = Checkup(options)
     begun = time.monotonic()
@@ -81,7 +83,7 @@ async def check_up(options: DoctorOptions) -> Report:
 
 
 class Checkup:
-    """The checks, each of which puts what it finds into `results`."""
+    """The checks, each of which puts its result into `results`."""
 
     def __init__(self, options: DoctorOptions) -> None:
         self._options = options
@@ -107,13 +109,12 @@ class Checkup:
             if invite is None:
                 results.skip(NETWORK_CHECKS, "the invite cannot be read")
                 return
-            # A running client has the only right to speak in its own name.
+            # Only a running client may use its own identity.
             speaker = None if in_use else identity
             start(NETWORK_CHECKS, partial(self.check_network, invite, speaker, in_use))
 
     def apply_run_needs(self) -> None:
-        """AnswerHello device and disk again by what the run needs, if the coordinator has said
-        so."""
+        """Judge device and disk again by what the run needs, if the coordinator has sent that."""
         device, disk = self.results.get("device"), self.results.get("disk")
         if self._welcome is None:
             return
@@ -132,7 +133,7 @@ class Checkup:
         except SwarmError as error:
             for id in ids:
                 self.results.put(warning(id, str(error), "Run this again in a minute."))
-        except Exception as error:  # a supervisor: one check's fault must not cost the others
+        except Exception as error:  # a supervisor: one check's fault must not end the other checks
             logger.exception("a check failed: %s", ", ".join(ids))
             for id in ids:
                 self.results.put(
@@ -153,7 +154,7 @@ class Checkup:
             check = await coordinator.connect(node, invite)
             self.results.put(check)
             if check.exit_code:
-                self.results.skip(NETWORK_CHECKS, "the coordinator is not reached")
+                self.results.skip(NETWORK_CHECKS, "the coordinator cannot be reached")
                 return
             port = None if in_use else self._home.remembered_port()
             async with trio.open_nursery() as nursery:

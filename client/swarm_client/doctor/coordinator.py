@@ -1,7 +1,8 @@
-"""The checks of the invite and of the coordinator that it names: there, itself, willing.
+"""The checks of the invite and of its coordinator: reachable, authentic, willing.
 
-From the cheapest to the dearest: the invite's text, TCP, Noise with the right peer, a visit
-(`swarm_shared.probe.client`). What a visit measures is in `lines`.
+From the cheapest to the most expensive: the invite's text, TCP, Noise with the expected peer, a
+probe session (`swarm_shared.probe.client`). The measurements of a session are in
+`swarm_client.doctor.links`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import trio
 
 from swarm_client.doctor.report import Check, Results, ok, problem, skipped, warning
 from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import (
     AdmissionError,
     InviteError,
@@ -60,11 +62,12 @@ def check_invite(text: str) -> tuple[Check, Invite | None]:
     ), invite  # fmt: skip
 
 
-# ---------------------------------------------------------------- is it there?
+# ---------------------------------------------------------------- connection
 
 
 async def connect(node: Node, invite: Invite) -> Check:
-    """TCP first, then Noise with the peer that the invite names: they fail for other reasons."""
+    """TCP first, then Noise with the peer that the invite names: they fail for different
+    reasons."""
     reached, reasons = await _try_tcp(invite.addresses[:MAX_ADDRESSES])
     if not reached:
         return _unreached(invite.addresses, reasons)
@@ -74,14 +77,14 @@ async def connect(node: Node, invite: Invite) -> Check:
         logger.info("the coordinator is not at its address: %s", error)
         return problem(
             "coordinator", NetworkError,
-            f"something answers at {reached[0]}, and it is not the coordinator of this invite",
+            f"another peer than the coordinator of this invite answers at {reached[0]}",
             "Ask the organiser for a new invite: the coordinator's address or key has changed.",
         )  # fmt: skip
-    return ok("coordinator", f"reached at {reached[0]}, and it has proved who it is")
+    return ok("coordinator", f"reached at {reached[0]}, with the key that the invite names")
 
 
 async def _try_tcp(addresses: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(addresses that accept connections, the quickest first; the others by their reason)."""
+    """(addresses that accept connections, the fastest first; the remaining ones by reason)."""
     reached: list[str] = []
     reasons: dict[str, list[str]] = {}
 
@@ -108,9 +111,7 @@ async def _try_tcp(addresses: Sequence[str]) -> tuple[list[str], dict[str, list[
 
 def _reason(error: OSError) -> str:
     """trio wraps one error per attempt, of which there is one here."""
-    cause: BaseException = error.__cause__ or error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
+    cause = next(leaves(error.__cause__ or error))
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno).lower()
     return str(cause)
@@ -118,24 +119,24 @@ def _reason(error: OSError) -> str:
 
 def _unreached(addresses: Sequence[str], reasons: Mapping[str, Sequence[str]]) -> Check:
     tried = [f"{', '.join(where)} ({reason})" for reason, where in reasons.items()]
-    seen = f"nothing answers at {'; '.join(tried) or ', '.join(addresses)}"
+    seen = f"no answer at {'; '.join(tried) or ', '.join(addresses)}"
     fix = (
-        "Try again in a few minutes; if it stays so, ask the organiser whether the coordinator "
-        "is running, and whether a firewall is in between."
+        "Try again in a few minutes; if it still fails, ask the organiser whether the "
+        "coordinator is running and whether a firewall blocks the connection."
     )
     if all(_is_loopback(address) for address in addresses):
         fix = (
-            "This invite leads to this very machine: start the coordinator here, or ask the "
-            "organiser for an invite that others can use."
+            "This invite leads to this machine itself: start the coordinator here, or ask the "
+            "organiser for an invite that other machines can use."
         )
     elif not has_network():
-        seen = f"this machine has no network; {seen}"
-        fix = "Connect this machine to the internet: look at the cable or the Wi-Fi."
+        seen = f"this machine has no network connection; {seen}"
+        fix = "Connect this machine to the internet: check the cable or the Wi-Fi."
     return problem("coordinator", NetworkError, seen, fix)
 
 
 def has_network() -> bool:
-    """Whether any interface but the loopback is up and has an address that leads anywhere."""
+    """Whether any interface but the loopback is up and has a routable address."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return any(
         not entry.address.startswith(("127.", "::1", "fe80:"))
@@ -159,7 +160,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
-# ---------------------------------------------------------------- will it talk?
+# ---------------------------------------------------------------- probe session
 
 
 def hello_of(invite: Invite) -> DoctorHello:
@@ -169,9 +170,9 @@ def hello_of(invite: Invite) -> DoctorHello:
 async def visit_coordinator(
     node: Node, invite: Invite, inside: Callable[[Probe], Awaitable[None]], results: Results
 ) -> DoctorWelcome | None:
-    """Carries `inside` out during a visit; its welcome, or None when there was no visit.
+    """Run `inside` during a probe session; return its welcome, or None when there was no session.
 
-    A coordinator that is busy is asked again for a moment. What keeps it from answering goes into
+    A busy coordinator is asked again for a moment. What keeps it from answering goes into
     `results`.
     """
     for last_try in (False,) * (BUSY_TRIES - 1) + (True,):
@@ -194,15 +195,15 @@ async def visit_coordinator(
 
 
 def no_answer_check(error: SwarmError) -> Check:
-    """The coordinator is there and does not answer a visitor, or stops in the middle."""
+    """The coordinator is reachable but does not answer the doctor, or stops in the middle."""
     if isinstance(error, AdmissionError):
         return problem(
             "admission", AdmissionError, str(error),
-            "Ask the organiser for a new invite, and whether this machine may take part.",
+            "Ask the organiser for a new invite, and whether this machine may participate.",
         )  # fmt: skip
     if isinstance(error, ProtocolError):
         return problem(
-            "version", ProtocolError, f"the coordinator's answer makes no sense: {error}",
+            "version", ProtocolError, f"the coordinator's answer is invalid: {error}",
             "Install the version of swarmtrain that the organiser uses.",
         )  # fmt: skip
     if "does not serve" in str(error):
@@ -216,28 +217,30 @@ def no_answer_check(error: SwarmError) -> Check:
 def version_and_admission(
     welcome: DoctorWelcome, peer: PeerId | None, client_running: bool
 ) -> tuple[Check, Check]:
-    """What the coordinator says of this machine's version and of letting it in.
+    """The coordinator's statement about this machine's version and admission.
 
-    `peer` is whom it was asked about; None: a stranger, because there is no identity here, or
-    because a running client is the only one that speaks with it.
+    `peer` is the peer it was asked about; None: an unadmitted client, because there is no identity
+    here, or because only a running client may use it.
     """
     details = {"ours": SOFTWARE_VERSION, "coordinator": welcome.software}
     if welcome.software_fits:
-        version = ok("version", f"{SOFTWARE_VERSION}, and the run's is {welcome.software}")
+        version = ok("version", f"{SOFTWARE_VERSION}; the run uses {welcome.software}")
     else:
         version = problem(
             "version", VersionError,
-            f"{SOFTWARE_VERSION} is installed here, and the run needs {welcome.software}",
+            f"{SOFTWARE_VERSION} is installed here, but the run needs {welcome.software}",
             f"Install swarmtrain {welcome.software} on this machine.", **details,
         )  # fmt: skip
     if not welcome.admission:
-        return version, ok("admission", "the run would take this machine")
+        return version, ok("admission", "the run would admit this machine")
     if client_running:
-        return version, skipped("admission", "not asked: the running client speaks for itself")
-    fix = f"Ask the organiser to let this machine in: it is peer {peer}."
+        return version, skipped(
+            "admission", "not checked: a client is already running in this home"
+        )
+    fix = f"Ask the organiser to admit this machine, which is peer {peer}."
     if peer is None:
         fix = (
-            "Start `swarm-client join` once: it names this machine's peer ID, which the "
-            "organiser needs to let it in."
+            "Start `swarm-client join` once: it prints this machine's peer ID, which the "
+            "organiser needs to admit it."
         )
     return version, problem("admission", AdmissionError, welcome.admission, fix)

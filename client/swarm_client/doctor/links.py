@@ -1,4 +1,5 @@
-"""The checks that a visit measures: clocks, and the lines to the coordinator and some peers."""
+"""The checks that a probe session measures: clocks, and the links to the coordinator and some
+peers."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import trio
 from swarm_client.doctor.report import Check, Detail, Results, ok, problem, skipped, warning
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, NetworkError, SwarmError
+from swarm_shared.base.units import duration_text, latency_text, rate_text
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.network import Node
 from swarm_shared.probe.client import EchoTimes, Probe, open_probe
@@ -18,16 +20,21 @@ from swarm_shared.protocol import DoctorHello, DoctorWelcome, Neighbour
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 3
+"""Maximum number of volunteers that are measured."""
 PEER_SECONDS = 6.0
+"""Timeout of one volunteer's measurement."""
 
 SKEW_WARNING_SECONDS = 10.0
+"""Clock skew above which a warning is given."""
 SLOW_RTT_SECONDS = 0.5
+"""RTT above which a link counts as slow."""
 SLOW_BYTES_PER_SECOND = 125_000.0
-"""One megabit a second: a small model's activation then takes seconds."""
+"""Rate below which a link counts as slow: one megabit per second, at which a small model's
+activation takes seconds."""
 
 
 async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results) -> None:
-    """Puts `clock` and `link`; each stands for itself when the other fails."""
+    """Put the results `clock` and `link`; each independent of the other's failure."""
     try:
         times = await probe.echo(wall_clock)
     except NetworkError as error:
@@ -42,7 +49,8 @@ async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results)
         up = await probe.upload_rate(times.rtt_seconds)
         down = await probe.download_rate(times.rtt_seconds)
     except NetworkError as error:
-        seen = f"{_ms(times.rtt_seconds)} to the coordinator and back; rates not measured: {error}"
+        rtt = latency_text(times.rtt_seconds)
+        seen = f"{rtt} round trip to the coordinator; rates not measured: {error}"
         fix = "Run this again in a minute."
         results.put(warning("link", seen, fix, rtt_seconds=times.rtt_seconds))
         return
@@ -52,7 +60,7 @@ async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results)
 def check_clock(times: EchoTimes) -> Check:
     ahead = times.clock_ahead_seconds
     where = "ahead of" if ahead > 0 else "behind"
-    seen = f"{_seconds(abs(ahead))} {where} the coordinator's"
+    seen = f"{duration_text(abs(ahead))} {where} the coordinator's"
     details = {"ahead_seconds": round(ahead, 3), "uncertainty_seconds": times.rtt_seconds / 2}
     fix = "Set this machine's clock: turn on the setting that takes the time from the internet."
     if abs(ahead) > CLOCK_SKEW_SECONDS:
@@ -68,7 +76,8 @@ def check_clock(times: EchoTimes) -> Check:
 
 def check_link(rtt_seconds: float, up: float, down: float) -> Check:
     """`up` and `down` in bytes per second."""
-    seen = f"{_ms(rtt_seconds)} to the coordinator and back; {_rate(up)} up, {_rate(down)} down"
+    rtt = latency_text(rtt_seconds)
+    seen = f"{rtt} round trip to the coordinator; {_rate(up)} up, {_rate(down)} down"
     details = {
         "rtt_seconds": rtt_seconds,
         "upload_bytes_per_second": round(up),
@@ -77,7 +86,7 @@ def check_link(rtt_seconds: float, up: float, down: float) -> Check:
     if min(up, down) < SLOW_BYTES_PER_SECOND or rtt_seconds > SLOW_RTT_SECONDS:
         return warning(
             "link", f"{seen}: slow",
-            "Use a cable instead of Wi-Fi, and stop other downloads; a slow line gets less work.",
+            "Use a cable instead of Wi-Fi, and stop other downloads; a slow uplink gets less work.",
             **details,
         )  # fmt: skip
     return ok("link", seen, **details)
@@ -86,9 +95,9 @@ def check_link(rtt_seconds: float, up: float, down: float) -> Check:
 async def check_peers(
     node: Node, hello: DoctorHello, welcome: DoctorWelcome, wall_clock: Clock
 ) -> Check:
-    """The lines to a few volunteers that the coordinator named, one after the other."""
+    """The links to a few volunteers that the coordinator named, one after the other."""
     if not welcome.neighbours:
-        return skipped("peers", "no volunteer that could be asked is in the run now")
+        return skipped("peers", "no volunteer of the run can be measured now")
     hello = hello.model_copy(update={"token": None, "probe_pass": welcome.probe_pass})
     words: list[str] = []
     details: dict[str, Detail] = {}
@@ -101,7 +110,7 @@ async def check_peers(
             continue
         path = node.path(neighbour.peer)
         kind = path.kind.value if path is not None else "lost"
-        words.append(f"{_ms(rtt_seconds)}, {_rate(up)} up, {_rate(down)} down ({kind})")
+        words.append(f"{latency_text(rtt_seconds)}, {_rate(up)} up, {_rate(down)} down ({kind})")
         details |= {
             f"peer_{number}": neighbour.peer,
             f"peer_{number}_path": kind,
@@ -120,7 +129,7 @@ def _peers_found(
             "peers", f"none of {len(asked)} volunteers could be measured",
             "Run this again in a minute; they may be busy or have just left.",
         )  # fmt: skip
-    return ok("peers", f"{len(words)} of {len(asked)} asked: {'; '.join(words)}", **details)
+    return ok("peers", f"{len(words)} of {len(asked)} measured: {'; '.join(words)}", **details)
 
 
 async def _measure_peer(
@@ -133,18 +142,6 @@ async def _measure_peer(
     return rtt_seconds, up, down
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
-
-
 def _rate(bytes_per_second: float) -> str:
-    """In both units that people know: their provider's is bits."""
-    megabytes, megabits = bytes_per_second / 1e6, bytes_per_second * 8 / 1e6
-    digits = 1 if megabytes < 10 else 0
-    return f"{megabytes:.{digits}f} MB/s ({megabits:.{digits}f} Mbit/s)"
+    """Format a rate in bytes, and in bits as internet providers state it."""
+    return f"{rate_text(bytes_per_second)} ({bytes_per_second * 8 / 1e6:.3g} Mbit/s)"

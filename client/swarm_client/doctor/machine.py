@@ -1,6 +1,6 @@
 """The checks of this machine: Python, torch and its devices, the home folder, the disk, p2pd.
 
-Nothing is made or changed in the home. What may crash or hang (torch and its driver, hivemind)
+Nothing in the home is created or changed. What may crash or hang (torch and its driver, hivemind)
 runs in a child process.
 """
 
@@ -36,12 +36,15 @@ from swarm_shared.identity.keys import Identity
 
 OLDEST_PYTHON = (3, 11)
 TORCH_SERIES = "2.13."
-"""What pyproject.toml asks for; numbers agree between machines of one series."""
+"""Version required by pyproject.toml; numbers agree between machines of one series."""
 P2PD_SECONDS = 18.0
+"""Timeout of p2pd's start."""
 
 COMFORTABLE_DISK_BYTES = 10 * 2**30
+"""Free bytes below which a warning is given."""
 MIN_DISK_BYTES = 2**30
-"""A small model's stage with its optimizer's state, written twice."""
+"""Free bytes below which joining fails: a small model's stage with its optimiser state, written
+twice."""
 
 GIB = 2**30
 
@@ -64,7 +67,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 
 async def probe_torch() -> tuple[dict[str, Any], float]:
-    """What the child process found, and the seconds it took."""
+    """The child process's findings, and the seconds it took."""
     begun = time.monotonic()
     done = await trio.run_process(
         [sys.executable, "-m", _TORCH_MODULE],
@@ -74,9 +77,9 @@ async def probe_torch() -> tuple[dict[str, Any], float]:
     try:
         found = json.loads(done.stdout)
     except ValueError:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         end = f"ended with code {done.returncode}"
-        return {"error": f"the process that loads it {end} {' '.join(said)[:200]}"}, seconds
+        return {"error": f"its test process {end} {' '.join(last_line)[:200]}"}, seconds
     return dict(found), seconds
 
 
@@ -84,15 +87,15 @@ def check_torch(found: Mapping[str, Any], seconds: float) -> Check:
     if "error" in found:
         return problem(
             "torch", SwarmError, f"PyTorch cannot be loaded: {found['error']}",
-            "Install swarmtrain again; what it needs brings a PyTorch that fits.",
+            "Install swarmtrain again; its dependencies include a matching PyTorch.",
         )  # fmt: skip
     version, built_for = str(found["torch"]), str(found["built_for"])
     seen = f"{version}, built for {built_for}, loaded in {seconds:.1f} s"
     details: dict[str, Detail] = {"version": version, "load_seconds": round(seconds, 2)}
     if not version.startswith(TORCH_SERIES):
         return warning(
-            "torch", f"{seen}; {TORCH_SERIES}x is what runs are tested with",
-            f"Install torch {TORCH_SERIES}0, so that this machine computes what others do.",
+            "torch", f"{seen}; runs are tested with {TORCH_SERIES}x",
+            f"Install torch {TORCH_SERIES}0, so that this machine computes the same as others.",
             **details,
         )  # fmt: skip
     return ok("torch", seen, **details)
@@ -115,7 +118,7 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
             devices=len(devices), driver=driver, **first,
         )  # fmt: skip
     if not driver and not found["nvidia_hardware"]:
-        return skipped("gpu", "no NVIDIA GPU is here; the CPU does the work")
+        return skipped("gpu", "this machine has no NVIDIA GPU; the CPU is used")
     if "device_error" in found:
         return warning(
             "gpu", f"the GPU cannot be used: {found['device_error']}",
@@ -123,26 +126,28 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
         )  # fmt: skip
     if not found["cuda_build"]:
         return warning(
-            "gpu", f"an NVIDIA GPU is here, and PyTorch {found['torch']} is built without CUDA",
-            "Install the PyTorch that is built for CUDA to let the GPU do the work.",
+            "gpu", f"an NVIDIA GPU is present, but PyTorch {found['torch']} is built without CUDA",
+            "Install a PyTorch that is built for CUDA to use the GPU.",
             driver=driver,
         )  # fmt: skip
     return warning(
-        "gpu", f"an NVIDIA GPU is here ({by_driver}), and PyTorch does not see it",
+        "gpu", f"an NVIDIA GPU is present ({by_driver}), but PyTorch does not see it",
         "Install or update the NVIDIA driver and restart the machine.", driver=driver,
     )  # fmt: skip
 
 
 def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device | None]:
-    """The device that `join` would take, chosen by the same rule."""
+    """The device that `join` would choose, by the same rule."""
     gpus = [(str(one["name"]), int(one["free_bytes"])) for one in found.get("devices", ())]
     try:
         device = choose_device(wanted, None, gpus)
     except UsageError as error:
-        return problem("device", UsageError, str(error), "Give --device as written there."), None
+        return problem(
+            "device", UsageError, str(error), "Give --device in one of these forms."
+        ), None
     except CapacityError as error:
         return problem(
-            "device", CapacityError, str(error), "Use --device auto to take what is there."
+            "device", CapacityError, str(error), "Use --device auto to use what this machine has."
         ), None
     offered = f"{device.label}, {device.memory_bytes / GIB:.1f} GiB of memory to offer"
     details: dict[str, str | int] = {"device": device.name, "memory_bytes": device.memory_bytes}
@@ -150,7 +155,7 @@ def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device |
 
 
 def fit_device(check: Check, device: Device | None, smallest_stage_bytes: int) -> Check:
-    """The same check, once it is known what the run needs."""
+    """The same check, once the run's needs are known."""
     if device is None or not smallest_stage_bytes:
         return check
     needed = f"the run's smallest stage takes {smallest_stage_bytes / GIB:.2f} GiB"
@@ -168,15 +173,19 @@ def fit_device(check: Check, device: Device | None, smallest_stage_bytes: int) -
 
 
 def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
-    """The check, the identity that lies there, and whether a client works there now."""
+    """The check, the identity stored there, and whether a client is running there."""
     path = home.path
     if not path.exists():
         parent = existing_parent(path)
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             return _unusable(path, f"{parent} cannot be written to"), None, False
-        return ok("home", f"{path} is new; joining makes it", path=str(path)), None, False
+        return (
+            ok("home", f"{path} does not exist yet; joining creates it", path=str(path)),
+            None,
+            False,
+        )
     if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        return _unusable(path, "it is not a folder that can be written to"), None, False
+        return _unusable(path, "it is not a writable folder"), None, False
     try:
         identity: Identity | None = Identity.load(home.identity_path)
     except FileNotFoundError:
@@ -184,27 +193,31 @@ def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
     except ConfigurationError as error:
         seen = str(error)
         return problem(
-            "home", ConfigurationError, seen, "Do what is said there.", path=str(path)
+            "home", ConfigurationError, seen, "Do as this message says.", path=str(path)
         ), None, False  # fmt: skip
     if is_locked(path / "lock"):
         return warning(
-            "home", f"a client is running in {path} now",
-            "Nothing to do if it is yours; a second one needs a folder of its own (--home).",
+            "home", f"a client is already running in {path}",
+            "Nothing to do if it is yours; a second client needs a folder of its own (--home).",
             path=str(path), client_running=True,
         ), identity, True  # fmt: skip
-    who = "no identity yet" if identity is None else f"peer {identity.peer_id}"
-    return ok("home", f"{path}, {who}", path=str(path), client_running=False), identity, False
+    identity_text = "no identity yet" if identity is None else f"peer {identity.peer_id}"
+    return (
+        ok("home", f"{path}, {identity_text}", path=str(path), client_running=False),
+        identity,
+        False,
+    )
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder above that is there: its disk is the one that counts."""
+    """The nearest existing folder at or above `path`: its disk is the one that is used."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the lock; the file is not made for the question."""
+    """Whether another process holds the lock; the file is not created."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:
@@ -219,13 +232,13 @@ def is_locked(path: Path) -> bool:
 
 
 def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -> Check:
-    """`data_bytes` is what the run's data takes, 0 when that is not known."""
+    """`data_bytes` is the size of the run's data, 0 when unknown."""
     if free_bytes is None:
         try:
             free_bytes = shutil.disk_usage(existing_parent(path)).free
         except OSError as error:
             return problem(
-                "disk", StorageError, f"the disk of {path} cannot be asked: {error.strerror}",
+                "disk", StorageError, f"the disk of {path} cannot be read: {error.strerror}",
                 "Choose another folder with --home.",
             )  # fmt: skip
     seen = f"{free_bytes / GIB:.1f} GiB free"
@@ -239,7 +252,7 @@ def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -
         )  # fmt: skip
     if free_bytes < COMFORTABLE_DISK_BYTES + data_bytes:
         return warning(
-            "disk", f"{seen}: little for a larger model",
+            "disk", f"{seen}; that is little for a larger model",
             "Free some space, or choose a folder on another disk with --home.", **details,
         )  # fmt: skip
     return ok("disk", seen, **details)
@@ -256,8 +269,8 @@ def _unusable(path: Path, why: str) -> Check:
 
 
 async def check_p2pd() -> Check:
-    """Starts hivemind's process with p2pd, as joining does, in a folder that goes away again."""
-    fix = "Nothing to do: the all-reduce uses this program's own network instead."
+    """Start hivemind's process with p2pd, as joining does, in a temporary folder."""
+    fix = "Nothing to do: the all-reduce uses libp2p only instead."
     with tempfile.TemporaryDirectory(prefix="swarmtrain-doctor-") as folder:
         worker = AveragingWorker(AveragingOptions(home=Path(folder)))
         begun = time.monotonic()

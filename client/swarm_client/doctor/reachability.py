@@ -1,7 +1,7 @@
-"""The check of how others reach this machine, by the same logic as the daemon's.
+"""The check of how other peers reach this machine, by the same logic as the daemon's.
 
-A node of its own, a stranger with a new key, listens on the port that joining would use: the
-address that a router gives to that port is what is asked about.
+A node with a new key listens on the port that joining would use, because the question is which
+address a router gives to that port.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from swarm_shared.protocol import Reachability
 async def check_reachability(
     invite: Invite, remembered_port: int | None, mapper: PortMapper
 ) -> Check:
-    """Asks the coordinator and, for a second opinion, a volunteer. What is mapped is given back."""
+    """Ask the coordinator and, for a second opinion, a volunteer. A mapping is released
+    afterwards."""
     async with _listening(remembered_port) as node:
         port = node.listening_port
         if port is None:
-            return skipped("reachability", "this machine lets no program listen")
+            return skipped("reachability", "this machine does not allow programs to listen")
         hello = hello_of(invite)
         coordinator = PeerObserver(node, invite.coordinator, invite.addresses, lambda: hello)
 
@@ -74,10 +75,14 @@ def judge(found: ReachabilityFinding, port: int, mapper: PortMapper) -> Check:
     note = f" ({found.note})" if found.note else ""
     match found.reachability:
         case Reachability.PUBLIC:
-            return ok("reachability", f"public: others come in at {found.addresses[0]}", **details)
+            return ok(
+                "reachability",
+                f"public: other peers can connect to {found.addresses[0]}",
+                **details,
+            )
         case Reachability.MAPPED:
             protocol = "NAT-PMP" if details["mapping"] == "nat-pmp" else "UPnP"
-            seen = f"the router lets others in at {found.addresses[0]} ({protocol})"
+            seen = f"the router forwards {found.addresses[0]} to this machine ({protocol})"
             return ok("reachability", seen, **details)
         case Reachability.BEHIND_NAT:
             return _behind_nat(found, port, note, details)
@@ -90,30 +95,32 @@ def _behind_nat(
     found: ReachabilityFinding, port: int, note: str, details: dict[str, Detail]
 ) -> Check:
     what = "behind a router" if found.behind_router else "behind a firewall"
-    keeps = {True: "it keeps ports", False: "it changes ports", None: "its ports are not known"}
+    keeps = {
+        True: "it keeps ports",
+        False: "it changes ports",
+        None: "whether it keeps ports is unknown",
+    }
     seen = f"{what}; {keeps[found.port_preserved]}"
-    open_it = (
-        f"turn on UPnP or NAT-PMP in the router, or let it forward TCP port {port} to this machine"
-    )
+    open_it = f"turn on UPnP or NAT-PMP in the router, or forward TCP port {port} to this machine"
     if found.hole_punching:
         return ok(
-            "reachability", f"{seen}; most direct links can be made by hole punching{note}",
+            "reachability", f"{seen}; most direct paths can be opened by hole punching{note}",
             **details,
         )  # fmt: skip
     if found.hole_punching is None:
         return ok(
-            "reachability", f"{seen}; whether direct links can be made shows when joining{note}",
+            "reachability", f"{seen}; joining will show whether direct paths can be opened{note}",
             **details,
         )  # fmt: skip
     return warning(
-        "reachability", f"{seen}, another one for each link; links go through relays{note}",
-        f"It works as it is, more slowly; for direct links {open_it}.", **details,
+        "reachability", f"{seen}, to another one for each path; paths go through relays{note}",
+        f"It works through relays, more slowly; for direct paths {open_it}.", **details,
     )  # fmt: skip
 
 
 @asynccontextmanager
 async def _listening(remembered_port: int | None) -> AsyncIterator[Node]:
-    """A node on the port of the last start, or on any where that one is taken or not known."""
+    """A node on the port of the last start, or on any port if that one is taken or unknown."""
     async with AsyncExitStack() as stack:
         node = await stack.enter_async_context(open_node(Identity.generate()))
         for port in ([remembered_port] if remembered_port else []) + [0]:
@@ -123,6 +130,6 @@ async def _listening(remembered_port: int | None) -> AsyncIterator[Node]:
             except NetworkError:
                 continue
         if node.listening_port is not None:
-            with contextlib.suppress(NetworkError):  # no IPv6 here
+            with contextlib.suppress(NetworkError):  # no IPv6 on this machine
                 await node.listen([f"/ip6/::/tcp/{node.listening_port}"])
         yield node

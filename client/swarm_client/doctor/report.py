@@ -5,7 +5,7 @@ problem in the order of CHECKS, which is the order of causes: a damaged invite c
 coordinator that cannot be reached with it. The codes are those of `swarm_shared.base.errors`:
 
     1   Python or torch does not work here         8   the network or the coordinator
-    2   the words of the command                   9   the run refuses, or the clock is wrong
+    2   the command's arguments                    9   the run refuses, or the clock is wrong
     3   a key file that cannot be used             10  another version is needed
     4   the invite                                 11  the coordinator breaks the protocol
     6   memory or the device
@@ -26,7 +26,8 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.protocol import SOFTWARE_VERSION
 
 DOCUMENT_VERSION = 1
-"""Grows when a field changes its meaning or goes; new fields and new checks do not count."""
+"""Increased when a field changes its meaning or is removed; new fields and new checks do
+not count."""
 
 CHECKS = {
     "python": "Python",
@@ -45,7 +46,7 @@ CHECKS = {
     "link": "Link",
     "peers": "Some peers",
 }
-"""Identifiers for machines, titles for people; in the order in which they are shown."""
+"""Identifiers for programs, titles for people; in display order."""
 
 NETWORK_CHECKS = ("coordinator", "version", "admission", "clock", "reachability", "link", "peers")
 
@@ -57,7 +58,7 @@ class State(StrEnum):
     WARNING = "warning"
     """It works, worse than it could."""
     PROBLEM = "problem"
-    """Joining fails, or leads to nothing."""
+    """Joining fails, or achieves nothing."""
     SKIPPED = "skipped"
 
 
@@ -66,7 +67,7 @@ class Check(FrozenModel):
     state: State
     seen: str
     fix: str = ""
-    """One sentence, for somebody who does not know what the check is about."""
+    """One sentence, for a reader who does not know what the check is about."""
     exit_code: int = 0
     details: dict[str, Detail] = Field(default_factory=dict)
     """The figures behind `seen`; units are in the names."""
@@ -92,7 +93,7 @@ def skipped(id: str, why: str) -> Check:
 
 
 class Results:
-    """What is known so far; each check has one result, the first."""
+    """The results so far; each check has one result, the first."""
 
     def __init__(self) -> None:
         self._found: dict[str, Check] = {}
@@ -106,7 +107,7 @@ class Results:
         self.put(*(skipped(id, why) for id in ids))
 
     def replace(self, check: Check) -> None:
-        """The same check, now that more is known."""
+        """Replace the check's result with a better informed one."""
         self._found[check.id] = check
 
     def get(self, id: str) -> Check | None:
@@ -125,13 +126,13 @@ class Report(FrozenModel):
     unix_seconds: float
     duration_seconds: float
     state: State
-    """The worst of all checks; skipped ones do not count."""
+    """The worst state of all checks; skipped ones do not count."""
     exit_code: int
     checks: tuple[Check, ...]
 
     @classmethod
     def of(cls, checks: Iterable[Check], unix_seconds: float, duration_seconds: float) -> Report:
-        """In the order of CHECKS; what has no result yet was not finished in time."""
+        """The report in the order of CHECKS; a check without a result was not finished in time."""
         found = {check.id: check for check in checks}
         ordered = tuple(
             found.get(id) or warning(id, "not finished in time", "Run this again.") for id in CHECKS
@@ -154,7 +155,7 @@ _SHORTEST_LINE = 40
 
 
 def table(report: Report, columns: int) -> str:
-    """One block per check, for a terminal of this width: plain text, also without colours."""
+    """One block per check, for a terminal of this width: plain text without colours."""
     indent = " " * (_MARK_COLUMNS + _TITLE_COLUMNS + 4)
     width = max(columns, len(indent) + _SHORTEST_LINE)
     lines: list[str] = []
@@ -175,8 +176,8 @@ def summary(report: Report) -> str:
         _count(counts[State.WARNING], "warning"),
         f"{counts[State.SKIPPED]} skipped" if counts[State.SKIPPED] else "",
     ]
-    said = ", ".join(part for part in parts if part) or "everything is in order"
-    return f"{said} (checked in {report.duration_seconds:.1f} s)"
+    counted = ", ".join(part for part in parts if part) or "everything is in order"
+    return f"{counted} (checked in {report.duration_seconds:.1f} s)"
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> list[str]:

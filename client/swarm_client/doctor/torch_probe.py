@@ -1,4 +1,4 @@
-"""Runs in a child process: imports torch and tells what it sees, as one line of JSON.
+"""Runs in a child process: imports torch and prints its findings as one line of JSON.
 
     python -m swarm_client.doctor.torch_probe
 
@@ -19,7 +19,7 @@ _DRIVER_SECONDS = 5.0
 
 
 def look() -> dict[str, Any]:
-    """Versions, and one entry per CUDA device. `error` stands in place of what failed."""
+    """Versions, and one entry per CUDA device. `error` replaces the results of a failed step."""
     try:
         import torch
     except Exception as error:  # noqa: BLE001  (a damaged installation raises anything)
@@ -36,7 +36,7 @@ def look() -> dict[str, Any]:
         torch.ones(8, 8).matmul(torch.ones(8, 8)).sum().item()
         if torch.cuda.is_available():
             found["devices"] = [_device(torch, i) for i in range(torch.cuda.device_count())]
-    except Exception as error:  # noqa: BLE001  (drivers fail in many ways, all told the same)
+    except Exception as error:  # noqa: BLE001  (drivers fail in many ways, all reported alike)
         found["device_error"] = f"{type(error).__name__}: {error}"[:300]
     return found
 
@@ -44,7 +44,7 @@ def look() -> dict[str, Any]:
 def _device(torch: Any, index: int) -> dict[str, Any]:
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     major, minor = torch.cuda.get_device_capability(index)
-    # A kernel that runs is the only proof that this build has code for this device.
+    # Only a kernel that runs proves that this build has code for this device.
     torch.ones(8, 8, device=f"cuda:{index}").matmul(torch.ones(8, 8, device=f"cuda:{index}")).sum()
     torch.cuda.synchronize(index)
     return {
@@ -56,7 +56,7 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    """NVIDIA's kernel driver, as it says itself; None when there is none."""
+    """Version of NVIDIA's kernel driver; None when there is none."""
     try:
         found = re.search(r"\b(\d{3,4}\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text())
         return found[1] if found else None
@@ -73,7 +73,7 @@ def _driver_version() -> str | None:
 
 
 def _has_nvidia_hardware() -> bool:
-    """A display or compute device of NVIDIA's on the bus, whether its driver is there or not."""
+    """Whether a display or compute device of NVIDIA's is on the bus, with or without a driver."""
     for device in Path("/sys/bus/pci/devices").glob("*"):
         try:
             vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
@@ -81,7 +81,7 @@ def _has_nvidia_hardware() -> bool:
             continue
         if vendor.strip() == "0x10de" and kind.startswith("0x03"):
             return True
-    # Windows' Linux shows its GPU as this and not on the bus.
+    # WSL shows its GPU as this device and not on the bus.
     return Path("/dev/dxg").exists() and Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
 
 

@@ -1,1 +1,1 @@
-"""Deliberate faults at an exact peer, step and phase, for tests and benchmarks."""
+"""Deliberate faults at an exact peer, step and point of a step, for tests and benchmarks."""

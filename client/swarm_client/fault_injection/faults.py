@@ -1,21 +1,20 @@
-"""Faults on purpose: what tests and benchmarks do to a volunteer at an exact step and phase.
+"""Fault injection: faults of a volunteer at an exact step and point, for tests and benchmarks.
 
-Off unless the environment names a plan, and then loud: every process of the volunteer says on
-start that it is on, and what it does when it does it. The plan is a JSON file, read again
-whenever it has changed, so that one run can carry many cases:
+Off unless the environment names a plan. With a plan, every process of the volunteer logs at its
+start that fault injection is on, and logs each fault. The plan is a JSON file, read again whenever
+it has changed, so that one run can carry many cases:
 
     {"faults": [{"id": "a", "peer": "volunteer-3", "step": 4, "phase": "forward",
                  "action": "freeze", "seconds": 8}]}
 
-Unless it says otherwise, a fault happens once, to the first process of that peer that reaches the
-phase of that step, and leaves a file PLAN.ID.fired before it does anything. `step` is the step that
-the peer works on (version + 1); for a checkpoint, the version that is saved; without one, the first
-that comes.
+By default a fault happens once, to the first process of that peer that reaches the point of that
+step, and leaves a file PLAN.ID.fired before it acts. `step` is the step that the peer works on
+(version + 1); for a checkpoint, the version that is saved; without `step`, the first step that
+reaches the point.
 
-Three calls mark the places: `inject` where a process may die, stand still or lose its disk or
-clock, `inject_outage` where the daemon, which alone has a network, may lose that, and `corrupt`
-where a tensor
-may be altered. All return at once while no plan is in force.
+The calls mark the points: `inject` where a process may die, freeze or lose its disk or clock,
+`inject_outage` where the daemon, the only process with a network, may lose it, and `corrupt` (or
+`corrupt_file`) where a tensor may be altered. All return at once while no plan is in force.
 """
 
 from __future__ import annotations
@@ -43,49 +42,52 @@ from swarm_shared.base.frozen_model import FrozenModel
 
 PLAN_VARIABLE = "SWARM_FAULTS"
 PEER_VARIABLE = "SWARM_FAULTS_PEER"
-"""Set by the daemon for its workers, which do not know whose they are."""
+"""The peer's name, set by the daemon for its workers, which do not know it."""
 
 
 ANY_PEER = "*"
-"""Of the first peer that gets there: who saves a checkpoint, or moves, is the run's choice."""
+"""Stands for the first peer that reaches the point: the run chooses which peer saves a checkpoint
+or moves."""
 
 
 class FaultPoint(StrEnum):
-    """Where a volunteer is in the life of a step, in the order of that life."""
+    """A point in the life of a step, in the order of that life."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     RECEIPT = "receipt"
-    """The microbatch is counted and signed for; nobody has been told."""
+    """The microbatch is accumulated and its receipt signed, but the receipt has not been sent."""
     ALL_REDUCE = "all-reduce"
-    """In the middle: the members' streams are open and sums are on their way."""
+    """In the middle of the all-reduce: the members' streams are open and sums are in flight."""
     NORM = "norm"
     APPLY = "apply"
     CHECKPOINT = "checkpoint"
     STATE_DOWNLOAD = "state download"
     STAGE_MIGRATION = "stage migration"
-    """One stage is given up and the next one is not yet held."""
+    """One stage has been released and the next one is not held yet."""
 
 
 class FaultAction(StrEnum):
+    """What a fault does."""
+
     KILL = "kill"
-    """SIGKILL to the daemon, and to the process that is at the phase."""
+    """SIGKILL to the daemon, and to the process at the point."""
     KILL_WORKER = "kill worker"
-    """SIGKILL to the process that is at the phase, which may be the daemon's worker."""
+    """SIGKILL to the process at the point, which may be a worker of the daemon."""
     FREEZE = "freeze"
     """SIGSTOP to every process of the volunteer, and SIGCONT after `seconds`."""
     FREEZE_WORKER = "freeze worker"
-    """SIGSTOP to the process that is at the phase, for good: somebody else has to notice."""
+    """SIGSTOP to the process at the point, without end: another process has to notice."""
     PARTITION = "partition"
-    """Nothing comes from the network and nothing reaches it, for `seconds`."""
+    """Nothing arrives from the network and nothing reaches it, for `seconds`."""
     DELAY = "delay"
-    """The process that is at the phase does nothing for `seconds`."""
+    """The process at the point sleeps for `seconds`."""
     CORRUPT = "corrupt"
-    """One number of the tensor is another one, finite."""
+    """One number of the tensor is replaced by another finite one."""
     NAN = "nan"
     """The tensor holds NaN."""
     DISK_FULL = "disk full"
-    """No file of any process grows for `seconds`."""
+    """No file of any process can grow for `seconds`."""
     CLOCK_JUMP = "clock jump"
     """The wall clock is `seconds` ahead from now on; behind, if negative."""
 
@@ -94,15 +96,17 @@ CORRUPTING_ACTIONS = frozenset({FaultAction.CORRUPT, FaultAction.NAN})
 
 
 class Fault(FrozenModel):
+    """One fault of the plan."""
+
     id: str
     peer: str
-    """The name that the volunteer was given on its command line, or ANY_PEER."""
+    """Name of the volunteer as given on its command line, or ANY_PEER."""
     phase: FaultPoint
     action: FaultAction
     step: int | None = None
     seconds: float = 0.0
     repeats: bool = False
-    """Every time, and without a word or a file: a delay then is a slow device."""
+    """Happens every time, without a log line or file: a delay then makes a slow device."""
 
 
 class _FaultPlan(FrozenModel):
@@ -120,7 +124,8 @@ class FaultInjector:
         self._read: tuple[int, int] | None = None
         self._clock = time.time
         self.drop_network: Callable[[float], None] | None = None
-        """Set by the daemon, the only process that has a network (`fault_network`)."""
+        """Set by the daemon, the only process with a network
+        (`swarm_client.fault_injection.network_outage`)."""
         self._reload()
 
     def inject(self, phase: FaultPoint, step: int | None) -> None:
@@ -161,13 +166,14 @@ class FaultInjector:
             plan = TypeAdapter(_FaultPlan).validate_json(self._plan.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigurationError(
-                f"{PLAN_VARIABLE} names {self._plan}, which is no plan of faults ({error}); "
+                f"{PLAN_VARIABLE} names {self._plan}, which is not a valid fault plan ({error}); "
                 f"correct it, or take {PLAN_VARIABLE} out of the environment"
             ) from error
         self._faults, self._read = plan.faults, seen
 
     def _claim(self, fault: Fault, step: int | None) -> bool:
-        """Whether this process is the first; the file is whole before it has its name."""
+        """Whether this process is the first to claim the fault. The file is complete before it gets
+        its name."""
         if fault.repeats:
             return True
         fired = fired_path(self._plan, fault.id)
@@ -205,13 +211,13 @@ class FaultInjector:
                 time.time = lambda: real() + ahead_seconds
 
     def _freeze(self, seconds: float) -> None:
-        """Everybody else first: whoever stops itself does nothing after it."""
+        """Stop the other processes first: a stopped process cannot stop others."""
         daemon = psutil.Process(self._daemon_pid)
         pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
-        words = f"sleep {seconds}; kill -CONT {' '.join(str(pid) for pid in pids)}"
-        # Of another session, or it would be one of those that stand still.
+        command = f"sleep {seconds}; kill -CONT {' '.join(str(pid) for pid in pids)}"
+        # In a session of its own, or it would be stopped too.
         subprocess.Popen(
-            ["/bin/sh", "-c", words], start_new_session=True, stderr=subprocess.DEVNULL
+            ["/bin/sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL
         )
         self._signal([pid for pid in pids if pid != os.getpid()], signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -224,14 +230,14 @@ class FaultInjector:
 
 
 active: FaultInjector | None = None
-"""None in every volunteer that lends its machine in earnest."""
+"""None unless fault injection is on."""
 
 
 def activate(peer: str | None, daemon_pid: int) -> FaultInjector | None:
-    """Called once by each process of a volunteer, before it does anything.
+    """Switch fault injection on if the environment names a plan. Each process calls this first.
 
-    The daemon gives its name, which is then its workers' too. None: no plan is in force.
-    ConfigurationError when the environment names a plan that is none: never silently without.
+    The daemon gives its name, which its workers inherit. Returns None without a plan.
+    ConfigurationError if the plan is invalid: a fault plan is never silently ignored.
     """
     global active
     plan = os.environ.get(PLAN_VARIABLE)
@@ -241,18 +247,20 @@ def activate(peer: str | None, daemon_pid: int) -> FaultInjector | None:
         os.environ[PEER_VARIABLE] = peer
     name = os.environ.get(PEER_VARIABLE, "")
     active = FaultInjector(Path(plan), name, daemon_pid)
-    _log(f"is ON in this process, by {PLAN_VARIABLE}={plan}; this is no volunteer for a real run")
+    _log(
+        f"is ON in this process, by {PLAN_VARIABLE}={plan}; do not use this volunteer in a real run"
+    )
     return active
 
 
 def inject(phase: FaultPoint, step: int | None) -> None:
-    """Here this process may die, stand still, or lose its disk or clock."""
+    """A point where this process may die, freeze, or lose its disk or clock."""
     if active is not None:
         active.inject(phase, step)
 
 
 def inject_outage(phase: FaultPoint, step: int | None) -> None:
-    """Here the daemon may lose its network."""
+    """A point where the daemon may lose its network."""
     if active is not None:
         active.inject_outage(phase, step)
 
@@ -260,13 +268,14 @@ def inject_outage(phase: FaultPoint, step: int | None) -> None:
 def corrupt(
     phase: FaultPoint, step: int | None, tensor: memoryview | None, *, as_float64: bool = False
 ) -> None:
-    """Here a float tensor may be altered in place; `as_float64`: its elements are float64."""
+    """A point where a float tensor may be altered in place; `as_float64`: its elements are
+    float64."""
     if active is not None and tensor is not None:
         active.corrupt(phase, step, tensor, as_float64=as_float64)
 
 
 def corrupt_file(phase: FaultPoint, step: int | None, path: Path) -> None:
-    """Here a file of tensors (safetensors) may be altered in place: the first of its numbers is."""
+    """A point where the first number of a file of tensors (safetensors) may be altered in place."""
     if active is not None:
         with (
             path.open("r+b") as file,
@@ -292,16 +301,16 @@ def _alter(action: FaultAction, tensor: memoryview, as_float64: bool) -> None:
     number, size = ("<d", 8) if as_float64 else ("<f", 4)
     with tensor.cast("B") as octets:
         if action is FaultAction.NAN:
-            octets[:size] = b"\xff" * size  # of any size of float, all ones is no number
+            octets[:size] = b"\xff" * size  # all bits set is NaN in every float format
             return
         (value,) = struct.unpack_from(number, octets)
-        # A float64 is a count of something small: this many are a tenth and more of a mean gradient
+        # A float64 counts small quanta: this many are a tenth and more of a mean gradient
         # (`swarm_shared.model.fixed_point_sums`, with the default epsilon).
         struct.pack_into(number, octets, 0, value + (2.0**34 if as_float64 else 1.0))
 
 
 def _fill_disk(seconds: float) -> None:
-    """The kernel refuses to grow any file of this process, as a full disk would."""
+    """Make the kernel refuse to grow any file of this process, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
 

@@ -1,7 +1,7 @@
-"""A network that delivers nothing, for `faults`: only imported when a plan of faults is in force.
+"""Network outages for `swarm_client.fault_injection.faults`; imported only with a fault plan.
 
-Bytes are held, not lost, which is what TCP makes of a network that loses every packet for a
-while. p2pd, which has sockets of its own, is stopped for as long.
+Bytes are held, not lost, as TCP does when a network loses every packet for a while. p2pd, which has
+sockets of its own, is stopped for the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 
 class Outage:
-    """Put between this process and its connections by `install`."""
+    """An outage between this process and its connections; put in place by `install`."""
 
     def __init__(self) -> None:
         self._ends_at = 0.0
@@ -31,11 +31,11 @@ class Outage:
             if child.name() == "p2pd"
         ]
         if p2pds:
-            words = " ".join(str(pid) for pid in p2pds)
+            numbers = " ".join(str(pid) for pid in p2pds)
             for pid in p2pds:
                 os.kill(pid, signal.SIGSTOP)
             subprocess.Popen(
-                ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {words}"],
+                ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {numbers}"],
                 start_new_session=True, stderr=subprocess.DEVNULL,
             )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Outage:
 
 
 def install() -> Outage:
-    """Make every connection of this process pass through an outage, when there is one."""
+    """Make every connection of this process pass through the outage."""
     outage = Outage()
     read, write = BufferedTcpStream.read, BufferedTcpStream.write
 

@@ -1,5 +1,6 @@
-"""The resource governor: this machine stays its owner's.
+"""The resource governor: keeps this machine usable for its owner.
 
-`policy` decides, purely, from preferences and readings; `probes` read; `governor` is the shell that
-does both once a second and tells the volunteer; `binding`, `ledger` and `disk` make limits hold.
+`policy` decides, purely, from preferences and readings; `probes` read the machine; `governor` is
+the shell that does both twice a second and applies the result to the volunteers; `process_limits`,
+`transfer_quota` and `disk_space` enforce limits.
 """

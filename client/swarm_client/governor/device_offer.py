@@ -1,4 +1,4 @@
-"""Which devices are offered to a run, and how much memory of each, under the preferences."""
+"""The devices offered to a run, and the memory of each, under the preferences."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def usable_devices(
     preferences: Preferences,
     gpus: list[tuple[str, int]] | None = None,
 ) -> tuple[Device, ...]:
-    """As `choose_devices`; `auto` passes over GPUs that are not to be used."""
+    """As `choose_devices`, but `auto` skips GPUs that the preferences exclude."""
     return choose_devices(wanted, memory_bytes, gpus, lambda index: preferences.for_gpu(index).use)
 
 
 def most_memory(device: str, preferences: Preferences, *, has_display: bool) -> int | None:
-    """What a stage may take; None: as much as there is.
+    """Maximum bytes that a stage may take; None: as much as there is.
 
-    On a machine with a display the stage must fit what is allowed while somebody sits there, if
-    it is to be computed with then.
+    On a machine with a display the stage must fit what is allowed while the machine is in use, if
+    it is computed then.
     """
     index = gpu_index(device)
     if index is not None:

@@ -1,7 +1,8 @@
-"""Room on the disk: the caches of runs that are not worked on go first, the longest unused first.
+"""Space on the disk: caches of runs other than the current one are removed first, the longest
+unused first.
 
 Only what can be fetched again is removed: token shards and stage snapshots. Keys, logs, settings
-and the transfer ledger stay.
+and the transfer counts stay.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from swarm_client.control.gauges import folder_bytes
+from swarm_client.governor.probes.machine import folder_bytes
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
 from swarm_shared.base.types import RunId
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 def missing_disk_bytes(
     preferences: Preferences, free: int | None, used: int | None, more: int = 0
 ) -> float:
-    """How much too little there is for `more` bytes; 0 or less: they may be written."""
+    """Bytes missing for `more` bytes to be allowed; 0 or less: they may be written."""
     missing = 0.0
     if free is not None and preferences.disk_leave_free_gib:
         missing = preferences.disk_leave_free_gib * GIB - (free - more)
@@ -35,7 +36,7 @@ def missing_disk_bytes(
 
 
 def unused_caches(home: Home, current: RunId | None) -> list[Path]:
-    """Folders of other runs that have any, the longest unused first."""
+    """Folders of other runs that have caches, the longest unused first."""
     kept = home.run_folder(current).name if current is not None else None
     found: list[tuple[float, Path]] = []
     for folder in (*home.path.glob("runs/*"), *home.path.glob("devices/*/runs/*")):
@@ -48,7 +49,7 @@ def unused_caches(home: Home, current: RunId | None) -> list[Path]:
 
 
 def make_room(home: Home, current: RunId | None, missing_disk_bytes: float) -> int:
-    """Remove caches until so many bytes are freed or none is left; how many were freed."""
+    """Remove caches until `missing_bytes` are freed or none is left; return the bytes freed."""
     freed = 0
     for folder in unused_caches(home, current):
         if freed >= missing_disk_bytes:
@@ -56,7 +57,8 @@ def make_room(home: Home, current: RunId | None, missing_disk_bytes: float) -> i
         for name in CACHES:
             cache = folder / name
             size = folder_bytes(cache)
-            # What another process holds open, or may not be removed, is no reason to fail.
+            # A cache that another process holds open or that may not be removed is no reason to
+            # fail.
             shutil.rmtree(cache, ignore_errors=True)
             freed += size - folder_bytes(cache)
         log.info("the caches of run %s were removed to make room", folder.name)

@@ -1,9 +1,8 @@
-"""The governor's shell: read, decide for each device, carry out, twice a second.
+"""The governor's shell: read, decide for each device, apply, twice a second.
 
-Owns the loop, what was remembered between two looks, and the telling. Whether to compute and how
-much is `policy`'s; what is read is `probes`'. The volunteers are reasons to suspend and to resume;
-a
-pause that somebody else has ordered (their user) is never ended here. What is the machine's (cores,
+Owns the loop, the memory between two ticks, and the reports. Whether to compute and how much is
+`swarm_client.governor.policy`'s; what is read is `swarm_client.governor.probes`'. A suspension that
+was not ordered here (the user's pause) is never ended here. What belongs to the machine (cores,
 memory, bandwidth, quota, disk) is shared by its devices.
 """
 
@@ -18,14 +17,7 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.control.status_document import (
-    DeviceView,
-    MachineView,
-    Status,
-    SuspendReason,
-    TrafficView,
-)
-from swarm_client.control.status_sentence import combine_devices
+from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspendable, Suspension
 from swarm_client.governor.device_offer import most_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
@@ -36,7 +28,6 @@ from swarm_client.governor.policy import (
     Limits,
     PolicyMemory,
     decide,
-    gpu_index,
 )
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.readings import Readings
@@ -45,22 +36,22 @@ from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
-from swarm_client.preferences.file import spell
 from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 
 TICK_SECONDS = 0.5
-"""Somebody who comes back to the machine has it again within two seconds: this, and the grace that
-is given to what is being computed (`suspension`)."""
+"""Seconds between two ticks. A returning user has the machine again within two seconds: this, and
+the grace period of what is being computed (`swarm_client.volunteer.pause`)."""
 MAKE_ROOM_INTERVAL_SECONDS = 30.0
-"""Between two attempts to make room on the disk."""
+"""Seconds between two attempts to make room on the disk."""
 
 P2PD_HELD_BACK = "the preferences limit the network, and p2pd cannot be held back"
 
 _NETWORK_REASONS = frozenset({SuspendReason.NETWORK_HOURS, SuspendReason.QUOTA_USED})
-"""With these, nothing is carried for others either."""
+"""Reasons for which nothing is relayed for other peers either."""
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +59,7 @@ Report = Callable[[str], None]
 
 
 class GovernedVolunteer(Suspendable, Protocol):
-    """The volunteer."""
+    """The volunteer, as the governor controls it."""
 
     disk_guard: Callable[[int], None]
 
@@ -80,7 +71,7 @@ class GovernedVolunteer(Suspendable, Protocol):
 
 
 class AveragingControl(Protocol):
-    """The averaging worker, with its p2pd."""
+    """The averaging worker with its p2pd."""
 
     def hold_back(self, reason: str) -> None: ...
 
@@ -92,23 +83,23 @@ class GovernedDevice:
     volunteer: GovernedVolunteer
     averaging: AveragingControl
     other_bytes: Callable[[], int]
-    """Carried since the start by others than the machine's `Bandwidth` (p2pd)."""
+    """Bytes transferred since the start outside the machine's `Bandwidth` (by p2pd)."""
     device: Device
-    """As it was offered at the start, without the preferences."""
+    """As offered at the start, without the preferences."""
     threads: int
     participates: Callable[[], bool] = lambda: True
-    """Whether it still takes part: one that does not is reasons nothing."""
+    """Whether it still participates; nothing is applied to one that does not."""
 
 
 @dataclass(slots=True)
 class _DeviceRecord:
-    """A subject, and what there is to remember of it."""
+    """A governed device with the governor's memory of it."""
 
     subject: GovernedDevice
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
-    """The pause that was ordered here."""
+    """The suspension that the governor ordered."""
     reported_reasons: tuple[object, ...] = ()
 
 
@@ -142,75 +133,29 @@ class Governor:
         for subject in subjects:
             subject.volunteer.disk_guard = self.claim_disk
 
-    # ---- what others ask
+    # ---- queries
 
     @property
     def decision(self) -> GovernorDecision:
-        """Of the first device. Those of the machine's limits are the same for all."""
+        """The first device's decision. The machine's limits are the same in all."""
         return self._records[0].decision
 
-    def machine(self) -> MachineView:
-        readings = self.readings
+    def user_idle_seconds(self) -> float | None:
+        """Seconds since the last input of a user, at the display or in a terminal."""
         seen = self._records[0].memory.at_any.last_seen
-        return MachineView(
-            cpu_share=readings.cpu_share,
-            own_cpu_share=readings.own_cpu_share,
-            memory_total_bytes=readings.memory_total_bytes or 0,
-            memory_available_bytes=readings.memory_available_bytes or 0,
-            own_memory_bytes=readings.own_memory_bytes or 0,
-            on_batteries=readings.on_batteries,
-            user_idle_seconds=None if seen is None else max(0.0, trio.current_time() - seen),
-            disk_free_bytes=readings.disk_free_bytes or 0,
-            disk_used_bytes=readings.disk_used_bytes or 0,
-        )
+        return None if seen is None else max(0.0, trio.current_time() - seen)
 
-    def device(self, view: DeviceView) -> DeviceView:
-        """The view with what the probes know of the device, and our words for our own pause."""
-        record = next((one for one in self._records if one.subject.device.id == view.id), None)
-        if record is None:
-            return view
-        decision = record.decision
-        index = gpu_index(record.subject.device.name)
-        known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
-        own_suspension = (
-            record.own_suspension is not None
-            and record.subject.volunteer.suspended is record.own_suspension
-        )
-        if own_suspension and view.reason is decision.reason:
-            known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
-        if index is None:
-            known |= {
-                "utilization": self.readings.own_cpu_share,
-                "memory_used_bytes": self.readings.own_memory_bytes,
-            }
-        elif (gpu := self.readings.gpu(index)) is not None:
-            known |= {
-                "utilization": gpu.utilization,
-                "memory_used_bytes": gpu.memory_used_bytes,
-                "temperature_celsius": gpu.temperature_celsius,
-            }
-        return view.model_copy(update=known)
-
-    def traffic(self, view: TrafficView) -> TrafficView:
-        limits, used = self.decision.limits, self.decision.quota_used_bytes
-        known = {"quota_bytes": limits.quota_bytes, "quota_used_bytes": used}
-        return view.model_copy(update=known)
-
-    def completed(self, status: Status) -> Status:
-        """The status with what the probes know, and with our words for our own pauses."""
-        devices = tuple(self.device(view) for view in status.devices)
-        known: dict[str, object] = {
-            "machine": self.machine(),
-            "devices": devices,
-            "traffic": self.traffic(status.traffic),
-        }
-        if devices:
-            described = combine_devices(devices)
-            known |= {"sentence": described.sentence, "until": described.until}
-        return status.model_copy(update=known)
+    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
+        """The device's decision, and whether its present suspension is the governor's."""
+        for record in self._records:
+            if record.subject.device.id == device_id:
+                own = record.own_suspension
+                ordered = own is not None and record.subject.volunteer.suspended is own
+                return record.decision, ordered
+        return None
 
     def claim_disk(self, size_bytes: int) -> None:
-        """StorageError when so much more would pass what the preferences allow."""
+        """Raise StorageError when `size_bytes` more would exceed what the preferences allow."""
         disk, preferences = self._probes.disk, self.source.current.preferences
         disk.used.forget()
         free, used = disk.free_bytes(), disk.used()
@@ -219,14 +164,10 @@ class Governor:
             missing -= make_room(self._home, self._run, missing)
         if missing > 0:
             raise StorageError(
-                f"{size_bytes / GIB:.2f} GiB are to be downloaded, {missing / GIB:.2f} GiB more "
-                "than disk_gib and disk_leave_free_gib leave for it; make room, or change one of "
+                f"{size_bytes / GIB:.2f} GiB have to be downloaded, {missing / GIB:.2f} GiB more "
+                "than disk_gib and disk_leave_free_gib allow; free some space, or change one of "
                 "them with `swarm-client config set`"
             )
-
-    def reload(self) -> None:
-        """Take the file up now. ConfigurationError and the like when it cannot be."""
-        self.source.reload()
 
     # ---- the loop
 
@@ -241,13 +182,13 @@ class Governor:
             self._transfer_counts.save()
 
     async def tick(self) -> None:
-        """Once: take up a changed file, read, decide, carry out."""
+        """Once: load a changed file, read, decide, apply."""
         if self.source.changed():
             try:
                 self.source.reload()
                 self._report_preferences()
             except SwarmError as error:
-                self._report(f"the preferences are kept as they were: {error}")
+                self._report(f"the preferences stay as they were: {error}")
         self._count()
         self.readings = await trio.to_thread.run_sync(self._read)
         await self._make_room()
@@ -272,15 +213,15 @@ class Governor:
         )
 
     def _report_preferences(self) -> None:
-        said = [
-            f"{name} = {spell(value)}"
+        values = [
+            f"{name} = {toml_value(value)}"
             for name, value, origin in self.source.current.values()
             if origin.layer != "default"
         ]
-        if said:
-            self._report(f"preferences: {', '.join(said)}")
+        if values:
+            self._report(f"preferences: {', '.join(values)}")
 
-    # ---- carrying out
+    # ---- applying
 
     def _apply_machine_limits(self) -> None:
         limits = self.decision.limits
@@ -315,7 +256,7 @@ class Governor:
         volunteer, decision = record.subject.volunteer, record.decision
         ordered = volunteer.suspended
         if ordered is not None and ordered is not record.own_suspension:
-            return  # somebody else's pause: theirs to end
+            return  # not the governor's suspension: not ended here
         reasons = decision.reasons
         if decision.reason is not None:
             if ordered is None or ordered.reason is not decision.reason:
@@ -327,9 +268,7 @@ class Governor:
             volunteer.resume()
             record.own_suspension = None
         if not reasons and record.reported_reasons:
-            self._report_for(
-                record, "going on: nothing in the preferences stands against it any more"
-            )
+            self._report_for(record, "resumed: the preferences allow computing again")
         record.reported_reasons = reasons
 
     def _report_for(self, record: _DeviceRecord, text: str) -> None:
@@ -337,7 +276,7 @@ class Governor:
         self._report(f"{record.subject.device.id}: {text}" if several else text)
 
     async def _make_room(self) -> None:
-        """Before the disk is a reason to pause: what can be fetched again goes."""
+        """Remove caches that can be fetched again, before the disk becomes a reason to pause."""
         preferences, readings = self.source.current.preferences, self.readings
         missing = missing_disk_bytes(
             preferences, readings.disk_free_bytes, readings.disk_used_bytes
@@ -348,7 +287,7 @@ class Governor:
         self._room_made_at = now
         freed = await trio.to_thread.run_sync(make_room, self._home, self._run, missing)
         if freed:
-            self._report(f"removed {freed / 1e6:.1f} MB of caches of other runs to make room")
+            self._report(f"removed {freed / 1e6:.1f} MB of other runs' caches to make room")
             disk = self._probes.disk
             disk.used.forget()
             self.readings = replace(
@@ -363,6 +302,6 @@ class Governor:
 
     def _count(self) -> None:
         total = self._transferred()
-        # p2pd's own count begins anew with each p2pd.
+        # p2pd's own count restarts with each p2pd.
         self._transfer_counts.add(date.fromtimestamp(self._wall()), max(0, total - self._counted))
         self._counted = total

@@ -1,7 +1,7 @@
-"""Switches that do not flicker: what turns them on is further away than what turns them off.
+"""Switches with hysteresis: the thresholds for switching on and off lie apart.
 
-Pure and immutable: each look at a reading gives the switch as it is afterwards. Times are of a
-monotonic clock, so a clock that is set back changes nothing here.
+Pure and immutable: each update with a reading returns the new switch. Times are of a monotonic
+clock, so setting the clock back changes nothing here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """On when a reading has been at `on_at` or above for `on_seconds`; off again when it has been
-    at `off_at` or below for `off_seconds`."""
+    """Switches on after a reading has been at `on_at` or above for `on_seconds`; off after it has
+    been at `off_at` or below for `off_seconds`."""
 
     on_at: float
     off_at: float
@@ -20,22 +20,21 @@ class Band:
     off_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.off_at < self.on_at, "the two lie apart, or it would flicker"
+        assert self.off_at < self.on_at, "without a gap the switch would flicker"
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
     on: bool = False
     since: float | None = None
-    """Since when the readings ask for the other state without a break."""
+    """Since when the readings have asked for the other state without interruption."""
     unread_since: float | None = None
 
     def update(
         self, reading: float | None, band: Band, now: float, max_unread_seconds: float
     ) -> Switch:
-        """A reading that is missing changes nothing, until it has been missing for
-        `max_unread_seconds`
-        seconds: a probe that is gone for good must not hold a machine for ever."""
+        """A missing reading changes nothing until it has been missing for `max_unread_seconds`: a
+        lost probe must not suspend a machine permanently."""
         if reading is None:
             unread_since = self.unread_since if self.unread_since is not None else now
             if now - unread_since >= max_unread_seconds:
@@ -55,7 +54,7 @@ OFF = Switch()
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """When somebody was last seen."""
+    """When a user was last seen."""
 
     last_seen: float | None = None
 
@@ -66,7 +65,8 @@ class Presence:
         return self if self.last_seen is not None and self.last_seen >= seen else Presence(seen)
 
     def seconds_left(self, idle_seconds: float, now: float) -> float:
-        """How long somebody who does nothing more still counts as there; 0: nobody does."""
+        """Seconds for which a user who does nothing more still counts as present; 0: no user is
+        present."""
         if self.last_seen is None:
             return 0.0
         return max(0.0, self.last_seen + idle_seconds - now)

@@ -1,11 +1,11 @@
 """Whether this machine computes now, why not, and how much it may use: one pure function.
 
-`decide` is given the preferences, the readings, what it remembered the last time, and the time;
-it returns the decision and what to remember. It never asks anything. Readings that cannot be had
-(None) never stop a machine: a server has no battery, no display and no user.
+`decide` takes the preferences, the readings, its memory of the previous decision, and the time; it
+returns the decision and the new memory. Readings that are not available (None) never suspend a
+machine: a server has no battery, no display and no user.
 
-Order of the reasons: first what a person has just done or decided, then what will pass by itself,
-then what needs mending. All that hold are in the decision, the first is the one that is shown.
+Order of the reasons: first what a person has just done or decided, then what passes by itself, then
+what needs a remedy. The decision has all that apply; the first one is shown.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from swarm_client.preferences import GpuPreferences, Preferences
 GIB = 2**30
 
 CPU_BUSY_SECONDS = 10.0
-"""Of others' work before it counts: opening a page is no reason to stop. BOINC looks as often."""
+"""Seconds of other programs' work before it counts: opening a page is no reason to stop. BOINC's
+interval."""
 CPU_CALM_SECONDS = 30.0
+"""Seconds without such work before computing continues."""
 CPU_MARGIN_SHARE = 0.05
-"""Of all cores: others must fall so far below what is allowed before this program goes on."""
+"""Share of all cores by which other programs must fall below the limit before this program
+continues."""
 
 MAX_UNREAD_SECONDS = 60.0
-"""A probe that has read nothing for so long is gone, and what it last said with it."""
+"""Seconds without a reading after which a probe counts as lost and its last reading as outdated."""
 
 DISK_MARGIN_SHARE = 0.05
 DISK_MARGIN_BYTES = 64 * 2**20
@@ -37,8 +40,8 @@ MEMORY_MARGIN_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """`wall`: seconds since the epoch, for hours and days; may be set back. `steady`: seconds of
-    a monotonic clock, for all durations."""
+    """`wall`: Unix seconds, for hours and days; may be set back. `steady`: seconds of a monotonic
+    clock, for all durations."""
 
     wall: float
     steady: float
@@ -46,7 +49,7 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True)
 class PolicyMemory:
-    """Of the past, as far as the next decision needs it."""
+    """What the next decision needs to know of the past."""
 
     at_display: Presence = NEVER_SEEN
     at_any: Presence = NEVER_SEEN
@@ -64,16 +67,13 @@ class Limits:
     cores: int | None = None
     nice: int = 0
     duty_cycle: float = 1.0
-    """Share of the time that the device computes."""
-    memory_bytes: int | None = None
-    """Of this machine's, for all of this program."""
+    """Fraction of the time that the device computes."""
     vram_bytes: int | None = None
     upload_bytes_per_second: int | None = None
     download_bytes_per_second: int | None = None
     quota_bytes: int | None = None
-    disk_bytes: int | None = None
     own_transport_only: bool = False
-    """Nothing may pass by a way on which it is neither counted nor held back."""
+    """Nothing may be sent over a transport on which it is neither counted nor limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Cause:
     reason: SuspendReason
     sentence: str
     until: float | None = None
-    """Seconds since the epoch; None: nobody knows."""
+    """Unix seconds; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GovernorDecision:
-    """Computes if and only if there is no cause against it."""
+    """The device computes if and only if there is no cause against it."""
 
     causes: tuple[Cause, ...]
     limits: Limits
@@ -103,12 +103,12 @@ class GovernorDecision:
     @property
     def sentence(self) -> str:
         if not self.causes:
-            return "nothing in the preferences stands against computing"
+            return "the preferences allow computing"
         return "; also, ".join(cause.sentence for cause in self.causes)
 
     @property
     def until(self) -> float | None:
-        """When the last of the causes passes, if all of that is known."""
+        """When the last of the causes passes, if that is known of all."""
         known = [cause.until for cause in self.causes if cause.until is not None]
         return max(known) if known and len(known) == len(self.causes) else None
 
@@ -121,10 +121,11 @@ def decide(
     device: str = "cpu",
     zone: tzinfo | None = None,
 ) -> tuple[GovernorDecision, PolicyMemory]:
-    """For one device, "cpu" or like "cuda:0". `zone`: this machine's, if not given."""
+    """Decide for one device, "cpu" or like "cuda:0". `zone`: this machine's time zone if
+    not given."""
     case = _Evaluation(preferences, readings, now, gpu_index(device), zone)
     remembered = case.remember(memory)
-    limits = case.limits(remembered)
+    limits = case.limits()
     used = transferred_bytes(readings, preferences.transfer_days, case.today)
     return GovernorDecision(tuple(case.causes(remembered)), limits, used), remembered
 
@@ -134,13 +135,14 @@ def gpu_index(device: str) -> int | None:
 
 
 def transferred_bytes(readings: Readings, days: int, today: date) -> int:
-    """Days to come count too: a clock that was set back frees nothing."""
+    """Bytes transferred in the last `days`. Future days count too: setting the clock back frees
+    nothing."""
     first = today.toordinal() - days + 1
     return sum(n for day, n in readings.transferred_bytes_by_day.items() if day >= first)
 
 
 class _Evaluation:
-    """One decision's givens."""
+    """The inputs of one decision."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class _Evaluation:
     def gpu(self) -> GpuPreferences | None:
         return None if self.gpu_index is None else self.preferences.for_gpu(self.gpu_index)
 
-    # ---- what is remembered
+    # ---- memory
 
     def remember(self, memory: PolicyMemory) -> PolicyMemory:
         steady, readings = self.now.steady, self.readings
@@ -202,7 +204,7 @@ class _Evaluation:
         if leave <= 0:
             return OFF
         margin = max(DISK_MARGIN_BYTES, DISK_MARGIN_SHARE * leave)
-        # What is missing of the space that is to stay free.
+        # Bytes missing of the space that must stay free.
         free = self.readings.disk_free_bytes
         missing = None if free is None else leave - free
         return self._look(switch, missing, Band(1.0, -margin))
@@ -218,17 +220,17 @@ class _Evaluation:
         allowed = self._memory_bytes(at_display)
         if allowed is None:
             return OFF
-        # Memory that is all allowed cannot be exceeded.
+        # A limit of all memory cannot be exceeded.
         band = Band(allowed + 1.0, allowed * (1 - MEMORY_MARGIN_SHARE))
         return self._look(switch, self.readings.own_memory_bytes, band)
 
-    # ---- who is there
+    # ---- presence
 
     def _idle_seconds(self) -> float:
         return self.preferences.idle_minutes * 60
 
     def _memory_bytes(self, at_display: Presence) -> int | None:
-        """Of this machine's, for all of this program, at this moment."""
+        """Of this machine's memory, for all processes of this program, at this moment."""
         total = self.readings.memory_total_bytes
         if total is None:
             return None
@@ -241,19 +243,17 @@ class _Evaluation:
 
     # ---- limits
 
-    def limits(self, memory: PolicyMemory) -> Limits:
+    def limits(self) -> Limits:
         preferences, gpu = self.preferences, self.gpu
         percent = preferences.cpu_percent if gpu is None else gpu.duty_cycle_percent
         return Limits(
             cores=preferences.max_cores or None,
             nice=preferences.nice,
             duty_cycle=percent / 100,
-            memory_bytes=self._memory_bytes(memory.at_display),
             vram_bytes=int(gpu.vram_gib * GIB) or None if gpu is not None else None,
             upload_bytes_per_second=preferences.upload_bytes_per_second or None,
             download_bytes_per_second=preferences.download_bytes_per_second or None,
             quota_bytes=int(preferences.transfer_gib * GIB) or None,
-            disk_bytes=int(preferences.disk_gib * GIB) or None,
             own_transport_only=preferences.limits_transport,
         )
 
@@ -279,22 +279,22 @@ class _Evaluation:
         if running:
             yield Cause(
                 SuspendReason.EXCLUSIVE_APP,
-                f"{running[0]} runs, beside which nothing is to be computed",
+                f"{running[0]} is running, and nothing may be computed beside it",
             )
 
     def _user_active(self, memory: PolicyMemory) -> Iterator[Cause]:
         preferences = self.preferences
         if self.gpu is None:
-            allowed, presence, who = preferences.run_if_user_active, memory.at_any, "this machine"
+            allowed, presence, place = preferences.run_if_user_active, memory.at_any, "this machine"
         else:
             allowed, presence = preferences.run_gpu_if_user_active, memory.at_display
-            who = "this machine's display"
+            place = "this machine's display"
         left = presence.seconds_left(self._idle_seconds(), self.now.steady)
         if not allowed and left > 0:
             yield Cause(
                 SuspendReason.USER_ACTIVE,
-                f"somebody uses {who}; goes on when nobody has for {preferences.idle_minutes:g} "
-                "minutes",
+                f"{place} is in use; continues after {preferences.idle_minutes:g} minutes without "
+                "input",
                 self.now.wall + left,
             )
 
@@ -302,7 +302,7 @@ class _Evaluation:
         if self.readings.on_batteries and not self.preferences.run_on_batteries:
             yield Cause(
                 SuspendReason.ON_BATTERIES,
-                "this machine runs on batteries; goes on when it is plugged in",
+                "this machine runs on battery power; continues when it is plugged in",
             )
 
     def _hours(self) -> Iterator[Cause]:
@@ -313,8 +313,8 @@ class _Evaluation:
             if hours.contain(self.now.wall, self.zone):
                 continue
             opens = hours.next_opening(self.now.wall, self.zone)
-            when = "they never come" if opens is None else f"they begin {self._clock(opens)}"
-            yield Cause(reason, f"it is outside the hours for {what}; {when}", opens)
+            when = "there are none" if opens is None else f"continues {self._clock(opens)}"
+            yield Cause(reason, f"it is outside the hours that you allow for {what}; {when}", opens)
 
     def _clock(self, moment: float) -> str:
         local = datetime.fromtimestamp(moment, self.zone)
@@ -324,11 +324,11 @@ class _Evaluation:
 
     def _not_used(self) -> Iterator[Cause]:
         if self.gpu is not None and not self.gpu.use:
-            # No reason of its own: as an owner's word it is nearest to a pause.
+            # No reason of its own: an owner's decision, so closest to the user's pause.
             yield Cause(
                 SuspendReason.PAUSED_BY_USER,
-                f"GPU {self.gpu_index} is not to be used; `swarm-client config set "
-                f"gpu.{self.gpu_index}.use true` changes that",
+                f"GPU {self.gpu_index} is excluded by your preferences; `swarm-client config set "
+                f"gpu.{self.gpu_index}.use true` allows it",
             )
 
     def _quota(self) -> Iterator[Cause]:
@@ -344,11 +344,11 @@ class _Evaluation:
             if transferred_bytes(self.readings, days, day) < quota:
                 until = datetime.combine(day, time(), self.zone).timestamp()
                 break
-        when = "" if until is None else f"; goes on {self._clock(until)}"
+        when = "" if until is None else f"; continues {self._clock(until)}"
         yield Cause(
             SuspendReason.QUOTA_USED,
-            f"{used / GIB:.2f} GiB have been transferred in {days} days, of "
-            f"{preferences.transfer_gib:g} allowed{when}",
+            f"{used / GIB:.2f} of {preferences.transfer_gib:g} GiB allowed in {days} days have "
+            f"been transferred{when}",
             until,
         )
 
@@ -366,7 +366,7 @@ class _Evaluation:
             advice = f"; `sudo nvidia-smi -i {index} -pl {watts:.0f}` would keep it cooler"
         yield Cause(
             SuspendReason.TOO_HOT,
-            f"GPU {index} has reached {gpu.temperature_ceiling_celsius:g} °C{now}; goes on at "
+            f"GPU {index} has reached {gpu.temperature_ceiling_celsius:g} °C{now}; continues at "
             f"{cool:g} °C{advice}",
         )
 
@@ -375,19 +375,19 @@ class _Evaluation:
         if memory.disk_short.on:
             yield Cause(
                 SuspendReason.DISK_FULL,
-                f"less than {preferences.disk_leave_free_gib:g} GiB of disk are free; make room, "
-                "or lower disk_leave_free_gib",
+                f"less than {preferences.disk_leave_free_gib:g} GiB of disk space is free; free "
+                "some space, or lower disk_leave_free_gib",
             )
         if memory.disk_used_up.on:
             yield Cause(
                 SuspendReason.DISK_FULL,
-                f"the {preferences.disk_gib:g} GiB of disk allowed are used; raise disk_gib",
+                f"the {preferences.disk_gib:g} GiB of disk space allowed are used; raise disk_gib",
             )
         if memory.memory_short.on:
             yield Cause(
                 SuspendReason.MEMORY_SHORT,
-                "more memory is used than the preferences allow at the moment; raise "
-                "memory_percent_busy or memory_percent_idle, or start again for a smaller stage",
+                "this program uses more memory than the preferences allow at the moment; raise "
+                "memory_percent_busy or memory_percent_idle, or restart for a smaller stage",
             )
 
     def _cpu_sentence(self) -> str:

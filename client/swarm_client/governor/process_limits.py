@@ -1,8 +1,8 @@
-"""Cores and priority of this program's processes, set from outside.
+"""Cores and priority of this program's processes, set from outside them.
 
-All of them are bound to the allowed cores, this one included, so that what is started later is
-bound from its first instruction. Priority is lowered for the children only: this process answers
-the network and the owner. Linux binds threads one by one, and threads inherit.
+All processes are bound to the allowed cores, this one included, so that a new process is bound from
+its first instruction. Only the children's priority is lowered: this process answers the network and
+the user. Linux binds each thread separately, and threads inherit the binding.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from swarm_client.governor.probes.machine import ProcessTree
 from swarm_shared.base.clock import Clock, monotonic
 
 REPEAT_SECONDS = 5.0
-"""A thread that was being made while the others were bound is bound the next time."""
+"""Seconds between two applications of an unchanged limit; a thread created during one is bound by
+the next."""
 
 
 class ProcessBinding:
+    """Applies cores and niceness to a process tree."""
+
     def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
         self._process_tree = process_tree
         self._clock = clock
         self._available = affinity(os.getpid())
-        """What the system gave us; limits choose from these."""
+        """Cores that the system gave this process; limits choose from these."""
         self._bound = False
         self._niced: set[int] = set()
-        """Processes whose niceness is our doing."""
+        """Processes whose niceness was raised here."""
         self._last: object = None
         self._at = 0.0
 
@@ -37,7 +40,7 @@ class ProcessBinding:
         return len(self._available) if self._available else psutil.cpu_count() or 1
 
     def apply(self, cores: int | None, nice: int) -> None:
-        """Cheap when nothing has changed."""
+        """Bind and renice. Cheap when nothing has changed."""
         pids = [member.pid for member in self._process_tree.members()]
         wanted = (cores, nice, tuple(pids))
         if wanted == self._last and self._clock() - self._at < REPEAT_SECONDS:
@@ -57,21 +60,22 @@ class ProcessBinding:
         for thread in threads(pid):
             with contextlib.suppress(OSError):
                 now = os.getpriority(os.PRIO_PROCESS, thread)
-                # Less than the system gave is never tried; only root may take back what we did.
+                # Never below what the system gave; only root may lower a niceness that was raised
+                # here.
                 if now < nice or (now > nice and pid in self._niced):
                     os.setpriority(os.PRIO_PROCESS, thread, nice)
                     self._niced.add(pid)
 
 
 def chosen_cores(free: frozenset[int] | None, cores: int | None) -> frozenset[int] | None:
-    """The last ones: the first serve interrupts on many machines."""
+    """The last `cores` of them: the first ones serve interrupts on many machines."""
     if free is None:
         return None
     return free if cores is None else frozenset(sorted(free)[-cores:])
 
 
 def affinity(pid: int) -> frozenset[int] | None:
-    """None where the system has no such thing."""
+    """Cores of a process; None where the system has no affinity."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(pid))
     process = psutil.Process(pid)
@@ -81,7 +85,7 @@ def affinity(pid: int) -> frozenset[int] | None:
 
 
 def bind(pid: int, cores: frozenset[int]) -> None:
-    """A process that is gone, or belongs to somebody else, is left alone."""
+    """Bind a process to cores. One that has exited or belongs to another user is left alone."""
     if hasattr(os, "sched_setaffinity"):
         for thread in threads(pid):
             with contextlib.suppress(OSError):
@@ -94,7 +98,7 @@ def bind(pid: int, cores: frozenset[int]) -> None:
 
 
 def threads(pid: int) -> list[int]:
-    """On Linux all threads; elsewhere the process."""
+    """All threads of a process on Linux; elsewhere the process itself."""
     try:
         return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:

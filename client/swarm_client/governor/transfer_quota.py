@@ -1,4 +1,4 @@
-"""How many bytes went over the network on which day, on the disk, so that a quota outlives us.
+"""Bytes transferred per day, stored on disk so that a quota survives a restart.
 
 Written every half minute and at the end: a crash loses the counts of half a minute.
 """
@@ -19,13 +19,15 @@ VERSION = 1
 FILE_NAME = "transfer.json"
 SAVE_SECONDS = 30.0
 KEPT_DAYS = 400
-"""More than a quota can be for."""
+"""Days kept; more than the longest quota period."""
 MAX_FILE_BYTES = 2**20
 
 log = logging.getLogger(__name__)
 
 
 class TransferCounts:
+    """The counts of one home."""
+
     def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
         self.path = folder / FILE_NAME
         self._clock = clock
@@ -48,7 +50,7 @@ class TransferCounts:
             self.save()
 
     def save(self) -> None:
-        """A disk that is full is said once; counting goes on."""
+        """Write the counts. A full disk is reported once; counting continues."""
         self._saved_at = self._clock()
         if not self._unsaved:
             return
@@ -60,7 +62,7 @@ class TransferCounts:
             write_atomically(self.path, content)
         except StorageError as error:
             if not self._warned:
-                log.warning("the transfer of today is not written down: %s", error)
+                log.warning("today's transfer count cannot be saved: %s", error)
             self._warned = True
             return
         self._unsaved = self._warned = False
@@ -73,10 +75,10 @@ class TransferCounts:
                 raise ValueError(f"version {document['version']}")
             days = {date.fromisoformat(day).toordinal(): n for day, n in document["days"].items()}
             if not all(type(size) is int and size >= 0 for size in days.values()):
-                raise ValueError("a count that is none")
+                raise ValueError("an invalid count")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s cannot be read (%s) and is begun anew", self.path, error)
+            log.warning("%s cannot be read (%s); counting starts again from zero", self.path, error)
             return {}
         return days

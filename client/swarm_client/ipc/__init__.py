@@ -1,1 +1,1 @@
-"""Inter-process communication with child processes: framed messages and shared memory."""
+"""Communication with child processes: framed messages, requests and answers, shared memory."""

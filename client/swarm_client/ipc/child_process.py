@@ -1,14 +1,10 @@
-"""ChildProcess processes of the daemon and the message link between the two.
+"""Child processes of the daemon and the message link to them.
 
-Owns: how a child is started (inherited socketpair, log file, own process group), how it ends with
-its parent, and length-prefixed JSON messages over the socket, for a blocking child (`SyncLink`)
-and for the trio daemon (`TrioLink`). `MessageFramer` is the same without any I/O, for a child
-that runs another event loop. Does not own what the messages mean, nor any tensor: those cross in
-shared memory (`swarm_client.ipc.shared_memory`).
-
-A frame is a little-endian u32 length followed by that many bytes of JSON. The other end is our
-own process, so a damaged frame is a bug or a death in the middle of a write, never an attack; the
-bound is there so that neither can take the memory of the machine.
+Owns how a child is started (inherited socketpair, log file, process group of its own), how it ends
+with its parent, and links that carry `swarm_shared.base.json_messages` over the socket: `SyncLink`
+for a blocking child, `TrioLink` for the daemon. Does not own requests and answers
+(`swarm_client.ipc.child_rpc`) nor tensors, which cross in shared memory
+(`swarm_client.ipc.shared_memory`).
 """
 
 from __future__ import annotations
@@ -20,116 +16,66 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn
 
 import anyio.to_thread
 import trio
 from pydantic import TypeAdapter
 
-from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.protocol import encode, parse
-
-MAX_MESSAGE_BYTES = 16 * 2**20
-"""A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
+from swarm_shared.base.json_messages import MessageT, PrefixedDecoder, encode_prefixed
 
 RECEIVE_BYTES = 64 * 2**10
+"""Largest read from the socket, in bytes."""
+
 MAX_POLL_SECONDS = 24 * 3600.0
-"""Poll counts milliseconds in 32 bits."""
+"""Longest wait given to poll, which counts milliseconds in 32 bits."""
 CLOSE_GRACE_SECONDS = 3.0
-"""A worker in the middle of a computation notices the end of its socket only after it."""
+"""Seconds that a child has to end once its socket is closed. A computing worker notices the closing
+only after its computation."""
 
-_LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
-
-MessageT = TypeVar("MessageT")
-
-
-def encode_frame(message: FrozenModel) -> bytes:
-    """One message as a frame; FrameError when it is too long to be sent."""
-    body = encode(message)
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise FrameError(
-            f"a message of {len(body)} bytes to another process of this machine is longer than "
-            f"the {MAX_MESSAGE_BYTES} allowed; please report this as a bug"
-        )
-    return _LENGTH.pack(len(body)) + body
-
-
-class MessageFramer(Generic[MessageT]):
-    """Bytes in, messages out."""
-
-    def __init__(self, incoming: TypeAdapter[MessageT]) -> None:
-        self._incoming = incoming
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
-        self._buffer += data
-
-    def next_message(self) -> MessageT | None:
-        """The next whole message, or None when more bytes are needed."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_MESSAGE_BYTES:
-            raise FrameError(
-                f"a message of {length} bytes was announced by another process of this machine; "
-                f"at most {MAX_MESSAGE_BYTES} are allowed"
-            )
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return parse(self._incoming, body)
-
-    def finish(self) -> None:
-        """The other side has ended; FrameError if that was in the middle of a message."""
-        if self._buffer:
-            raise FrameError(
-                "another process of this machine ended in the middle of a message; its log says why"
-            )
 
 
 class SyncLink(Generic[MessageT]):
-    """The child's blocking side."""
+    """The child's side of the link; every call blocks."""
 
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(True)
         self._socket = endpoint
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
         self._ready: MessageT | None = None
         self._poll = select.poll()
         self._poll.register(endpoint, select.POLLIN)
 
     def send(self, message: FrozenModel) -> None:
-        """Send, waiting for the daemon to read; LinkClosed when it is gone."""
+        """Send a message, blocking while the socket is full. LinkClosed after the daemon's end."""
         try:
-            self._socket.sendall(encode_frame(message))
+            self._socket.sendall(encode_prefixed(message))
         except (BrokenPipeError, ConnectionError) as error:
-            raise LinkClosed("the daemon that started this process is gone") from error
+            raise LinkClosed("the daemon that started this process has ended") from error
 
     def has_message(self, wait_seconds: float = 0.0) -> bool:
-        """Whether `receive` would return without waiting (a message, or the end), at once or, if
-        there is none yet, after so long at most."""
+        """Wait at most `wait_seconds` and return whether `receive` would return at once, with a
+        message or at the end of the link."""
         if self._ready is None:
-            self._ready = self._framer.next_message()
+            self._ready = self._decoder.next_message()
         # A readable socket may hold half a message; the other half is on its way.
         if self._ready is not None:
             return True
         return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, MAX_POLL_SECONDS))))
 
     def receive(self) -> MessageT | None:
-        """The next message, waiting for it; None when the daemon has closed or died."""
+        """Wait for the next message; None when the daemon has closed the link or died."""
         while self._ready is None:
-            self._ready = self._framer.next_message()
+            self._ready = self._decoder.next_message()
             if self._ready is not None:
                 break
             try:
@@ -137,9 +83,9 @@ class SyncLink(Generic[MessageT]):
             except ConnectionError:
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
         message, self._ready = self._ready, None
         return message
 
@@ -148,24 +94,24 @@ class SyncLink(Generic[MessageT]):
 
 
 class TrioLink(Generic[MessageT]):
-    """The daemon's side. One task may send and one receive at a time."""
+    """The daemon's side of the link. One task may send and one receive at a time."""
 
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(False)
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(endpoint))
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
 
     async def send(self, message: FrozenModel) -> None:
-        """Send; LinkClosed when the child is gone."""
+        """Send a message. LinkClosed when the child has ended."""
         try:
-            await self._stream.send_all(encode_frame(message))
+            await self._stream.send_all(encode_prefixed(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the child process has closed its link") from error
 
     async def receive(self) -> MessageT | None:
-        """The next message; None when the child has closed or died."""
+        """Wait for the next message; None when the child has closed the link or died."""
         while True:
-            message = self._framer.next_message()
+            message = self._decoder.next_message()
             if message is not None:
                 await trio.lowlevel.checkpoint()
                 return message
@@ -174,9 +120,9 @@ class TrioLink(Generic[MessageT]):
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -186,23 +132,23 @@ class TrioLink(Generic[MessageT]):
 
 
 def _exit_on_signal(number: int, _frame: object) -> NoReturn:
-    # SystemExit, so that `finally` clauses unlink shared memory on the way out; once, so that
-    # a second signal does not cut them short.
+    # SystemExit lets `finally` clauses unlink shared memory. Further signals are ignored, because
+    # they would cut these clauses short.
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def prepare_child_process() -> None:
-    """Called first in a child: end when the parent does, and leave Ctrl-C to the parent."""
+    """Make this process end with its parent and ignore Ctrl-C. The first call of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
     if sys.platform == "linux":
-        # Elsewhere, and if the parent died before this line, the socket's end does the same.
+        # On other systems, and if the parent died before this line, the end of the socket does it.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def inherited_link(descriptor: int, incoming: TypeAdapter[MessageT]) -> SyncLink[MessageT]:
-    """The link over the socket that the parent passed as `--fd`."""
+    """Return the link over the socket that the parent passed as `--fd`."""
     return SyncLink(socket.socket(fileno=descriptor), incoming)
 
 
@@ -211,7 +157,7 @@ def inherited_link(descriptor: int, incoming: TypeAdapter[MessageT]) -> SyncLink
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChildProcess(Generic[MessageT]):
-    """A running child and the link to it."""
+    """A running child process and the link to it."""
 
     link: TrioLink[MessageT]
     process: subprocess.Popen[bytes]
@@ -222,7 +168,7 @@ class ChildProcess(Generic[MessageT]):
         return self.process.pid
 
     async def wait(self) -> int:
-        """Exit status once it is dead; negative is the signal that killed it."""
+        """Wait for the child's end; returns its exit status, negative for a fatal signal."""
         return await anyio.to_thread.run_sync(
             _reap, self.process, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
         )

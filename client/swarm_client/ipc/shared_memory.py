@@ -1,14 +1,14 @@
-"""Memory that processes of one volunteer share by name: gradients, results, activations.
+"""Memory that the processes of one volunteer share by name: gradients, results, activations.
 
-Owns: making, attaching and removing segments, and clearing away what a killed process left.
-Does not own what lies in them.
+Owns creating, attaching and removing segments, and removing what a killed process left. Does not
+own their content.
 
 A segment is a plain file in a memory-backed folder, mapped into both processes.
-multiprocessing.shared_memory is not used: in Python 3.11 every process that attaches a segment
-also registers it for removal and starts a helper process to do so, and the segment then vanishes
-under the others as soon as the first of them exits. Plain files have three more advantages:
-`posix_fallocate` takes the memory at once (an over-full /dev/shm is an error here and not a
-SIGBUS in the middle of a step), `flock` tells a segment in use from one whose users were killed
+multiprocessing.shared_memory is not used: in Python 3.11 every process that attaches a segment also
+registers it for removal and starts a helper process to do so, and the segment vanishes for the
+other processes as soon as the first of them exits. Plain files have three more advantages:
+`posix_fallocate` takes the memory at once (an over-full /dev/shm is an error here and not a SIGBUS
+in the middle of a step), `flock` distinguishes a segment in use from one whose users were killed
 (the kernel drops the lock with the process), and systems without /dev/shm work the same way.
 """
 
@@ -34,7 +34,7 @@ _NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 class Segment:
-    """A mapped segment. The creator unlinks it; everybody closes it."""
+    """A mapped segment. Its creator unlinks it; every user closes it."""
 
     def __init__(self, name: str, path: Path, descriptor: int, nbytes: int) -> None:
         self.name = name
@@ -61,17 +61,17 @@ class Segment:
         return np.frombuffer(self._map, dtype, count, offset)
 
     def close(self) -> None:
-        """Give up this process's use. Arrays made from it stay valid until they are dropped."""
+        """End this process's use. Arrays made from it stay valid until they are dropped."""
         if self._descriptor is None:
             return
-        # With arrays alive the mapping cannot go yet; it goes with the last of them.
+        # While arrays exist the mapping cannot be closed; it is closed with the last of them.
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self._descriptor)
         self._descriptor = None
 
     def unlink(self) -> None:
-        """Remove the name. The memory goes when the last process has closed it."""
+        """Remove the name. The memory is freed when the last process has closed it."""
         self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> Segment:
@@ -82,14 +82,15 @@ class Segment:
 
 
 def segment_folders() -> tuple[Path, ...]:
-    """Where segments may lie, best first: containers often have a /dev/shm of 64 MiB only."""
+    """The folders for segments, best first: containers often have a /dev/shm of 64 MiB only."""
     fallback = Path(tempfile.gettempdir())
     memory_backed = Path("/dev/shm")
     return (memory_backed, fallback) if memory_backed.is_dir() else (fallback,)
 
 
 def create(name_hint: str, nbytes: int) -> Segment:
-    """A new zeroed segment called `name_hint` and a random ending. CapacityError without room."""
+    """Create a zeroed segment; its name is `name_hint` and a random suffix. CapacityError without
+    room."""
     if nbytes < 1:
         raise ValueError(f"a segment of {nbytes} bytes cannot be made")
     name = f"{name_hint}.{secrets.token_hex(6)}"
@@ -110,7 +111,7 @@ def create(name_hint: str, nbytes: int) -> Segment:
 
 
 def attach(name: str) -> Segment:
-    """The segment that another process has created. StorageError when there is none."""
+    """Attach the segment that another process has created. StorageError when it does not exist."""
     _check_name(name)
     for folder in segment_folders():
         path = folder / name
@@ -126,13 +127,13 @@ def attach(name: str) -> Segment:
         except BaseException:
             os.close(descriptor)
             raise
-    raise StorageError(f"there is no shared memory called {name}; its maker has ended")
+    raise StorageError(f"there is no shared memory called {name}; its creator has ended")
 
 
 def unlink_stale(prefix: str) -> int:
-    """Remove the segments whose name begins with `prefix` and that no living process has open.
+    """Remove the segments whose names begin with `prefix` and that no living process has open.
 
-    For the daemon's start: a killed process cannot clean up after itself. Returns how many went.
+    For the daemon's start: a killed process cannot clean up after itself. Returns their number.
     """
     _check_name(prefix)
     removed = 0
@@ -156,7 +157,7 @@ def _create_in(folder: Path, name: str, nbytes: int) -> Segment:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         _reserve(descriptor, nbytes)
         if os.fstat(descriptor).st_nlink == 0:
-            raise StorageError(f"{path} was cleared away while it was made; try again")
+            raise StorageError(f"{path} was removed while it was created; try again")
         return Segment(name, path, descriptor, nbytes)
     except BaseException:
         os.close(descriptor)

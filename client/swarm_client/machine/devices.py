@@ -1,6 +1,6 @@
 """What this machine offers: its devices, and the memory that a stage may take on each.
 
-Never imports torch into the daemon: a CUDA device is looked up by a short-lived child process.
+torch is never imported into the daemon: CUDA devices are listed by a short-lived child process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import psutil
 from swarm_shared.base.errors import CapacityError, UsageError
 
 MEMORY_SHARE = 0.8
-"""Share of the free memory that is offered; the rest is for what the profile cannot foresee."""
+"""Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
 
 MAX_DEVICES = 64
-"""Each is a peer with processes of its own. Machines with more GPUs run several clients."""
+"""Maximum number of devices. Each is a peer with processes of its own; machines with more GPUs run
+several clients."""
 
 _PROBE = """
 import json, torch
@@ -28,36 +29,37 @@ print(json.dumps([[torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[0]]
                   for i in range(torch.cuda.device_count())]))
 """
 PROBE_SECONDS = 60.0
+"""Timeout of the child process that lists CUDA devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`name` as torch spells it, `label` for people, free memory in bytes."""
+    """`name` in torch's spelling, `label` for people, free memory in bytes."""
 
     name: str
     label: str
     memory_bytes: int
     number: int = 1
-    """Of those who share a device, which one."""
+    """Number among volunteers that share the device."""
 
     @property
     def id(self) -> str:
-        """Like cuda:0; for the second one on it like cuda:0#2."""
+        """Like cuda:0; cuda:0#2 for the second volunteer on it."""
         return self.name if self.number == 1 else f"{self.name}#{self.number}"
 
 
 def choose_device(
     wanted: str, memory_bytes: int | None = None, gpus: list[tuple[str, int]] | None = None
 ) -> Device:
-    """The device asked for. `auto` takes the first GPU if there is one.
+    """The requested device. `auto` chooses the first GPU if there is one.
 
-    `gpus`, as (name, free bytes), spares the look by whoever knows them already.
-    UsageError for a name that is none, CapacityError when the GPU is not there.
+    `gpus`, as (name, free bytes), avoids listing them again. UsageError for an invalid name,
+    CapacityError when the GPU does not exist.
     """
     if wanted == "cpu":
         return _cpu(memory_bytes)
     if wanted != "auto" and not re.fullmatch(r"cuda:[0-9]{1,3}", wanted):
-        raise UsageError(f"--device {wanted!r} is not known; give cpu, cuda:0 or auto")
+        raise UsageError(f"--device {wanted!r} is not valid; give cpu, cuda:0 or auto")
     gpus = _gpus() if gpus is None else gpus
     if wanted == "auto":
         if not gpus:
@@ -67,7 +69,7 @@ def choose_device(
     if index >= len(gpus):
         seen = f"torch sees {len(gpus)} GPU(s)" if gpus else "torch sees no GPU"
         raise CapacityError(
-            f"there is no {wanted} here: {seen}; use --device cpu, or install a driver and a "
+            f"this machine has no {wanted}: {seen}; use --device cpu, or install a driver and a "
             "torch build with CUDA"
         )
     name, free = gpus[index]
@@ -80,16 +82,18 @@ def choose_devices(
     gpus: list[tuple[str, int]] | None = None,
     usable: Callable[[int], bool] = lambda index: True,
 ) -> tuple[Device, ...]:
-    """All that are asked for, named with commas between them; at least one.
+    """All requested devices, named with commas between them; at least one.
 
-    `auto` alone takes every GPU that is `usable`, by its number, or else the processor. A device
-    that is named twice is shared, with its memory: `memory_bytes` are each device's.
+    `auto` alone chooses every GPU that is `usable`, by its number, or else the processor. A device
+    that is named twice is shared with its memory; `memory_bytes` is per volunteer.
     """
     names = [name.strip() for name in wanted.split(",")]
     if len(names) > MAX_DEVICES:
-        raise UsageError(f"{len(names)} devices are asked for; {MAX_DEVICES} can work at once")
+        raise UsageError(
+            f"{len(names)} devices were given; at most {MAX_DEVICES} can be used at once"
+        )
     if len(names) > 1 and "auto" in names:
-        raise UsageError("--device auto takes all that there are; name no other one beside it")
+        raise UsageError("--device auto uses all devices; give no other device with it")
     if names != ["cpu"]:
         gpus = _gpus() if gpus is None else gpus
     if names == ["auto"] and gpus:
@@ -99,7 +103,7 @@ def choose_devices(
 
 
 def _share(devices: Sequence[Device], place: int) -> Device:
-    """The device at that place with its part, when others in the list are the same."""
+    """The device at `place` with its share, when it occurs several times in the list."""
     device = devices[place]
     sharers = [at for at, other in enumerate(devices) if other.name == device.name]
     if len(sharers) == 1:

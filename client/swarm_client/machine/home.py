@@ -1,17 +1,17 @@
-"""The volunteer's folder: identity, caches and logs. Nothing outside it is ever written.
+"""The volunteer's folder: identity, caches and logs. Nothing is written outside it.
 
-identity.key      the main Ed25519 key, made on first use, mode 0600
+identity.key      the main Ed25519 key, created at first use, mode 0600
 port              the TCP port of the last start: routers remember it, and hole punching needs it
 p2pd.key          hivemind's own key
 runs/<run>/data   token shards of the run, verified
-runs/<run>/state  stage snapshots, for newcomers and checkpoints
+runs/<run>/state  stage snapshots, for joining peers and checkpoints
 log/              one file per process
 lock              held while a client works here
-control.sock      by which commands reach that client, mode 0600
+control.sock      the socket on which that client takes commands, mode 0600
 runs.json         the runs that were joined, with their invites, mode 0600
-contribution.json what was given, by day
+contribution.json the contribution by day
 devices/2/        the same for a machine's second device, which is a peer of its own: its identity,
-                  port, p2pd, snapshots and logs; token shards lie with the first one's
+                  port, p2pd, snapshots and logs; token shards are shared with the first device
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from swarm_shared.base.types import RunId, StageIndex, Version
 class Home:
     path: Path
     machine: Path | None = None
-    """Of a further device: the home of the machine that it is part of."""
+    """For a further device: the home of the machine that it is part of."""
 
     @classmethod
     def locate(cls, path: Path | None) -> Home:
-        """The given folder, or the platform's usual place for application data. Makes nothing."""
+        """The given folder, or the platform's folder for application data. Creates nothing."""
         chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
         return cls(chosen.expanduser().absolute())
 
     @classmethod
     def create(cls, path: Path | None) -> Home:
-        """The same, and it is there afterwards."""
+        """The same; the folder exists afterwards."""
         home = cls.locate(path)
         try:
             home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -57,7 +57,7 @@ class Home:
         return home
 
     def of_device(self, number: int) -> Home:
-        """Where the machine's first, second, … device keeps its own; it is there afterwards."""
+        """The home of the machine's first, second, … device; it exists afterwards."""
         if number == 1:
             return self
         own = Home.create(self.path / "devices" / str(number))
@@ -66,10 +66,6 @@ class Home:
     @property
     def identity_path(self) -> Path:
         return self.path / "identity.key"
-
-    @property
-    def carrier_key_path(self) -> Path:
-        return self.path / "p2pd.key"
 
     @property
     def log_folder(self) -> Path:
@@ -88,7 +84,7 @@ class Home:
         return self.path / "contribution.json"
 
     def remembered_port(self) -> int | None:
-        """The port of the last start; None at the first one, or when the file is not whole."""
+        """The port of the last start; None at the first one, or when the file is damaged."""
         try:
             port = int((self.path / "port").read_text())
         except (OSError, ValueError):
@@ -110,14 +106,14 @@ class Home:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder: two clients with one identity would speak over each other."""
+        """Hold the folder's lock: two clients with one identity would interfere with each other."""
         handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StorageError(
-                    f"another swarm-client is working in {self.path}; stop it first (Ctrl-C "
+                    f"another swarm-client is running in {self.path}; stop it first (Ctrl-C "
                     "or `swarm-client shutdown`), or give this one a folder of its own with --home"
                 ) from None
             yield

@@ -1,4 +1,4 @@
-"""The daemon's log on the disk: details for a bug report, in the volunteer's own folder."""
+"""The daemon's log on disk: details for a bug report, in the volunteer's own folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LOG_BYTES = 5 * 2**20
 
 class LogFile(logging.handlers.RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging calls it
-        """A full disk: nothing to be told, least of all a traceback for each line. Who asks for the
-        log gets it from memory."""
+        """Ignores errors: on a full disk a traceback for each line would not help. `swarm-client
+        logs` reads the lines from memory."""
 
 
 def write_log(home: Home) -> None:
-    """Details for a bug report go to the volunteer's own folder, never to the terminal."""
+    """Send details for a bug report to the volunteer's own folder, never to the terminal."""
     handler = LogFile(home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("swarm_client", "swarm_shared"):

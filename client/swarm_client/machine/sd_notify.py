@@ -1,8 +1,8 @@
-"""Telling the service manager how the daemon is: systemd's notification protocol, sd_notify(3).
+"""Status notifications to the service manager: systemd's protocol, sd_notify(3).
 
-Owns the socket that NOTIFY_SOCKET names, and takes that name out of the environment: workers are
-not the daemon and must not speak for it. Everywhere but in a unit of `Type=notify` all of it says
-nothing. A manager that does not listen is no reason to stop lending.
+Owns the socket that NOTIFY_SOCKET names, and removes that variable from the environment: workers
+are not the daemon and must not notify in its place. Outside a unit of `Type=notify` it does
+nothing. A failing notification is no reason to stop.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """One way; nothing is waited for. `address` None: nobody wants to know."""
+    """Sends only, never waits. `address` None: there is no service manager."""
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Notifier:
-        """Takes the variable out, so that no child inherits it."""
+        """Removes the variable, so that no child inherits it."""
         address = environment.pop(VARIABLE, "")
         # "@" stands for the zero byte of Linux's abstract addresses; other forms (vsock) are for
         # virtual machines.
@@ -40,11 +40,11 @@ class Notifier:
         self._send("READY=1")
 
     def status(self, text: str) -> None:
-        """One line for people, in place of the one before."""
+        """One line for people, replacing the previous one."""
         self._send(f"STATUS={' '.join(text.split())[:MAX_STATUS_CHARACTERS]}")
 
     def stopping(self, within_seconds: float) -> None:
-        """The end has begun, in order, and may take so long: longer than the unit's own limit."""
+        """Shutting down in order, which may take this long: longer than the unit's own limit."""
         self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(within_seconds * 1e6)}")
 
     def _send(self, message: str) -> None:
@@ -55,4 +55,4 @@ class Notifier:
                 to_manager.setblocking(False)
                 to_manager.sendto(message.encode(), self._address)
         except OSError as error:
-            log.warning("the service manager could not be told %r: %s", message, error)
+            log.warning("the service manager could not be notified of %r: %s", message, error)

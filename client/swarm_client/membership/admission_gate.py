@@ -1,29 +1,27 @@
-"""Whom this peer serves: the one place that its protocols ask.
+"""Which peers this peer serves: the one check for all its protocols.
 
-A remote shows its certificate; it is served unless that does not hold, the coordinator has revoked
-the remote, or the certificate is of a start of the coordinator that members have left behind
-(docs/decisions/0010-admission.md).
+A remote shows its certificate. It is served unless the certificate is invalid, the coordinator has
+revoked the remote, or the certificate is of a coordinator generation that the members have left
+behind (docs/decisions/0010-admission.md).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.errors import AdmissionError, FrameError
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
 from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.protocol import TransferHello
 
 FENCE_SECONDS = 120.0
-"""Attached to a newer coordinator for so long, a peer refuses certificates of older ones: whoever
-works for the run has attached by then, for clients try again every twelve seconds."""
+"""Seconds attached to a newer coordinator generation after which certificates of older ones are
+refused. By then every working peer has attached: clients retry every twelve seconds."""
 
 
 class AdmissionGate:
-    """Asked at every hello, and again at every request of a link that stays open."""
+    """Checked at every hello, and again at every request of a link that stays open."""
 
     def __init__(
         self,
@@ -42,19 +40,20 @@ class AdmissionGate:
         self._attached: tuple[Generation, float] | None = None
 
     def attached(self, generation: Generation) -> None:
-        """The coordinator has welcomed this peer in this generation."""
+        """Record that the coordinator has welcomed this peer in this generation."""
         if generation < self._oldest_generation:
-            # Its database was lost and it counts from one again; its word is what counts.
+            # The coordinator's database was lost and its generations start from one again.
             self._oldest_generation = Generation(0)
         self._attached = (generation, self._clock())
 
     def detached(self) -> None:
-        """The coordinator is away: others may be cut off from it, too, and work on."""
+        """Suspend the fence while the coordinator is absent: other members may be cut off from it
+        too."""
         self._advance_fence()
         self._attached = None
 
     def check(self, remote: PeerId, run: RunId, certificate: str) -> None:
-        """Raises AdmissionError, which says why, unless the remote is to be served.
+        """Raise AdmissionError, with the reason, unless the remote may be served.
 
         `remote` must come from the connection.
         """
@@ -62,9 +61,9 @@ class AdmissionGate:
             raise AdmissionError(f"this peer serves run {self._run[:12]}, not {run[:12]}")
         self.check_not_revoked(remote)
         try:
-            envelope = base64.b64decode(certificate, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise AdmissionError(f"the certificate of {remote} is not base64") from error
+            envelope = decode_envelope(certificate, f"the certificate of {remote}")
+        except FrameError as error:
+            raise AdmissionError(str(error)) from error
         self._advance_fence()
         check_certificate(
             envelope,
@@ -76,15 +75,15 @@ class AdmissionGate:
         )
 
     def check_not_revoked(self, remote: PeerId) -> None:
-        """The same for a remote that has shown its certificate when it opened this link."""
+        """The same for a remote that showed its certificate when it opened this link."""
         if self._roster.is_revoked(remote):
-            raise AdmissionError(f"the organiser does not let {remote} take part any more")
+            raise AdmissionError(f"the organiser has revoked {remote}")
 
     def may_send(self, remote: PeerId, stage: StageIndex) -> bool:
-        """Whether it is this peer's part to send microbatches to `stage`: trainers, which all hold
-        a stage, to the first; the peers of each stage to the next.
+        """Whether the remote's role includes sending microbatches to `stage`: trainers, all of
+        which hold a stage, send to the first; the peers of each stage to the next.
 
-        False for a moment, too, while the roster that says so is on its way.
+        Also False for a moment before the roster with the remote's stage arrives.
         """
         record = self._roster.get(remote)
         return record is not None and (stage == 0 or record.stage == stage - 1)

@@ -1,8 +1,7 @@
-"""A volunteer's membership: what the coordinator shows it, checked before any of it is used."""
+"""A volunteer's membership: what the coordinator presents, verified before any of it is used."""
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import dataclass, replace
 
@@ -11,13 +10,14 @@ from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import open_manifest, run_id_of
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.protocol import Welcome
 from swarm_shared.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What being welcomed gave this peer. Satisfies the stage server's protocol of that name."""
+    """The verified content of a welcome."""
 
     run: RunId
     organiser: PeerId
@@ -27,11 +27,16 @@ class Membership:
 
 
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
-    """SignatureError or AdmissionError when it is not what the invite leads to."""
-    manifest = open_manifest(_decoded(welcome.manifest, "manifest"), invite.organiser)
+    """The membership from a welcome.
+
+    SignatureError or AdmissionError when it does not match the invite.
+    """
+    manifest = open_manifest(
+        decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
+    )
     if run_id_of(manifest) != invite.run_id:
         raise SignatureError(
-            "the coordinator shows another run than the invite names; ask for a new invite"
+            "the coordinator serves another run than the invite names; ask for a new invite"
         )
     membership = Membership(
         invite.run_id, invite.organiser, welcome.certificate, manifest, welcome.generation
@@ -41,23 +46,16 @@ def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
 
 
 def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> Membership:
-    """With the coordinator's newer certificate. ProtocolError when that one does not hold."""
+    """The membership with a newer certificate. ProtocolError when that one is not valid."""
     newer = replace(membership, certificate=certificate)
     try:
         _check(newer, me)
     except AdmissionError as error:
-        # The one that is held still counts: attach again for another, or for the reason.
-        raise ProtocolError(f"the coordinator's new certificate fails: {error}") from error
+        # The current certificate is still valid: attach again for another one, or for the reason.
+        raise ProtocolError(f"the coordinator's new certificate is invalid: {error}") from error
     return newer
 
 
 def _check(membership: Membership, me: PeerId) -> None:
-    envelope = _decoded(membership.certificate, "certificate")
+    envelope = decode_envelope(membership.certificate, "the coordinator's certificate")
     check_certificate(envelope, membership.run, membership.organiser, time.time(), me)
-
-
-def _decoded(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise ProtocolError(f"the coordinator's {what} is not base64") from error

@@ -1,4 +1,5 @@
-"""Who may be used, as the coordinator last said it, and somebody to wake when that changes."""
+"""The newest roster that the coordinator has sent, and a wake-up for tasks that wait for a
+change."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
 
 class RosterView:
-    """The newest roster. Kept while the coordinator is away: its members are still there."""
+    """The newest roster. Kept while the coordinator is absent: the members are still there."""
 
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
@@ -22,15 +23,16 @@ class RosterView:
         self._changed = trio.Event()
 
     def replace(self, roster: Roster) -> frozenset[PeerId]:
-        """Take the newer one; peers that were revoked since the last, whose links must end."""
+        """Apply a full roster; return peers revoked since the last one, whose links must be
+        closed."""
         self._peers = {record.peer: record for record in roster.peers}
         return self._take(roster.serial, roster.revoked)
 
     def change(self, change: RosterChange) -> frozenset[PeerId]:
-        """Take what is different from the last one; peers that were revoked since."""
+        """Apply a roster change; return peers revoked since the last one."""
         if change.since != self._serial:
             raise ProtocolError(
-                f"the coordinator changed roster {change.since}, this peer has {self._serial}"
+                f"the coordinator changed roster {change.since}; this peer has {self._serial}"
             )
         for removed in change.removed:
             self._peers.pop(removed, None)
@@ -52,14 +54,14 @@ class RosterView:
         return self._revoked
 
     def is_revoked(self, peer: PeerId) -> bool:
-        """Whether its certificate, though it has not expired, does not count any more.
+        """Whether the peer's certificate is revoked though it has not expired.
 
-        Kept while the coordinator is away, like the members.
+        Kept while the coordinator is absent, like the members.
         """
         return peer in self._revoked
 
     def refresh(self, record: PeerRecord) -> None:
-        """Newer addresses of a member, from the directory. Members come from rosters alone."""
+        """Apply newer addresses of a member from the directory. Members come from rosters alone."""
         known = self._peers.get(record.peer)
         if known is not None and known.stage == record.stage:
             self._peers[record.peer] = known.model_copy(
@@ -68,7 +70,7 @@ class RosterView:
             self._index_carriers()
 
     def wake(self) -> None:
-        """Let everybody who waits look again."""
+        """Wake all tasks in `wait_changed`."""
         self._changed.set()
         self._changed = trio.Event()
 
@@ -82,11 +84,11 @@ class RosterView:
         return tuple(self._peers.values())
 
     def knows(self, peer: PeerId) -> bool:
-        """A member, by its own peer ID or by that of its p2pd."""
+        """Whether this is a member, by its own peer ID or its p2pd's."""
         return peer in self._peers or peer in self._carriers
 
     def _index_carriers(self) -> None:
-        # Strangers' streams are looked up here, as fast as they come.
+        # An index: unadmitted peers' streams are looked up here at any rate they choose.
         records = self._peers.values()
         self._carriers = frozenset(r.carrier.peer for r in records if r.carrier is not None)
 

@@ -1,8 +1,8 @@
 """Sending microbatches to a stage: choice of the peer, retries, masks (design: a microbatch).
 
-One `Downstream` serves one sender and one target stage: a stage server's next stage, or stage 0
-for a trainer. It keeps what it sends until the gradient is back, so that a dead peer is replaced
-by sending the same tensor to another one and nothing upstream is computed again.
+One `Downstream` serves one sender and one target stage: a stage server's next stage, or stage 0 for
+a trainer. It keeps what it sends until the gradient is back, so that a dead peer is replaced by
+sending the same tensor to another one, and nothing upstream is computed again.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from swarm_shared.protocol import Backward, Forward, PeerRecord, RefusalReason, 
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
 BUSY_RETRY_SECONDS = 0.05
-"""A full queue drains by one microbatch in about this time or more."""
+"""Pause after a busy refusal; a full queue drains by one microbatch in about this time or more."""
 
 STEP_RETRY_SECONDS = 0.1
-"""Peers apply a step within a fraction of a second of each other."""
+"""Pause after a wrong-step refusal; peers apply a step within a fraction of a second of
+each other."""
 
 MAX_ATTEMPTS = 8
-"""Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
+"""Failed sends of one microbatch after which it is left to the coordinator to lease it again."""
 
 OVERDUE_CHECK_SECONDS = 0.25
-"""Between two looks at a microbatch that is on its way."""
+"""Seconds between two checks of a microbatch in flight."""
 
-AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
+AskMask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...]]]
 OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRequest:
-    """What is sent to the target stage, whole enough to be sent again."""
+    """Everything needed to send one microbatch to a stage, and to send it again."""
 
     mode: str
     step: Step
@@ -51,7 +52,7 @@ class MicrobatchRequest:
 
 
 class Downstream:
-    """Routes requests to peers of `stage`. `nursery` runs the edges; closing it closes them."""
+    """Routes microbatches to peers of `stage`. `nursery` runs the edges; closing it closes them."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Downstream:
         latency: LatencyEstimate | None = None,
         routing: ShortestExpectedDelay | None = None,
     ) -> None:
-        """`depth` is how many stages there are from this one to the last."""
+        """`depth` is the number of stages from this one to the last."""
         self.stage = stage
         self._roster = roster
         self._hello = hello
@@ -80,22 +81,20 @@ class Downstream:
         self._latency = latency or LatencyEstimate()
         self._closed = False
         self._waiting_sends = 0
-        """Requests for which nobody has had room yet."""
-        self.resent = 0
-        """Requests that had to be sent again, for the record."""
+        """Sends that wait for a peer with a free credit."""
         self.hedged = 0
-        """Requests that were sent to a second peer while the first one had not answered."""
+        """Microbatches sent to a second peer while the first had not answered."""
 
     async def send(
         self, request: MicrobatchRequest, still_wanted: Callable[[], bool]
     ) -> EdgeAnswer:
-        """Bring one microbatch to any peer of the stage and return with its gradient.
+        """Send one microbatch to any peer of the stage; return its gradient.
 
-        One that takes much longer than usual is sent to another peer as well, and the first
-        answer wins. `still_wanted` is asked again and again; MicrobatchAbandoned when it says no
-        or when the attempts are used up.
+        A request that takes much longer than usual is hedged: it goes to another peer as well, and
+        the first answer wins. `still_wanted` is checked repeatedly. MicrobatchAbandoned when it
+        returns False or the attempts are used up.
         """
-        race = Race(trio.current_time())
+        race = Race()
         async with trio.open_nursery() as nursery:
             race.begin(nursery, self._deliver(race, request, request.accumulate, still_wanted))
             await self._watch(race, nursery, request, still_wanted)
@@ -109,14 +108,16 @@ class Downstream:
         request: MicrobatchRequest,
         still_wanted: Callable[[], bool],
     ) -> None:
-        """Until there is an answer, nobody is left to give one, or nobody wants it any more."""
+        """Wait until there is an answer, all attempts have failed, or the microbatch is no longer
+        wanted; hedge it when it is overdue."""
         while True:
             with trio.move_on_after(OVERDUE_CHECK_SECONDS):
                 await race.decided.wait()
             if race.decided.is_set():
                 return
             if not still_wanted():
-                # Whoever holds it may never answer, and the next step needs what it takes up.
+                # The peer that has it may never answer, and the next step needs the slot that it
+                # takes.
                 race.failed(MicrobatchAbandoned("the step is over"))
                 return
             overdue = self._overdue_peer(race)
@@ -125,7 +126,8 @@ class Downstream:
                 race.begin(nursery, self._hedge(race, overdue, request, still_wanted))
 
     def _overdue_peer(self, race: Race) -> PeerId | None:
-        """Who should have answered by now, if somebody else could and nobody waits for those."""
+        """The latest peer to have been sent the microbatch, if its answer is overdue, another peer
+        has room, and no other microbatch waits for that room."""
         if not race.sent_at or self._waiting_sends or race.hedges >= MAX_HEDGES:
             return None
         if self._latency.is_expected(trio.current_time() - max(race.sent_at.values()), self._depth):
@@ -146,11 +148,11 @@ class Downstream:
         accumulate = request.accumulate
         if request.mode == "train":
             try:
-                missing = await self._ask_mask(request.step, request.microbatch, overdue)
+                missing = await self._ask_mask(request.step, request.microbatch)
             except MicrobatchAbandoned:
-                return  # the coordinator is away; the first one may still answer
+                return  # no coordinator; the first peer may still answer
             accumulate = tuple(stage for stage in missing if stage >= self.stage)
-        # It gets nothing more until it has answered something.
+        # The overdue peer gets nothing more until it has answered something.
         self._routing.failed(overdue, trio.current_time())
         await self._deliver(race, request, accumulate, still_wanted)
 
@@ -161,7 +163,7 @@ class Downstream:
         accumulate: tuple[StageIndex, ...],
         still_wanted: Callable[[], bool],
     ) -> None:
-        """One runner of the race: to some peer, and to another one when that fails."""
+        """One attempt of the race: send to some peer, and to another one when that fails."""
         failures = 0
         reason: Exception | None = None
         while failures < MAX_ATTEMPTS:
@@ -181,13 +183,12 @@ class Downstream:
             except (NetworkError, ProtocolError) as error:
                 reason = error
             failures += 1
-            self.resent += 1
             self._routing.failed(edge.peer, trio.current_time())
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over") from reason
             if request.mode == "train":
-                # Whoever is downstream may have counted it before the link broke.
-                missing = await self._ask_mask(request.step, request.microbatch, edge.peer)
+                # A peer downstream may have counted it before the link broke.
+                missing = await self._ask_mask(request.step, request.microbatch)
                 accumulate = tuple(stage for stage in missing if stage >= self.stage)
         raise MicrobatchAbandoned(
             f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"
@@ -221,10 +222,11 @@ class Downstream:
         return answer
 
     async def _choose(self, still_wanted: Callable[[], bool], excluded: Collection[PeerId]) -> Edge:
-        """An edge with a free credit to one of the others, opened if need be; waits for one."""
+        """An edge with a free credit to a peer not in `excluded`, opened if needed; waits until
+        there is one."""
         while True:
             if self._closed:
-                raise MicrobatchAbandoned("this peer has given its stage up")
+                raise MicrobatchAbandoned("this peer has given up its stage")
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over")
             members = self._members()
@@ -248,14 +250,15 @@ class Downstream:
     def _members(self) -> dict[PeerId, PeerRecord]:
         members = dict(self._roster.of_stage(self.stage))
         for peer in [p for p in self._edges if p not in members]:
-            # Out of the roster: dead, moved or revoked. Everything on its way to it comes back.
+            # Not in the roster any more: dead, moved or revoked. Its requests in flight fail and
+            # are sent again.
             edge = self._edges.pop(peer)
             if self._roster.get(peer) is None:
-                edge.fail(LinkClosed(f"{peer} is not in the roster any more"))
+                edge.fail(LinkClosed(f"{peer} has left the roster"))
         return members
 
     def roster_changed(self) -> None:
-        """Drop edges to peers that are gone, at once; their microbatches are sent again."""
+        """Drop edges to peers that have left, at once; their microbatches are sent again."""
         self._members()
         self._notify()
 
@@ -268,7 +271,7 @@ class Downstream:
         return 0 if edge is None else edge.in_flight
 
     async def _wait_for_capacity(self, now: float) -> None:
-        """Until a credit is free, the roster has changed or a ban has ended."""
+        """Wait until a credit is free, the roster has changed or a ban has ended."""
         ban_end = self._routing.next_ban_end(now)
         changed = self._capacity_changed
         self._waiting_sends += 1
@@ -289,7 +292,7 @@ class Downstream:
             try:
                 edge = await open_edge(stream, self._hello())
                 if self._closed:
-                    raise LinkClosed("this peer has given its stage up meanwhile")
+                    raise LinkClosed("this peer has given up its stage meanwhile")
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await stream.reset()
@@ -306,7 +309,7 @@ class Downstream:
             self._notify()
 
     def _retire(self, edge: Edge) -> None:
-        """A better link to this peer is there: what is on its way on this one may finish."""
+        """Replace an edge by one over a better link; requests in flight on it may finish."""
         del self._edges[edge.peer]
         self._nursery.start_soon(edge.finish)
 
@@ -319,14 +322,14 @@ class Downstream:
             self._notify()
 
     def close(self) -> None:
-        """Before the nursery ends: nothing more is sent, and what is on its way comes back."""
+        """Send nothing more and fail what is in flight; called before the nursery ends."""
         self._closed = True
         for edge in list(self._edges.values()):
             edge.fail(LinkClosed("this peer closes its links"))
 
 
 def _observation(answer: Backward, total_seconds: float, in_flight: int) -> Observation:
-    """What the link took is what the peer's own account of the time does not explain."""
+    """The share of the total time that the peer's own account does not explain is the link's."""
     link_seconds = max(0.0, total_seconds - answer.total_seconds) if answer.total_seconds else 0.0
     return Observation(
         min(answer.service_seconds, total_seconds), answer.uplink_seconds, link_seconds, in_flight

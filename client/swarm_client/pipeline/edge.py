@@ -1,8 +1,8 @@
-"""One edge: a long-lived stream to one peer of the next stage, many requests in flight on it.
+"""One edge: a long-lived stream to one peer of the next stage, with many requests in flight.
 
 Requests go down, answers come up, matched by number. The receiver grants credits when the edge
-opens; a request holds one until its answer is there, so that the receiver's queue and memory are
-bounded by what it granted (OneFlow's registers as credits, arXiv 2110.15032).
+opens; a request holds one until its answer arrives, so the receiver's queue and memory are bounded
+by what it granted (OneFlow's registers as credits, arXiv 2110.15032).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from swarm_shared.protocol import (
 )
 
 HELLO_SECONDS = 10.0
+"""Timeout of the answer to a stage hello."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -41,7 +42,7 @@ Stream = FramedStream | LocalStream
 
 @dataclass(slots=True, eq=False)
 class EdgeAnswer:
-    """The gradient of what was sent (empty for a trainer), with everything that came along."""
+    """The gradient of what was sent (empty for a trainer), with its header."""
 
     header: Backward
     payload: Buffer
@@ -59,7 +60,6 @@ class Edge:
 
     def __init__(self, stream: Stream, hello: StageHelloAnswer) -> None:
         self.peer: PeerId = stream.remote
-        self.stage = hello.stage
         self.closed = False
         self._stream = stream
         self._credits = hello.credits
@@ -77,23 +77,23 @@ class Edge:
 
     @property
     def superseded(self) -> bool:
-        """There is a better link to this peer than the one that this edge is on."""
+        """Whether there is a better link to this peer than the one that this edge uses."""
         return self._stream.superseded
 
     async def finish(self) -> None:
-        """End the edge once everything that is on its way has been answered."""
+        """Close the edge once every request in flight has been answered."""
         self._idle = trio.Event()
         while self._pending and not self.closed:
             await self._idle.wait()
             self._idle = trio.Event()
-        self.fail(LinkClosed(f"the link to {self.peer} was exchanged for a better one"))
+        self.fail(LinkClosed(f"the link to {self.peer} was replaced by a better one"))
         await self._stream.close()
 
     async def request(self, header: Forward, parts: Sequence[Buffer]) -> EdgeAnswer:
-        """Send one microbatch and wait for its gradient. The caller checked `free_credits`.
+        """Send one microbatch and wait for its gradient. The caller has checked `free_credits`.
 
-        `header.request` is replaced by this edge's own number. Raises EdgeRefused, LinkClosed,
-        or ProtocolError; when cancelled, tells the receiver to forget the microbatch.
+        `header.request` is replaced by this edge's own number. Raises EdgeRefused, LinkClosed or
+        ProtocolError; when cancelled, sends a cancellation to the receiver.
         """
         if self.closed:
             raise LinkClosed(f"the link to {self.peer} is closed")
@@ -122,7 +122,7 @@ class Edge:
                 await self._stream.send(encode(StageCancel(request=number)))
 
     async def run(self) -> None:
-        """Receive answers until the link ends; then everybody who waits gets the reason."""
+        """Receive answers until the link ends; then fail all pending requests with the reason."""
         error: SwarmError = LinkClosed(f"the link to {self.peer} ended")
         try:
             while True:
@@ -139,7 +139,7 @@ class Edge:
         self, message: StageHelloAnswer | StageRefused | Backward, payload: Buffer
     ) -> None:
         if isinstance(message, StageHelloAnswer):
-            raise ProtocolError(f"{self.peer} said hello twice")
+            raise ProtocolError(f"{self.peer} sent a second hello")
         if message.request is None:
             raise EdgeRefused(RefusalReason.NOT_ADMITTED, "the link was closed by its receiver")
         pending = self._pending.get(message.request)
@@ -161,12 +161,12 @@ class Edge:
 
 
 async def open_edge(stream: Stream, hello: StageHello) -> Edge:
-    """Introduce ourselves on a fresh stream; the edge, or EdgeRefused with the reason."""
+    """Send the hello on a fresh stream; return the edge. EdgeRefused with the receiver's reason."""
     await stream.send(encode(hello))
     frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
     answer = parse(stage_answers, frame.header)
     if isinstance(answer, StageRefused):
         raise EdgeRefused(answer.reason, answer.detail)
     if not isinstance(answer, StageHelloAnswer):
-        raise ProtocolError(f"{stream.remote} answered {answer.kind!r} where a hello was due")
+        raise ProtocolError(f"{stream.remote} answered the hello with {answer.kind!r}")
     return Edge(stream, answer)

@@ -1,9 +1,8 @@
-"""Why a microbatch did not come back, as the engine tells it apart.
+"""Reasons why a microbatch did not come back.
 
 PipelineError
-├── EdgeRefused          the receiver said no; `reason` says whether somebody else may serve
-├── MicrobatchAbandoned  it is not worth going on: the step is over, or nobody can serve
-└── NotHolding           this peer holds no stage now
+├── EdgeRefused          the receiver refused; `reason` shows whether another peer may serve
+└── MicrobatchAbandoned  no further attempt: the step is over, or no peer can serve
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from swarm_shared.protocol import RefusalReason
 
 
 class PipelineError(SwarmError):
-    """Base of what can happen to one microbatch on its way."""
+    """Base of the errors of one microbatch."""
 
 
 class EdgeRefused(PipelineError):
@@ -23,8 +22,4 @@ class EdgeRefused(PipelineError):
 
 
 class MicrobatchAbandoned(PipelineError):
-    """The sender has given this microbatch up; the coordinator leases it again if need be."""
-
-
-class NotHolding(PipelineError):
-    """This peer holds no stage at the moment."""
+    """The sender has given this microbatch up; the coordinator leases it again if needed."""

@@ -1,14 +1,14 @@
-"""When a microbatch is late, and the race between those it was sent to.
+"""When a microbatch is overdue, and the race between the peers it was sent to.
 
-A peer may answer late because it is slow, because its worker is stuck, or because somebody behind
-it is. Whoever sent to it cannot tell, and need not: when the answer takes much longer than answers
-usually do, and others have nothing to do, the same tensor goes to one of them as well (the backup
-tasks of MapReduce, Dean & Ghemawat 2004). The first answer is taken and the others called off. Two
-peers may then have counted the microbatch: the coordinator's table has one of them, and the other
-takes it out again at the close of the step (design: the life of a step, Close).
+A peer may answer late because it is slow, because its worker hangs, or because a peer behind it
+does. The sender cannot distinguish these cases and need not: when an answer takes much longer than
+usual and other peers are idle, the same tensor goes to one of them as well (the backup tasks of
+MapReduce, Dean & Ghemawat 2004). The first answer is taken and the others are cancelled. Two peers
+may then have counted the microbatch: the coordinator's table has one of them, and the other one
+removes it at the step close (design: the life of a step, Close).
 
-What is usual is estimated as TCP does for its retransmissions (Jacobson 1988): a mean and a mean
-deviation of the latest answers.
+The usual latency is estimated as TCP does for its retransmissions (Jacobson 1988): a mean and a
+mean deviation of the latest answers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
 
 MEAN_WEIGHT = 1 / 8
+"""Weight of the newest answer in the mean."""
 DEVIATION_WEIGHT = 1 / 4
+"""Weight of the newest answer in the mean deviation."""
 DEVIATIONS = 4.0
+"""Mean deviations above the mean after which an answer is overdue."""
 
 MIN_OVERDUE_SECONDS = 2.0
-"""Nothing is late before that; a mask alone takes a reporting interval."""
+"""Seconds before which no answer is overdue; a mask request alone takes a reporting interval."""
 
 OVERDUE_SECONDS_PER_STAGE = 1.0
-"""More for each stage below: whoever is next to the one that is stuck acts first."""
+"""Additional seconds for each stage below, so that the sender next to the peer that hangs acts
+first."""
 
 UNKNOWN_LATENCY_SECONDS = 30.0
-"""Before there was any answer: the first microbatch of a large model takes what it takes."""
+"""Limit before the first answer: the first microbatch of a large model takes long."""
 
 MAX_HEDGES = 2
-"""Of one microbatch at one sender; beyond that it is the step that is slow."""
+"""Maximum number of hedges of one microbatch at one sender; beyond that the step itself is slow."""
 
 
 class LatencyEstimate:
-    """How long answers take from one sender to one stage."""
+    """Latency of answers from one stage to one sender."""
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class LatencyEstimate:
         self._mean += MEAN_WEIGHT * (seconds - self._mean)
 
     def is_expected(self, seconds: float, depth: int) -> bool:
-        """Whether an answer through `depth` stages may well take that long."""
+        """Whether an answer through `depth` stages may take that long."""
         least = self._min_seconds + OVERDUE_SECONDS_PER_STAGE * (depth - 1)
         if self._mean is None:
             return seconds < max(least, self._unknown_seconds)
@@ -69,12 +73,11 @@ class LatencyEstimate:
 
 
 class Race:
-    """One microbatch on its way to one or more peers of a stage."""
+    """One microbatch in flight to one or more peers of a stage."""
 
-    def __init__(self, started_at: float) -> None:
-        self.started_at = started_at
+    def __init__(self) -> None:
         self.sent_at: dict[PeerId, float] = {}
-        """Who has it, and since when."""
+        """When it was sent to each peer that has it now."""
         self.hedges = 0
         self.decided = trio.Event()
         self._running = 0
@@ -89,7 +92,7 @@ class Race:
         try:
             await runner
         except SwarmError as error:
-            # The first to fail has tried hardest; it is told if the others fail, too.
+            # If all attempts fail, raise the first failure: it has retried most often.
             self._error = self._error or error
         finally:
             self._running -= 1
@@ -108,4 +111,4 @@ class Race:
     def result(self) -> EdgeAnswer:
         if self._answer is not None:
             return self._answer
-        raise self._error or MicrobatchAbandoned("nobody answered")
+        raise self._error or MicrobatchAbandoned("no peer answered")

@@ -1,4 +1,4 @@
-"""The stage that this peer holds now: its worker, version, receipts, and what is in flight."""
+"""The stage that this peer holds: its worker, version, receipts, and what is in flight."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class Holding:
     receipts: ReceiptBook
     is_last: bool
     closing: bool = False
-    """Between Close and its end nothing new of `step` is accumulated: its table is full already."""
+    """Set between Close and its end: nothing new of `step` is accumulated, its table is
+    complete."""
     averaged_attempt: int | None = None
-    """The attempt of step version + 1 whose averaged gradient lies in the result segment."""
+    """The attempt of step version + 1 whose averaged gradient is in the result segment."""
     in_flight: int = 0
     seconds_per_microbatch: float | None = None
     computed: int = 0
-    """Microbatches that nobody has been told of yet."""
+    """Microbatches computed since the last heartbeat."""
     busy_seconds: float = 0.0
-    """How long these took to compute."""
+    """Seconds that these took to compute."""
     staleness: int = 0
-    """The run's: so many steps after `step` can be worked on as well."""
+    """Number of steps after `step` that can be computed as well; the run's setting."""
 
     @property
     def step(self) -> Step:
@@ -38,19 +39,19 @@ class Holding:
         return Step(self.version + 1)
 
     def works_on(self, step: Step) -> bool:
-        """Whether its microbatches can be computed now."""
+        """Whether microbatches of this step can be computed now."""
         return self.step <= step <= self.step + self.staleness
 
     def evaluates(self, step: Step) -> bool:
-        """Whether the newest parameters are those that an evaluation in this step is of."""
+        """Whether the newest parameters are those that an evaluation in this step needs."""
         return step == self.step
 
     def closes(self, step: Step) -> bool:
-        """Whether what is committed of it is settled, so that nothing may be added."""
+        """Whether the step's commit set is settled, so that nothing may be added."""
         return self.closing and step == self.step
 
     def observe(self, compute_seconds: float) -> None:
-        """Forward and backward of one microbatch took so long on this device."""
+        """Record the seconds that forward and backward of one microbatch took on this device."""
         self.computed += 1
         self.busy_seconds += compute_seconds
         if self.seconds_per_microbatch is None:
@@ -61,7 +62,7 @@ class Holding:
             )
 
     def take_work(self) -> tuple[int, float]:
-        """Microbatches computed since this was asked last, and how long they took."""
+        """Microbatches computed since the previous call, and the seconds they took."""
         work = self.computed, self.busy_seconds
         self.computed, self.busy_seconds = 0, 0.0
         return work

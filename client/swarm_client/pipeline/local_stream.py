@@ -1,7 +1,7 @@
-"""A framed stream that ends in this same process: a trainer's edge to its own stage server.
+"""A framed stream within this process: a trainer's edge to its own stage server.
 
 py-libp2p does not dial itself, and there is no need to: the same protocol runs over two memory
-channels, so that a volunteer's own stage is reached, checked and bounded like any other.
+channels, so a volunteer's own stage is reached, checked and bounded like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LocalStream:
     """One end of a pair made by `local_pair`; has the methods of a FramedStream."""
 
     superseded = False
-    """No better way than inside one process."""
+    """Always False: there is no better link than within one process."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LocalStream:
         stall_seconds: float | None = None,
     ) -> None:
         parts = (payload,) if isinstance(payload, Buffer) else payload
-        # Copied, as a network would: the sender's buffer is free again when this returns.
+        # Copied, as over a network: the sender's buffer is free again when this returns.
         frame = Frame(header, bytearray().join(parts))
         try:
             with trio.fail_after(min(_limit(timeout_seconds), _limit(stall_seconds))):
@@ -65,7 +65,7 @@ class LocalStream:
             raise LinkTimeout("this process did not answer in time") from error
 
     def expect(self, limits: FrameLimits) -> None:
-        """Nothing to limit: both ends are this process."""
+        """Does nothing: both ends are this process."""
 
     async def close(self) -> None:
         self._put.close()
@@ -76,7 +76,7 @@ class LocalStream:
 
 
 def local_pair(peer: PeerId) -> tuple[LocalStream, LocalStream]:
-    """Two ends that talk to each other; each sees `peer`, which is this process, at the other."""
+    """Two connected ends; the remote of each is `peer`, which is this process."""
     there, take_there = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
     back, take_back = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
     return LocalStream(peer, there, take_back), LocalStream(peer, back, take_there)

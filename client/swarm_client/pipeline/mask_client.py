@@ -1,4 +1,4 @@
-"""Asking the coordinator which stages still have to count a microbatch."""
+"""Requests to the coordinator for the stages that still have to count a microbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_client.pipeline.errors import MicrobatchAbandoned
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import Mask, MaskRequest
 
 
@@ -20,29 +20,28 @@ class _MaskQuery:
 
 
 class MaskClient:
-    """Matches questions and answers of one volunteer."""
+    """Matches mask requests and answers of one volunteer."""
 
     def __init__(self, send: Callable[[MaskRequest], bool]) -> None:
-        """`send` says whether there was a coordinator to send to."""
+        """`send` returns whether there was a session to send over."""
         self._send = send
         self._numbers = itertools.count(1)
         self._queries: dict[int, _MaskQuery] = {}
 
-    async def ask(
-        self, step: Step, microbatch: MicrobatchIndex, suspect: PeerId
-    ) -> tuple[StageIndex, ...]:
-        """The stages that lack the microbatch. MicrobatchAbandoned when nobody can say."""
+    async def ask(self, step: Step, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...]:
+        """The stages that have not counted the microbatch. MicrobatchAbandoned when there is no
+        answer."""
         number = next(self._numbers)
         query = self._queries[number] = _MaskQuery()
         try:
-            request = MaskRequest(request=number, step=step, microbatch=microbatch, suspect=suspect)
+            request = MaskRequest(request=number, step=step, microbatch=microbatch)
             if not self._send(request):
-                raise MicrobatchAbandoned("the coordinator is away: nobody knows who counted it")
+                raise MicrobatchAbandoned("no coordinator: which stages counted it is unknown")
             await query.answered.wait()
         finally:
             del self._queries[number]
         if query.accumulate is None:
-            raise MicrobatchAbandoned("the coordinator went away before it could answer")
+            raise MicrobatchAbandoned("the session ended before the coordinator answered")
         return query.accumulate
 
     def answer(self, mask: Mask) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 
 
 class ReceiptBook:
-    """What this peer holds of each step. A new book for every stage that it takes."""
+    """This peer's receipts of each step. Every stage tenure starts a new book."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class ReceiptBook:
         tokens: int,
         loss_sum: float | None,
     ) -> str:
-        """Sign for a microbatch that has just been accumulated; returns the envelope in base64."""
+        """Sign a receipt for a microbatch that has just been accumulated; return the envelope in
+        base64."""
         receipt = Receipt(
             run=self._run,
             generation=self._generation(),
@@ -47,34 +48,34 @@ class ReceiptBook:
             tokens=tokens,
             loss_sum=loss_sum,
         )
-        envelope = base64.b64encode(sign_receipt(self._identity, receipt)).decode()
+        envelope = encode_envelope(sign_receipt(self._identity, receipt))
         self._held.setdefault(step, {})[microbatch] = envelope
         self._unreported.append((step, envelope))
         return envelope
 
     def get(self, step: Step, microbatch: MicrobatchIndex) -> str | None:
-        """The receipt, when the microbatch is held already."""
+        """The receipt of the microbatch, if there is one."""
         return self._held.get(step, {}).get(microbatch)
 
     def all(self) -> tuple[str, ...]:
-        """Of all steps."""
+        """The receipts of all steps."""
         return tuple(envelope for held in self._held.values() for envelope in held.values())
 
     def count(self, step: Step) -> int:
         return len(self._held.get(step, {}))
 
     def take_unreported(self) -> tuple[str, ...]:
-        """Of all steps; each receipt once."""
+        """Receipts of all steps that have not been taken before."""
         batch, self._unreported = self._unreported, []
         return tuple(envelope for _, envelope in batch)
 
     def drop(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> None:
-        """These were taken out of the step's accumulator again."""
+        """Remove receipts of microbatches that were removed from the step's accumulator."""
         held = self._held.get(step, {})
         for microbatch in microbatches:
             held.pop(microbatch, None)
 
     def clear(self, step: Step) -> None:
-        """The step is applied, or its accumulator was emptied; other steps' receipts stay."""
+        """Remove the step's receipts: it is applied, or its accumulator was emptied."""
         self._held.pop(step, None)
         self._unreported = [entry for entry in self._unreported if entry[0] != step]

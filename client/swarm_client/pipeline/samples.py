@@ -1,4 +1,4 @@
-"""Token ids of the run's microbatches, from the shards in the volunteer's folder."""
+"""Token ids of the run's microbatches, read from the shards in the volunteer's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_shared.run.manifest import Manifest
 
 
 class RunSamples:
-    """Token ids of the run's microbatches, from the shards in the volunteer's folder."""
+    """Opens the shards once; reads by microbatch index."""
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
         self._manifest = manifest

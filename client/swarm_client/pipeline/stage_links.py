@@ -1,4 +1,5 @@
-"""A volunteer's links to stages: streams to others' servers, and to its own in this process."""
+"""A volunteer's links to stages: streams to other peers' servers, and to its own in this
+process."""
 
 from __future__ import annotations
 
@@ -11,20 +12,19 @@ from swarm_client.membership.membership import Membership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import AskMask, Downstream
 from swarm_client.pipeline.edge import Stream
-from swarm_client.pipeline.equal_shares import shares_are_equal
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.network import Node
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
-from swarm_shared.scheduling.routing import EqualShares, ShortestExpectedDelay
+from swarm_shared.scheduling.routing import ShortestExpectedDelay
 
 log = logging.getLogger(__name__)
 
 
 class StageLinks:
-    """For a member only: `membership` raises before the volunteer is one."""
+    """Usable by members only: `membership` raises before the volunteer is one."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class StageLinks:
         self._nursery = nursery
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
-        """The way to `stage`, which lives as long as `nursery`."""
+        """A sender to `stage` that lives as long as `nursery`."""
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
             depth=self._membership().manifest.stage_count - stage,
-            routing=_routing(),
+            routing=ShortestExpectedDelay(),
         )  # fmt: skip
 
     def hello(self) -> StageHello:
@@ -67,10 +67,6 @@ class StageLinks:
         try:
             await self._own_server.handle(stream)
         except SwarmError as error:
-            log.warning("this volunteer's own stage ended a link: %s", error)
+            log.warning("this volunteer's own stage closed a link: %s", error)
         finally:
             await stream.reset()
-
-
-def _routing() -> ShortestExpectedDelay:
-    return EqualShares() if shares_are_equal() else ShortestExpectedDelay()

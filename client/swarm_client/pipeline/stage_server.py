@@ -1,8 +1,13 @@
-"""Serving a stage: requests come in as activations, answers go back as gradients.
+"""Serving a stage: activations come in, gradients go back.
 
-Every microbatch is one task: forward, on to a peer of the next stage, backward, answer. The
-number of tasks is bounded by the manifest's queue length and by the credits of each edge, so
-that sockets are always drained whatever the device does (design: the life of a microbatch).
+Every microbatch is one task: forward, on to a peer of the next stage, backward, answer. The number
+of tasks is bounded by the manifest's queue length and by the credits of each edge, so sockets are
+always drained, whatever the device does (design: the life of a microbatch).
+
+Invariant: a receipt is signed if and only if the microbatch is in the accumulator.
+`_MicrobatchTask` decides whether a microbatch is counted and signs;
+`swarm_client.pipeline.receipts` stores the receipts; `swarm_client.pipeline.step_close` removes
+both together; the accumulator is in the stage worker (`swarm_client.stage.worker.accumulator`).
 """
 
 from __future__ import annotations
@@ -10,13 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
@@ -44,23 +49,24 @@ from swarm_shared.run.manifest import Manifest
 log = logging.getLogger(__name__)
 
 HELLO_LIMITS = FrameLimits(max_header_bytes=16 * 1024)
-"""Before it has shown a certificate, nobody can make this peer hold more."""
+"""Frame limits before the sender has shown a certificate: all that an unadmitted peer can make this
+one buffer."""
 
 MAX_HEADER_BYTES = 512 * 1024
-"""Of a stage message: some hundred receipts of half a kilobyte."""
+"""Bytes of a stage message's header; a few hundred receipts of half a kilobyte each."""
 
 ANSWER_STALL_SECONDS = 30.0
-"""A sender that takes less than a megabyte of its answer in this time is let go: what it keeps
-waiting takes places in the queue that others need."""
+"""Seconds in which a sender must take a megabyte of its answer. A slower one is disconnected: its
+microbatches occupy queue slots."""
 
 PAUSED_DETAIL = "this peer is paused"
 
 TOKEN_BYTES = 4
-"""Token ids and targets cross the wire as uint32."""
+"""Bytes of a token id or target on the wire (uint32)."""
 
 
 def stage_limits(manifest: Manifest) -> FrameLimits:
-    """The largest stage frame of a run: one activation or ids and their targets, or a gradient."""
+    """Frame limits for the run: one activation or token ids with targets, or a gradient."""
     token_bytes = manifest.tokens_per_microbatch * TOKEN_BYTES
     request_bytes = max(manifest.activation_bytes, token_bytes) + token_bytes
     return FrameLimits(
@@ -69,17 +75,8 @@ def stage_limits(manifest: Manifest) -> FrameLimits:
     )
 
 
-class Membership(Protocol):
-    """What the stage server has to know about the run and about this peer's place in it."""
-
-    @property
-    def certificate(self) -> str: ...
-    @property
-    def manifest(self) -> Manifest: ...
-
-
 class StageServer:
-    """Handler of the stage protocol. `holding` and `next_stage` tell what is served now."""
+    """Handler of the stage protocol. `holding` and `next_stage` return what is served now."""
 
     def __init__(
         self,
@@ -90,8 +87,8 @@ class StageServer:
         uplink_seconds: Callable[[Holding], float],
         report_not_finite: Callable[[NotFinite], None] = lambda _: None,
     ) -> None:
-        """`uplink_seconds` says what the line takes for one microbatch; `tell` takes word to the
-        coordinator of what went wrong at this very peer."""
+        """`uplink_seconds` returns the seconds of the uplink that one microbatch takes;
+        `report_not_finite` reports a computation that was not finite at this peer."""
         self._report_not_finite = report_not_finite
         self._uplink_seconds = uplink_seconds
         self._membership = membership
@@ -99,19 +96,20 @@ class StageServer:
         self._next_stage = next_stage
         self._gate = gate
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
+        """Refusals sent, by reason."""
         self._paused = False
         self._task_scopes: set[trio.CancelScope] = set()
-        """Of the microbatches in flight, from before the forward to the gradient."""
+        """Scopes of the microbatches in flight, from before the forward to the gradient."""
 
     def pause(self) -> None:
-        """Take no new microbatch: senders are told that this peer is busy and go elsewhere."""
+        """Take no new microbatch: senders receive a busy refusal and choose other peers."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
 
     def hand_back(self) -> None:
-        """While paused: end what is still in flight, so that its senders give it to others."""
+        """While paused: cancel what is in flight, so that senders give it to other peers."""
         if self._paused:
             for work in self._task_scopes:
                 work.cancel()
@@ -122,7 +120,8 @@ class StageServer:
         if manifest is None:
             return
         stream.expect(stage_limits(manifest))
-        # Twice: a request that was cancelled or answered a moment ago may not be off the list.
+        # Twice the credits: a request that was cancelled or answered a moment ago may still be
+        # listed.
         most = 2 * manifest.limits.edge_credits
         scopes: dict[int, trio.CancelScope] = {}
         try:
@@ -136,8 +135,8 @@ class StageServer:
                                 scopes[message.request].cancel()
                         elif isinstance(message, Forward) and len(scopes) >= most:
                             raise ProtocolError(
-                                f"{stream.remote} has {len(scopes)} microbatches here, where it "
-                                f"was granted {manifest.limits.edge_credits}"
+                                f"{stream.remote} has {len(scopes)} microbatches here, but "
+                                f"{manifest.limits.edge_credits} credits"
                             )
                         elif isinstance(message, Forward) and message.request not in scopes:
                             scope = scopes[message.request] = trio.CancelScope()
@@ -149,16 +148,17 @@ class StageServer:
                 finally:
                     nursery.cancel_scope.cancel()
         except* LinkClosed:
-            pass  # the sender is gone: nobody waits for these gradients any more
+            pass  # the sender has disconnected; its gradients have no receiver
 
     async def _handshake(self, stream: Stream) -> Manifest | None:
-        """The run's manifest; None when the sender was refused."""
+        """Answer the sender's hello; return the run's manifest, or None when the sender was
+        refused."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(stage_requests, frame.header)
         membership, holding = self._membership(), self._holding()
         refusal: tuple[RefusalReason, str] | None = None
         if not isinstance(hello, StageHello):
-            raise ProtocolError(f"{stream.remote} did not introduce itself")
+            raise ProtocolError(f"{stream.remote} did not begin with a hello")
         if membership is None or holding is None:
             refusal = (RefusalReason.WRONG_STEP, "this peer holds no stage now")
         else:
@@ -201,7 +201,7 @@ class StageServer:
     async def _try_to_serve(
         self, stream: Stream, message: Forward, payload: Buffer
     ) -> StageRefused | None:
-        """Answer the request; a refusal to send instead when that is not possible."""
+        """Answer the request; return a refusal to send instead when that is not possible."""
 
         def refuse(reason: RefusalReason, detail: str) -> StageRefused:
             return StageRefused(request=message.request, reason=reason, detail=detail[:500])
@@ -216,8 +216,10 @@ class StageServer:
         if not _has_parameters_for(holding, message):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
         if not self._gate.may_send(stream.remote, message.stage):
-            # Not for good: the roster may be on its way.
-            return refuse(RefusalReason.WRONG_STEP, "the roster has you in no stage before this")
+            # Wrong step rather than not admitted: the newer roster may not have arrived yet.
+            return refuse(
+                RefusalReason.WRONG_STEP, "the roster has the sender in no preceding stage"
+            )
         if self._paused:
             return refuse(RefusalReason.BUSY, PAUSED_DETAIL)
         if holding.in_flight >= membership.manifest.limits.stage_queue:
@@ -231,7 +233,8 @@ class StageServer:
             )
             answer = await self._run_task(work)
             if answer is None:
-                # Not busy: whoever is behind may have counted it, and the sender asks for a mask.
+                # Not BUSY: a peer downstream may have counted it, and the sender must ask for a
+                # mask.
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
             header, gradient = answer
             header = header.model_copy(update={"uplink_seconds": self._uplink_seconds(holding)})
@@ -255,7 +258,7 @@ class StageServer:
         return None
 
     async def _run_task(self, work: _MicrobatchTask) -> tuple[Backward, Output] | None:
-        """None when this peer was paused before the gradient was there."""
+        """Run the task; None when this peer was paused before the gradient arrived."""
         answer = None
         with trio.CancelScope() as scope:
             self._task_scopes.add(scope)
@@ -279,7 +282,7 @@ class StageServer:
 
 
 def _has_parameters_for(holding: Holding, message: Forward) -> bool:
-    """Whether this peer has the parameters that the message is to be computed with."""
+    """Whether this peer has the parameters with which the message has to be computed."""
     if message.mode == "evaluate":
         return holding.evaluates(message.step)
     return holding.works_on(message.step)
@@ -314,7 +317,8 @@ class _MicrobatchTask:
         return self._holding.receipts.get(self._message.step, self._message.microbatch)
 
     def _may_accumulate(self) -> bool:
-        """Counted here only if the mask says so, once, and not while the table is closed."""
+        """Whether to count the microbatch: the mask includes this stage, it has no receipt, and the
+        step is not closing."""
         return (
             self._message.mode == "train"
             and self._holding.stage in self._message.accumulate
@@ -323,16 +327,16 @@ class _MicrobatchTask:
         )
 
     def _request_accumulation(self) -> bool:
-        """The same, said to the worker and remembered."""
+        """The same, recorded as requested from the worker."""
         self._accumulation_requested = self._may_accumulate()
         return self._accumulation_requested
 
     def _needs_receipt(self, output: Output) -> bool:
-        """Whether the accumulator holds the microbatch and no receipt says so yet.
+        """Whether the accumulator holds the microbatch without a receipt.
 
-        Not only when it was added just now: the sender of an earlier request may have gone in the
-        middle of it, when the worker had counted it and nobody was left to sign. The worker then
-        adds it no more, and without a receipt it would be leased again for ever.
+        Not only if it was added just now: an earlier request may have been cancelled after the
+        worker had counted the microbatch and before it was signed. The worker does not add it
+        again, and without a receipt it would be leased again and again.
         """
         if not self._still_wanted():
             return False
@@ -375,7 +379,7 @@ class _MicrobatchTask:
             )  # fmt: skip
             faults.inject_outage(FaultPoint.BACKWARD, message.step)
             if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
-                raise MicrobatchAbandoned("the gradient that came back has another size")
+                raise MicrobatchAbandoned("the returned gradient has a wrong size")
             gradient = await worker.backward(activation, answer.payload)
         except BaseException:
             worker.discard(activation)

@@ -1,6 +1,6 @@
-"""The trainer role: turns leased microbatch indices into token ids and drives them.
+"""The trainer role: turns leased microbatch indices into token ids and sends them to stage 0.
 
-CPU only and tiny bandwidth: token ids go out, losses and receipts come back. The samples behind
+CPU only and little bandwidth: token ids go out, losses and receipts come back. The samples behind
 an index are a pure function of the run's seed, so any trainer can make them again.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Samples(Protocol):
-    """Where token ids come from."""
+    """Source of token ids."""
 
     def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each sequences × length, int64."""
@@ -38,29 +38,35 @@ CurrentStep = Callable[[], Step | None]
 
 
 class Trainer:
-    """Works through leases with as many microbatches in flight as the pipelines carry."""
+    """Works through leases with as many microbatches in flight as the pipelines carry.
 
-    def __init__(
-        self,
-        samples: Samples,
-        first_stage: Downstream,
-        report: Report,
-        current_step: CurrentStep,
-        nursery: trio.Nursery,
-    ) -> None:
-        self._samples = samples
-        self._first_stage = first_stage
+    Until `begin` leases are ignored: a volunteer without data cannot make samples.
+    """
+
+    def __init__(self, report: Report, current_step: CurrentStep, nursery: trio.Nursery) -> None:
         self._report = report
         self._current_step = current_step
         self._nursery = nursery
+        self._samples: Samples | None = None
+        self._first_stage: Downstream | None = None
         self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
         self._flight = InFlightWindow()
         self._min_window, self._max_window = 1, 1
         self._refusing: str | None = None
-        """Why no lease is taken."""
+        """Why no lease is taken; None while leases are taken."""
+        self._leaving = False
+
+    @property
+    def begun(self) -> bool:
+        return self._samples is not None
+
+    def begin(self, samples: Samples, first_stage: Downstream) -> None:
+        self._samples, self._first_stage = samples, first_stage
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
+        if not self.begun:
+            return
         self._min_window = max(1, lease.window)
         self._max_window = max(self._min_window, lease.max_window)
         if self._refusing is not None:
@@ -68,19 +74,33 @@ class Trainer:
                 self._hand_back(lease, leased, self._refusing)
             return
         self._waiting.extend((lease, leased) for leased in lease.microbatches)
-        # What an older step lacks holds up its close, and everything after it.
+        # An older step's missing microbatches delay its close, and every later step.
         self._waiting.sort(key=lambda entry: entry[0].step)
         self._start_more()
 
-    def stop_taking(self, reason: str) -> None:
-        """The volunteer leaves or pauses: what has not been started is handed back."""
+    def leave(self) -> None:
+        self._leaving = True
+        self._refuse("this volunteer is leaving")
+
+    def pause(self) -> None:
+        if not self._leaving:
+            self._refuse("this volunteer is paused")
+
+    def resume(self) -> None:
+        """Take leases again, unless the volunteer is leaving."""
+        if not self._leaving:
+            self._refusing = None
+
+    def _refuse(self, reason: str) -> None:
+        """Take no lease, and hand back what has not been started."""
         self._refusing = reason
         waiting, self._waiting = self._waiting, []
         for lease, leased in waiting:
             self._hand_back(lease, leased, reason)
 
-    def take_again(self) -> None:
-        self._refusing = None
+    def roster_changed(self) -> None:
+        if self._first_stage is not None:
+            self._first_stage.roster_changed()
 
     def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
         self._report(
@@ -117,6 +137,8 @@ class Trainer:
             self._start_more()
 
     async def _send(self, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
+        assert self._samples is not None
+        assert self._first_stage is not None
         evaluate = lease.mode == "evaluate"
         if evaluate:
             inputs_BT, targets_BT = self._samples.heldout(leased.microbatch)

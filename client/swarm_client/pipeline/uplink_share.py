@@ -1,13 +1,12 @@
-"""What this peer's line takes for one microbatch of its stage, beside the averages that it carries.
+"""Seconds of this peer's uplink that one microbatch of its stage takes, beside the all-reduces.
 
-A sender sees how long a peer computes and how long its answers are on their way, but not how long
-what that peer hands on waits for the same line. The peer knows: what its line takes, once that has
-held it up (`swarm_shared.network.libp2p.uplink_estimate`), and what it sends for a microbatch. So
-it tells, and
-routing gives thin lines as much as they carry.
+A sender observes how long a peer computes and how long its answers take, but not how long the
+peer's own sends wait for its uplink. The peer knows its uplink's rate, once that has held it up
+(`swarm_shared.network.libp2p.uplink_estimate`), and the bytes that it sends for a microbatch. It
+reports the quotient, and routing gives slow uplinks as much as they carry.
 
-Where a step closes while the next one is computed (staleness), averages go up the same line at the
-same time. What they took lately is not there for microbatches.
+Where a step closes while the next one is computed (staleness), all-reduces use the same uplink at
+the same time. Their recent rate is subtracted.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.clock import Clock, monotonic
 
 MIN_ACTIVATION_SHARE = 0.25
-"""Of a line, that counts as left for microbatches: steps are shorter the less a peer is given of
-them, so that averages alone would seem to fill a thin line in the end."""
+"""Fraction of the uplink always counted as free for activations. Fewer microbatches make shorter
+steps, so the estimated all-reduce share would otherwise grow until none are left."""
 
 
 class UplinkEstimate(Protocol):
     @property
     def own_up_bytes_per_second(self) -> float:
-        """What the line takes; 0 while that is unknown."""
+        """The uplink's rate; 0 while unknown."""
 
 
 class AllReduceTraffic(Protocol):
     @property
     def sent_bytes(self) -> int:
-        """In averages, so far."""
+        """Bytes sent in all-reduces so far."""
 
 
 class UplinkShare:
-    """Of one peer, over its line."""
+    """Estimate for one peer."""
 
     def __init__(
         self, line: UplinkEstimate, averages: AllReduceTraffic, clock: Clock = monotonic
@@ -48,7 +47,7 @@ class UplinkShare:
         self._all_reduce_bytes_per_second = 0.0
 
     def step_applied(self) -> None:
-        """Look at what the averages of one more step have taken."""
+        """Update the all-reduce rate with the bytes of one more step."""
         now, sent = self._clock(), self._all_reduce.sent_bytes
         if self._step_began is not None and now > self._step_began:
             self._all_reduce_bytes_per_second = (sent - self._bytes_before) / (
@@ -57,8 +56,8 @@ class UplinkShare:
         self._step_began, self._bytes_before = now, sent
 
     def microbatch_seconds(self, holding: Holding) -> float:
-        """For the activation and the gradient that a microbatch sends; 0 while the line has held
-        nothing up."""
+        """Seconds for the activation and the gradient that a microbatch sends; 0 while the uplink
+        has held nothing up."""
         up = self._uplink.own_up_bytes_per_second
         if not up:
             return 0.0

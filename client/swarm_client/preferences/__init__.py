@@ -1,7 +1,7 @@
 """What a volunteer allows this program to use, and when.
 
-`model` is the list of all of it, `hours` the times of day, `layers` where each value comes from
-(flag, environment, file, default), `file` the commented TOML file and its editing.
+`model` lists all preferences, `hours` is about times of day, `layers` about the source of each
+value (flag, environment, file, default), `file` about the commented TOML file and its editing.
 """
 
 from swarm_client.preferences.hours import Hours

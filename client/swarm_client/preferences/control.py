@@ -1,6 +1,6 @@
-"""Preferences for the control socket: all that hold and where they come from, and changing one.
+"""Preferences over the control socket: show all with their sources, and change one.
 
-Not changed over it: flags and the environment, which belong to whoever started the program.
+Flags and the environment are not changed over it: they belong to the user who started the program.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from swarm_client.preferences.layers import DEFAULT, Layered, load
 from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences
 
 _DAYS = {"hours_on": "hours", "network_hours_on": "network_hours"}
-"""Tables by weekday, and what holds on a day of which they say nothing."""
+"""Tables by weekday, and the preference that applies on a day without an entry."""
 
 
 class PreferenceStore:
-    """Reads the layers anew for each question: the file may have been edited by hand."""
+    """Reads the layers for each request: the file may have been edited by hand."""
 
     def __init__(self, path: Path, flags: Callable[[], Sequence[str]]) -> None:
-        """`flags`: those of the run that is worked on."""
+        """`flags`: those of the current run."""
         self._path = path
         self._flags = flags
 
     def show(self) -> dict[str, Any]:
-        """Every value that holds, by name and in the order of the groups, with where it comes from
-        and what it means. Of tables, what can be said of all days and of all GPUs too."""
+        """All effective values by name, in the order of the groups, with source and meaning. Of
+        tables, also the values for all days and for all GPUs."""
         layered = load(self._path, flags=self._flags())
         preferences = {
             name: {"value": value, "layer": layer, "where": where, **_meaning(group, field)}
@@ -40,8 +40,8 @@ class PreferenceStore:
         return {"version": VERSION, "file": str(self._path), "preferences": preferences}
 
     def set(self, name: str, text: str) -> object:
-        """Into the file, where a running governor finds it at its next look; what was understood.
-        An empty text takes it out. ConfigurationError when it cannot be."""
+        """Set a value in the file, where a running governor finds it at its next tick; return the
+        parsed value. An empty text removes it. ConfigurationError for an impossible value."""
         return set_preference(self._path, name, text or None)
 
 

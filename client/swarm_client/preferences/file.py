@@ -6,9 +6,7 @@ what a person has said. A change touches that one line; what a person wrote arou
 
 from __future__ import annotations
 
-import json
 import re
-import textwrap
 from pathlib import Path
 
 import tomlkit
@@ -26,6 +24,7 @@ from swarm_client.preferences.layers import (
 )
 from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences, Preferences
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
+from swarm_shared.base.commented_toml import comment, setting, toml_value
 from swarm_shared.base.errors import StorageError
 
 _HEAD = f"""\
@@ -52,13 +51,13 @@ def template() -> str:
         lines += [f"# ---- {group}", ""]
         for name, field in fields_of(group):
             if name in _TABLES:
-                tables += [_comment(field), f"[{name}]", _TABLES[name], ""]
+                tables += [comment(field.description or ""), f"[{name}]", _TABLES[name], ""]
             else:
-                lines += [_comment(field), f"# {name} = {spell(default_of(field))}", ""]
+                lines += [*setting(name, field, default_of(field), as_comment=True), ""]
     tables += [f"# ---- {GPU}. [gpu.0] is the first one; [gpu.all] is for those not named.", ""]
     tables.append("[gpu.all]")
     for name, field in GpuPreferences.model_fields.items():
-        tables += [_comment(field), f"# {name} = {spell(default_of(field))}"]
+        tables += setting(name, field, default_of(field), as_comment=True)
     return "\n".join([*lines, *tables]) + "\n"
 
 
@@ -74,20 +73,6 @@ def default_of(field: FieldInfo) -> object:
     return field.get_default(call_default_factory=True)
 
 
-def spell(value: object) -> str:
-    """TOML's spelling of a value."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(spell(part) for part in value) + "]"
-    return str(value)
-
-
 _BOUNDS = (("ge", "from {}"), ("gt", "above {}"), ("le", "to {}"), ("lt", "below {}"))
 
 
@@ -99,16 +84,9 @@ def allowed(field: FieldInfo) -> str:
     }  # fmt: skip
     if bounds:
         return " ".join(
-            form.format(spell(float(bounds[name]))) for name, form in _BOUNDS if name in bounds
+            form.format(toml_value(float(bounds[name]))) for name, form in _BOUNDS if name in bounds
         )
     return {bool: "true, false", str: "text"}.get(field.annotation or object, "")  # type: ignore[arg-type]
-
-
-def _comment(field: FieldInfo) -> str:
-    return textwrap.fill(
-        field.description or "", 96, initial_indent="# ", subsequent_indent="# ",
-        break_on_hyphens=False,
-    )  # fmt: skip
 
 
 def set_preference(path: Path, name: str, text: str | None) -> object:
@@ -172,7 +150,7 @@ def _uncomment(content: str, table: str, key: str, value: object) -> str | None:
         if header:
             within = header[1]
         elif within == table and re.match(rf"# {re.escape(key)} = ", line):
-            lines[index] = f"{key} = {spell(value)}"
+            lines[index] = f"{key} = {toml_value(value)}"
             return "\n".join(lines)
     return None
 

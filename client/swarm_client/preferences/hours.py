@@ -1,8 +1,8 @@
-"""Times of the day at which something may be done, with other times on some days of the week.
+"""Hours of the day at which something is allowed, with exceptions for days of the week.
 
 Pure: the moment and the time zone are arguments. A window belongs to the day on which it begins:
-"22:00-06:00" on a Friday ends on Saturday morning, whatever Saturday's own hours are. Local time
-is what the clock on the wall says, so a window may last an hour more or less when clocks change.
+"22:00-06:00" on a Friday ends on Saturday morning, whatever Saturday's own hours are. Times are
+local wall-clock time, so a window may last an hour more or less when clocks change.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WEEKDAYS: tuple[Weekday, ...] = (
 MINUTES_A_DAY = 24 * 60
 _FORM = re.compile(r"(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})")
 _LONGEST_GAP = timedelta(hours=3)
-"""By which a clock is put forward at once; by law nowhere more than two hours."""
+"""Longest jump of a clock that is put forward; by law nowhere more than two hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Minutes after midnight, [start, end); an end before the start lies on the next day."""
+    """Minutes after midnight, [start, end); an end before the start is on the next day."""
 
     start: int
     end: int
@@ -67,15 +67,12 @@ class Hours:
 
     @classmethod
     def of(cls, every_day: str, on: Mapping[str, str]) -> Hours:
-        """`on` names days (as in WEEKDAYS) that have other hours. ValueError as parse_window."""
+        """`on` names days (as in WEEKDAYS) with other hours. ValueError as parse_window."""
         return cls(tuple(parse_window(on.get(day, every_day)) for day in WEEKDAYS))
 
-    @property
-    def unrestricted(self) -> bool:
-        return all(window == ALWAYS for window in self.days)
-
     def contain(self, now: float, zone: tzinfo | None = None) -> bool:
-        """Whether this moment (seconds since the epoch) lies in them; None: this machine's zone."""
+        """Whether this moment (Unix seconds) is within the hours; `zone` None: this
+        machine's zone."""
         local = datetime.fromtimestamp(now, zone)
         minute = 60 * local.hour + local.minute
         today = self.days[local.weekday()]
@@ -87,7 +84,7 @@ class Hours:
         return today.start <= minute < today.end
 
     def next_opening(self, now: float, zone: tzinfo | None = None) -> float | None:
-        """The first moment after `now` that lies in them; None when there is none."""
+        """The first moment after `now` within the hours; None when there is none."""
         midnight = datetime.fromtimestamp(now, zone).replace(
             hour=0, minute=0, second=0, microsecond=0, tzinfo=None, fold=0
         )
@@ -103,8 +100,8 @@ class Hours:
         return min(later, default=None)
 
     def _moments(self, local: datetime, zone: tzinfo | None) -> list[float]:
-        """When the clock shows that time: once, twice where it is put back, or, where it is put
-        forward over it, the moment at which that is done."""
+        """The moments at which the clock shows that time: one, two where it is put back, or, where
+        it is put forward over that time, the moment of the change."""
         first, second = (local.replace(tzinfo=zone, fold=fold).timestamp() for fold in (0, 1))
         shown = datetime.fromtimestamp(first, zone).replace(tzinfo=None, fold=0)
         if shown == local:

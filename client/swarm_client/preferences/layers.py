@@ -1,7 +1,7 @@
-"""Where each preference comes from: flag, then environment, then file, then default.
+"""The source of each preference: flag, then environment, then file, then default.
 
-Inside, a preference has one name with dots (`gpu.0.vram_gib`), whichever layer says it. Every
-mistake names the layer it was made in. A file of a newer version is refused and left as it is.
+A preference has one dotted name (`gpu.0.vram_gib`) in all layers. Every error names the layer it is
+in. A file of a newer version is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm_shared.base.settings_errors import describe_setting_error, nearest
 FILE_NAME = "preferences.toml"
 ENVIRONMENT_PREFIX = "SWARM_"
 MAX_FILE_BYTES = 2**20
-"""A file of all preferences has some 6 KB."""
+"""Maximum size; a file with all preferences has some 6 KB."""
 
 FlatValues = dict[str, object]
 """Values by their dotted names."""
@@ -38,7 +38,7 @@ class Origin:
     layer: str
     """`flag`, `environment`, `file` or `default`."""
     where: str
-    """How a person finds it: the flag's words, the variable, the path."""
+    """For people: the flag's text, the variable, the path."""
 
 
 DEFAULT = Origin("default", "the default")
@@ -46,7 +46,7 @@ DEFAULT = Origin("default", "the default")
 
 @dataclass(frozen=True, slots=True)
 class Layered:
-    """The preferences that hold, and where those come from that were said at all."""
+    """The effective preferences, and the origins of those that were set."""
 
     preferences: Preferences
     origins: Mapping[str, Origin]
@@ -55,7 +55,7 @@ class Layered:
         return self.origins.get(name, DEFAULT)
 
     def values(self) -> Iterator[tuple[str, object, Origin]]:
-        """All of them by name; of tables only what was said."""
+        """All preferences by name; of tables only what was set."""
         for name, value in flatten(self.preferences.model_dump(exclude_unset=False)).items():
             said = name in self.origins
             if said or name.partition(".")[0] not in _TABLES:
@@ -63,7 +63,7 @@ class Layered:
 
 
 def preferences_path(home: Path | None) -> Path:
-    """In the home that was named, or where the platform keeps settings for the usual one."""
+    """In the given home, or for the default home in the platform's folder for settings."""
     place = Home.locate(home).path
     if place != Home.locate(None).path:
         return place / FILE_NAME
@@ -78,7 +78,7 @@ def load(
     """All layers together. `flags` are NAME=VALUE.
 
     ConfigurationError for an unknown name or an impossible value, VersionError for a newer file,
-    StorageError for one that cannot be read. A file that is not there says nothing.
+    StorageError for one that cannot be read. A missing file sets nothing.
     """
     values: FlatValues = {}
     origins: dict[str, Origin] = {}
@@ -96,7 +96,7 @@ def build(values: FlatValues, origins: Mapping[str, Origin]) -> Preferences:
     try:
         return Preferences.model_validate(unflatten(values))
     except ValidationError as error:
-        # One sentence for each value: a value of two faults needs one of them mended first.
+        # One sentence for each value: of a value's two errors one has to be corrected first.
         found = {_name_of(one): one for one in reversed(error.errors(include_url=False))}
         sentences = [_sentence(name, one, origins) for name, one in reversed(found.items())]
         raise ConfigurationError("; ".join(sentences)) from None
@@ -113,16 +113,17 @@ def read_file(path: Path) -> FlatValues:
         return {}
     except OSError as error:
         raise StorageError(
-            f"the preferences in {path} cannot be read: {error.strerror}; mend that or move it away"
+            f"the preferences in {path} cannot be read: {error.strerror}; "
+            "correct that or move the file away"
         ) from error
     return parse_file(content, str(path))
 
 
 def parse_file(content: bytes, where: str) -> FlatValues:
-    """What the file says, its names known and its version not too new; values are not checked."""
+    """The file's content, with names and version checked; values are not."""
     if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(
-            f"{where}: is longer than {MAX_FILE_BYTES} bytes, which no preferences are"
+            f"{where}: is longer than {MAX_FILE_BYTES} bytes, too long for preferences"
         )
     try:
         document = tomllib.loads(content.decode())
@@ -135,7 +136,7 @@ def parse_file(content: bytes, where: str) -> FlatValues:
         raise ConfigurationError(f"{where}: version must be {VERSION}, not {version!r}")
     if version > VERSION:
         raise VersionError(
-            f"{where}: was written by a newer swarm-client (version = {version}; this one knows "
+            f"{where}: was written by a newer swarm-client (version = {version}; this one supports "
             f"{VERSION}); update this one, or move the file away. It was not changed"
         )
     named = flatten(document)
@@ -145,7 +146,7 @@ def parse_file(content: bytes, where: str) -> FlatValues:
 
 
 def _from_environment(environment: Mapping[str, str] | None) -> Iterator[tuple[str, FlatValues]]:
-    """SWARM_CPU_PERCENT and SWARM_GPU_0_VRAM_GIB; other variables of that prefix are others'."""
+    """SWARM_CPU_PERCENT and SWARM_GPU_0_VRAM_GIB; unknown variables with the prefix are ignored."""
     for variable, text in sorted((os.environ if environment is None else environment).items()):
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
             continue
@@ -179,7 +180,8 @@ def _from_flag(text: str) -> FlatValues:
 
 
 def parse_value(name: str, text: str) -> object:
-    """As TOML; where that is none, a list of words or the text itself. Its type is not checked."""
+    """The value as TOML; if it is not TOML, a list of words or the text itself. Its type is not
+    checked."""
     try:
         value: object = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -194,31 +196,24 @@ def parse_value(name: str, text: str) -> object:
 
 
 def check_name(name: str, where: str) -> None:
-    """ConfigurationError with the nearest known name when it is none."""
+    """ConfigurationError, with the nearest known name, for an unknown one."""
     head, *rest = name.split(".")
     fields = Preferences.model_fields
     if head not in fields:
         raise ConfigurationError(f"{where}: there is no preference {name!r}{nearest(head, fields)}")
     if head not in _TABLES:
         if rest:
-            raise ConfigurationError(f"{where}: {head} is one value and has no {rest[0]!r}")
+            raise ConfigurationError(f"{where}: {head} is a single value and has no {rest[0]!r}")
         return
     depth = 2 if head == "gpu" else 1
     if len(rest) != depth:
         form = "gpu.0.vram_gib" if head == "gpu" else f"{head}.saturday"
-        raise ConfigurationError(f"{where}: {head} is a table; name one of its values, like {form}")
+        raise ConfigurationError(f"{where}: {head} is a table; give one of its values, like {form}")
     if head == "gpu" and rest[1] not in GpuPreferences.model_fields:
         raise ConfigurationError(
             f"{where}: [gpu.{rest[0]}] has no preference {rest[1]!r}"
             f"{nearest(rest[1], GpuPreferences.model_fields)}"
         )
-
-
-def known_names() -> list[str]:
-    """Every name, with examples in place of those that are made up."""
-    plain = [name for name in Preferences.model_fields if name not in _TABLES]
-    gpu = [f"gpu.all.{name}" for name in GpuPreferences.model_fields]
-    return [*plain, "hours_on.saturday", "network_hours_on.saturday", *gpu]
 
 
 def flatten(document: Mapping[str, Any]) -> FlatValues:
@@ -243,14 +238,14 @@ def unflatten(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _name_of(detail: ErrorDetails) -> str:
-    """A part of a list belongs to the list."""
+    """The preference's name; an element of a list belongs to the list."""
     return ".".join(part for part in detail["loc"] if isinstance(part, str))
 
 
 def _sentence(name: str, detail: ErrorDetails, origins: Mapping[str, Origin]) -> str:
     origin = origins.get(name)
     if origin is None:
-        # A table as a whole: the first of its values leads to the layer.
+        # A table as a whole: its first value determines the layer.
         inside = (one for key, one in origins.items() if key.startswith(f"{name}."))
         origin = next(inside, DEFAULT)
     listed = any(isinstance(part, int) for part in detail["loc"])
@@ -259,7 +254,7 @@ def _sentence(name: str, detail: ErrorDetails, origins: Mapping[str, Origin]) ->
 
 
 class PreferenceSource:
-    """The layers of one running program; looks at the file again when asked."""
+    """The layers of a running program; reads the file again on request."""
 
     def __init__(
         self, path: Path, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
@@ -271,11 +266,11 @@ class PreferenceSource:
         self.current = load(path, environment, self._flags)
 
     def changed(self) -> bool:
-        """Whether the file is another one than at the last load, or attempt at it."""
+        """Whether the file has changed since the last load or attempt."""
         return _stamp(self.path) != self._seen
 
     def reload(self) -> Layered:
-        """Load again. When that fails, what held so far still holds."""
+        """Load again. When that fails, the previous values stay."""
         self._seen = _stamp(self.path)
         self.current = load(self.path, self._environment, self._flags)
         return self.current

@@ -1,8 +1,8 @@
-"""Every preference of a volunteer: name, unit, bounds, default, and what it means.
+"""All preferences of a volunteer: name, unit, bounds, default, and meaning.
 
-The names are BOINC's in our spelling, with the unit in the name, because people know them. The
-defaults never stop a machine that has no battery, no display and no user at it. The page
-docs/preferences.md and the comments in the file are made from this list.
+The names are BOINC's in British spelling, with the unit in the name, because users know them. The
+defaults never stop a machine without battery, display and user. docs/preferences.md and the
+comments in the file are generated from this list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from swarm_client.preferences.hours import WEEKDAYS, Hours, parse_window
 from swarm_shared.base.frozen_model import FrozenModel
 
 VERSION = 1
-"""Of the file. A newer one is refused: it may restrict what this program would then use."""
+"""Version of the file. A newer one is refused: it may contain restrictions that this program would
+ignore."""
 
 WHEN, NETWORK_WHEN, CPU, MEMORY, NETWORK, GPU = (
     "When to run", "When to use the network", "Processor", "Memory and disk", "Network", "GPUs",
@@ -25,9 +26,11 @@ WHEN, NETWORK_WHEN, CPU, MEMORY, NETWORK, GPU = (
 GROUPS = (WHEN, NETWORK_WHEN, CPU, MEMORY, NETWORK, GPU)
 
 MIN_BYTES_PER_SECOND = 64 * 1024
-"""Below it heartbeats and activations of one connection hold each other up beyond time limits."""
+"""Lowest limit in bytes per second. Below it heartbeats and activations on one connection delay
+each other beyond their timeouts."""
 MIN_CPU_PERCENT = 5
-"""Below it a pause after a computation is as long as the silence of a worker that hangs."""
+"""Lowest duty cycle in percent. Below it the rest after a computation is as long as the timeout of
+a hanging worker."""
 
 
 def _window(text: str) -> str:
@@ -36,7 +39,7 @@ def _window(text: str) -> str:
 
 
 def _off_or_from(least: float) -> AfterValidator:
-    """What lies between nothing and the least that makes sense is a slip of the pen."""
+    """A validator: a value between zero and the least useful one is a mistake."""
 
     def check(value: float) -> float:
         if 0 < value < least:
@@ -59,51 +62,51 @@ def _preference(group: str, default: Any, text: str, **bounds: Any) -> Any:
 
 
 class Section(FrozenModel):
-    """Strict: "yes" is not true, and 1.5 cores are none."""
+    """Strict: "yes" is not true, and 1.5 cores are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class GpuPreferences(Section):
-    """Of one GPU, or of all that have no words of their own."""
+    """Of one GPU, or of all without values of their own."""
 
     use: bool = _preference(GPU, True, "Whether this GPU may compute at all.")
-    vram_gib: Gib = _preference(
-        GPU, 0.0, "GiB of its memory that may be used at most; 0: no limit."
-    )
+    vram_gib: Gib = _preference(GPU, 0.0, "Maximum GiB of its memory to use; 0: no limit.")
     temperature_ceiling_celsius: Celsius = _preference(
-        GPU, 90.0, "At this temperature it pauses; 0: at none."
+        GPU, 90.0, "Temperature at which it pauses; 0: no limit."
     )
     temperature_hysteresis_celsius: float = _preference(
-        GPU, 10.0, "It goes on when it is that much cooler than the ceiling.", ge=1, le=60
+        GPU, 10.0, "It continues when it is this much cooler than the ceiling.", ge=1, le=60
     )
     duty_cycle_percent: float = _preference(
-        GPU, 100.0, "Share of the time that it computes.", ge=MIN_CPU_PERCENT, le=100
+        GPU, 100.0, "Percentage of the time that it computes.", ge=MIN_CPU_PERCENT, le=100
     )
 
 
 class Preferences(Section):
-    """All of them, with the defaults of a machine whose owner has said nothing."""
+    """All preferences, with their defaults."""
 
     run_on_batteries: bool = _preference(
-        WHEN, False, "Compute while this machine runs on batteries."
+        WHEN, False, "Compute while this machine runs on battery power."
     )
     run_if_user_active: bool = _preference(
-        WHEN, True, "Compute on the processor while somebody uses this machine."
+        WHEN, True, "Compute on the processor while this machine is in use."
     )
     run_gpu_if_user_active: bool = _preference(
-        WHEN, False, "Compute on a GPU while somebody sits at this machine's display. A user of a "
-        "terminal (ssh) does not count here.",
+        WHEN, False, "Compute on a GPU while this machine's display is in use. Terminal sessions "
+        "(ssh) do not count here.",
     )  # fmt: skip
     idle_minutes: float = _preference(
-        WHEN, 3.0, "So long without a key or a mouse movement, and nobody uses it any more.",
+        WHEN, 3.0, "Minutes without a key or mouse movement after which it is not in use.",
         ge=0.05, le=1440,
     )  # fmt: skip
     suspend_if_cpu_above_percent: CpuAbove = _preference(
-        WHEN, 0.0, "Pause while other programs use more than this share of all cores; 0: never."
+        WHEN,
+        0.0,
+        "Pause while other programs use more than this percentage of all cores; 0: never.",
     )
     hours: WindowText = _preference(
-        WHEN, "always", 'Times of the day to compute at: "always", "never", or like '
+        WHEN, "always", 'Hours of the day in which to compute: "always", "never", or like '
         '"22:00-06:30", which ends on the next morning.',
     )  # fmt: skip
     hours_on: dict[str, WindowText] = _preference(
@@ -115,60 +118,62 @@ class Preferences(Section):
         'not matter, and neither does ".exe".', max_length=200,
     )  # fmt: skip
     exclusive_gpu_apps: tuple[AppName, ...] = _preference(
-        WHEN, (), "The same for computing on a GPU only.", max_length=200
+        WHEN, (), "The same, but only for computing on a GPU.", max_length=200
     )
 
     network_hours: WindowText = _preference(
-        NETWORK_WHEN, "always", "Times of the day to use the network at, as for `hours`. Training "
-        "needs the network, so outside of them everything pauses.",
+        NETWORK_WHEN, "always", "Hours of the day in which to use the network, as for `hours`. "
+        "Training needs the network, so outside of them everything pauses.",
     )  # fmt: skip
     network_hours_on: dict[str, WindowText] = _preference(
         NETWORK_WHEN, {}, "Other network hours on some days."
     )
 
-    max_cores: int = _preference(CPU, 0, "Processor cores to use at most; 0: all.", ge=0, le=4096)
+    max_cores: int = _preference(
+        CPU, 0, "Maximum number of processor cores to use; 0: all.", ge=0, le=4096
+    )
     cpu_percent: float = _preference(
-        CPU, 100.0, "Share of the time that the processor computes for a run; it rests in between.",
+        CPU, 100.0, "Percentage of the time that the processor computes; it rests in between.",
         ge=MIN_CPU_PERCENT, le=100,
     )  # fmt: skip
     nice: int = _preference(
-        CPU, 10, "How far other programs go first: 0 not at all, 19 always. What runs already can "
-        "be made to give way more, but not less, before the next start.", ge=0, le=19,
+        CPU, 10, "Priority given to other programs: 0 none, 19 always. Running processes can be "
+        "given a lower priority, but not a higher one, before the next start.", ge=0, le=19,
     )  # fmt: skip
 
     memory_percent_busy: float = _preference(
-        MEMORY, 50.0, "Share of this machine's memory to use at most while somebody sits at its "
-        "display.",
+        MEMORY, 50.0, "Maximum percentage of this machine's memory to use while its display is in "
+        "use.",
         ge=1, le=100,
     )  # fmt: skip
     memory_percent_idle: float = _preference(
         MEMORY,
         90.0,
-        "The same while nobody does, and on a machine without a display.",
+        "The same while it is not in use, and on a machine without a display.",
         ge=1,
         le=100,
     )
     disk_gib: Gib = _preference(
-        MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit."
+        MEMORY, 0.0, "Maximum GiB of disk space for data and states; 0: no limit."
     )
-    disk_leave_free_gib: Gib = _preference(MEMORY, 1.0, "GiB that stay free on that disk.")
+    disk_leave_free_gib: Gib = _preference(MEMORY, 1.0, "GiB to keep free on that disk.")
 
     upload_bytes_per_second: BytesPerSecond = _preference(
-        NETWORK, 0, f"Bytes a second to send at most, over all connections; 0: no limit, otherwise "
-        f"at least {MIN_BYTES_PER_SECOND}.",
+        NETWORK, 0, f"Maximum bytes per second to send, over all connections; 0: no limit, "
+        f"otherwise at least {MIN_BYTES_PER_SECOND}.",
     )  # fmt: skip
-    download_bytes_per_second: BytesPerSecond = _preference(
-        NETWORK, 0, "The same for what is received."
-    )
+    download_bytes_per_second: BytesPerSecond = _preference(NETWORK, 0, "The same for receiving.")
     transfer_gib: Gib = _preference(
-        NETWORK, 0.0, "GiB to send and receive, both together, in `transfer_days`; 0: no limit."
+        NETWORK, 0.0, "Maximum GiB to send and receive in total in `transfer_days`; 0: no limit."
     )
     transfer_days: int = _preference(
-        NETWORK, 30, "Days that `transfer_gib` is for, today included.", ge=1, le=366
+        NETWORK, 30, "Days to which `transfer_gib` applies, including today.", ge=1, le=366
     )
 
     gpu: dict[str, GpuPreferences] = _preference(
-        GPU, {}, "A table for each GPU by its number, as [gpu.0], and [gpu.all] for the others."
+        GPU,
+        {},
+        "A table for each GPU by its number, as [gpu.0], and [gpu.all] for the remaining ones.",
     )
 
     @field_validator("hours_on", "network_hours_on")
@@ -196,7 +201,7 @@ class Preferences(Section):
         return Hours.of(self.network_hours, self.network_hours_on)
 
     def for_gpu(self, index: int) -> GpuPreferences:
-        """What was said of this GPU, else of all, else the default; each word for itself."""
+        """The values set for this GPU, else for all, else the defaults; each value by itself."""
         common = self.gpu.get("all", GpuPreferences())
         own = self.gpu.get(str(index))
         if own is None:
@@ -206,7 +211,8 @@ class Preferences(Section):
 
     @property
     def limits_transport(self) -> bool:
-        """Whether bytes are counted or held back on the way: then none may pass elsewhere."""
+        """Whether bytes are counted or limited: then none may use a transport where they
+        are not."""
         return bool(
             self.upload_bytes_per_second or self.download_bytes_per_second or self.transfer_gib
         )

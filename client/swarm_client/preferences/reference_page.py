@@ -1,4 +1,4 @@
-"""docs/preferences.md, made from the model: `python -m swarm_client.preferences.reference_page`.
+"""Generates docs/preferences.md: `python -m swarm_client.preferences.reference_page`.
 
 A test compares the page in the repository with this, but for the measured figures in it, which
 `benchmarks.pages` puts there.
@@ -10,30 +10,31 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from swarm_client.preferences.file import allowed, default_of, fields_of, spell
+from swarm_client.preferences.file import allowed, default_of, fields_of
 from swarm_client.preferences.model import GPU, GROUPS, GpuPreferences
+from swarm_shared.base.commented_toml import toml_value
 
 _HEAD = """\
 # Preferences
 
 <!-- Made by `python -m swarm_client.preferences.reference_page > docs/preferences.md`. -->
 
-What `swarm-client` may use of a machine, and when. They stand in `preferences.toml`, in the folder
-given with `--home` or else where your system keeps settings (`swarm-client config get` says where).
-A flag (`join --set NAME=VALUE`) goes before the environment (`SWARM_` and the name in capitals, as
-`SWARM_CPU_PERCENT` or `SWARM_GPU_0_VRAM_GIB`), that before the file, and that before the default.
-A client that runs takes a changed file up within two seconds; a file with a mistake changes
-nothing, and the mistake is said.
+What `swarm-client` may use of a machine, and when. The preferences are in `preferences.toml`, in
+the folder given with `--home` or else where your system keeps settings (`swarm-client config get`
+shows where). A flag (`join --set NAME=VALUE`) overrides the environment (`SWARM_` and the name in
+capitals, as `SWARM_CPU_PERCENT` or `SWARM_GPU_0_VRAM_GIB`), which overrides the file, which
+overrides the default. A running client applies a changed file within two seconds; a file with an
+error changes nothing, and the error is reported.
 
 ```sh
-swarm-client config get                       # all that hold, and where each comes from
+swarm-client config get                       # all effective values and their sources
 swarm-client config set cpu_percent 50        # changes the file, keeps its comments
-swarm-client config set cpu_percent --default # takes it out again
+swarm-client config set cpu_percent --default # removes it again
 swarm-client config validate                  # checks the file without changing anything
 swarm-client config schema                    # a JSON schema of the file, for editors
 ```
 
-The defaults never stop a machine that has no battery, no display and no user at it.
+The defaults never stop a machine without battery, display and user.
 """
 
 
@@ -42,7 +43,7 @@ def page() -> str:
     for group in GROUPS[:-1]:
         lines += [f"## {group}", "", *_table(dict(fields_of(group))), ""]
     lines += [f"## {GPU}", "", "In a table for each GPU by its number, `[gpu.0]`, and `[gpu.all]` "]
-    lines += ["for what is not said of one. On the command line: `gpu.0.vram_gib`.", ""]
+    lines += ["for the remaining ones. On the command line: `gpu.0.vram_gib`.", ""]
     lines += [*_table(GpuPreferences.model_fields), "", _NOTES]
     return "\n".join(lines)
 
@@ -57,36 +58,36 @@ def _table(fields: dict[str, FieldInfo]) -> list[str]:
 
 def _default(field: FieldInfo) -> str:
     default: Any = default_of(field)
-    return "" if default == {} else spell(default)
+    return "" if default == {} else toml_value(default)
 
 
 _NOTES = """\
 ## What happens
 
 - **A reason is always shown** when nothing is computed: in the lines of `join`, in the status and
-  in the log. Several can hold at once; the first is named, the others after it.
-- **Cores and nice** hold for the compute and the averaging process and what they start. Where the
+  in the log. Several can apply at once; the most important one comes first.
+- **Cores and nice** apply to the compute and the averaging process and their children. Where the
   system cannot bind a process to cores (macOS), fewer threads compute.
 - **`cpu_percent` and `duty_cycle_percent`** are kept by resting after each computation, not by
-  slowing it down; the rate that others see is the one with its rests.
-- **`vram_gib`** bounds what is offered to the run and what torch's allocator takes.
+  slowing it down; the reported rate includes the rests.
+- **`vram_gib`** limits what is offered to the run and what torch's allocator takes.
 - **Bytes per second** are counted on the wire, over all connections of the program together.
-  Averaging usually goes through hivemind's p2pd, a program of its own that cannot be held back:
-  with a limit or a quota set, p2pd is stopped and averaging goes over the limited connections.
+  The all-reduce usually uses hivemind's p2pd, a separate program that cannot be limited: with a
+  limit or a quota set, p2pd is stopped and the all-reduce uses the limited connections.
 - **`transfer_gib`** is counted in `transfer.json` in the home folder, by day. When it is used up,
-  everything pauses until enough of it is older than `transfer_days`; what keeps the link to the
-  coordinator alive (some KB a minute) still flows. A clock that is set back frees nothing.
-- **`disk_gib`** and `disk_leave_free_gib`: caches of runs that are not worked on are removed first,
-  the longest unused first; then everything pauses.
-- **Power of a GPU** can be limited by its driver only, as root. When a GPU is too hot, the sentence
-  names the command that would help.
-- **When somebody uses the machine** is asked of X11, logind, macOS and the terminals (windows, ssh,
-  consoles), whichever are there. Where none is, nobody does.
-- **Who comes back has the machine within two seconds.** It is looked for twice a second (logind:
-  once a second, because asking it costs more). From then on nothing new is taken; what is in hand
-  has 0.9 s to be finished, then it is handed back for others to compute, and a computation that is
-  under way ends at its next layer. A terminal's time is written by Linux in steps of eight
-  seconds, so a user of a terminal may count as there for up to eight seconds longer.
+  everything pauses until enough of it is older than `transfer_days`; the keep-alive traffic with
+  the coordinator (some KB per minute) continues. Setting the clock back frees nothing.
+- **`disk_gib`** and `disk_leave_free_gib`: caches of runs other than the current one are removed
+  first, the longest unused first; then everything pauses.
+- **Power of a GPU** can only be limited through its driver, as root. When a GPU is too hot, the
+  shown reason names the command.
+- **Whether the machine is in use** is read from X11, logind, macOS and the terminals (windows, ssh,
+  consoles), whichever exist. Where none exists, the machine is not in use.
+- **A returning user has the machine within two seconds.** Input is checked twice a second (logind:
+  once a second, because a query costs more). From then on no new work is taken; what is in flight
+  has 0.9 s to be finished, then it is handed back for other peers to compute, and a running
+  computation ends at its next layer. Linux updates a terminal's access time in steps of eight
+  seconds, so a terminal user may count as present for up to eight seconds longer.
 
 <!-- yielding figures -->
 <!-- /yielding figures -->

@@ -1,4 +1,4 @@
-"""launchd: the agent of one macOS user, and what installing and removing it takes."""
+"""launchd: the agent of one macOS user, and the steps to install and remove it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def agent_path(user_folder: Path) -> Path:
 
 
 def agent_text(command: Sequence[str], log: Path) -> str:
-    """The agent as it is shipped, with `command` for its program and its output in `log`."""
+    """The shipped agent, with `command` as its program and its output in `log`."""
     shipped = resources.files("swarm_client.service").joinpath(f"{LABEL}.plist").read_bytes()
     agent = plistlib.loads(shipped)
     agent["ProgramArguments"] = list(command)
@@ -28,7 +28,7 @@ def agent_text(command: Sequence[str], log: Path) -> str:
 
 
 def install(path: Path, text: str, user_id: int) -> tuple[Step, ...]:
-    """Again over an installed one: the new agent holds, and the daemon begins anew."""
+    """Also over an installed agent: it is replaced, and the daemon restarts."""
     return (
         RunCommand(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
         WriteFile(path, text),

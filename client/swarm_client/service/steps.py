@@ -1,8 +1,7 @@
-"""What installing a service does, step by step: told before it is done, then done.
+"""The steps of installing a service: described before they are carried out.
 
-Owns the files and links; what other programs are asked to do is a `RunCommand`. Nothing here knows
-of
-any service manager.
+Owns files and links; other programs are called by a `RunCommand`. Independent of the service
+manager.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from swarm_shared.base.atomic_file import PUBLIC_MODE, storage_error, write_atom
 from swarm_shared.base.errors import DaemonError, StorageError
 
 COMMAND_SECONDS = 150.0
-"""A service manager answers when the service has started or ended; both may take a minute."""
+"""Timeout of a command. A service manager answers when the service has started or stopped; both may
+take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MakeLink:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """A file, a link, or with `whole` a folder and everything in it. Not being there is fine."""
+    """A file, a link, or with `whole` a folder with its content. It need not exist."""
 
     path: Path
     whole: bool = False
@@ -52,19 +52,19 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    words: Sequence[str]
+    command: Sequence[str]
     may_fail: bool = False
-    """What it is for may have gone already."""
+    """The object of the command may not exist any more."""
 
     def __str__(self) -> str:
-        return f"run {shlex.join(self.words)}"
+        return f"run {shlex.join(self.command)}"
 
 
 Step = WriteFile | MakeLink | Remove | RunCommand
 
 
 def carry_out(steps: Sequence[Step], report: Callable[[str], None]) -> None:
-    """In order, until one fails.
+    """Carry the steps out in order, until one fails.
 
     StorageError when a file cannot be written or removed, DaemonError when a program fails.
     """
@@ -119,5 +119,5 @@ def _run(words: Sequence[str], *, may_fail: bool) -> None:
             return
         raise DaemonError(f"`{shlex.join(words)}` could not be carried out: {error}") from error
     if done.returncode != 0 and not may_fail:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise DaemonError(f"`{shlex.join(words)}` failed: {said}")
+        output = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise DaemonError(f"`{shlex.join(words)}` failed: {output}")

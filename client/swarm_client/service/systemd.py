@@ -1,8 +1,8 @@
-"""systemd: the unit of one user or of the machine, and what installing and removing them takes.
+"""systemd: a user's or the machine's unit, and the steps to install and remove it.
 
-A unit is enabled by the link that `systemctl enable` would make: so that installing works, and is
-shown by `--dry-run`, where no manager runs yet (an image being built, a chroot). Commands go to
-the manager only where one is there.
+A unit is enabled by the link that `systemctl enable` would create: so installing works, and
+`--dry-run` shows it, where no manager is running yet (an image being built, a chroot). Commands are
+sent to the manager only where one is running.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAIN_PATH = re.compile(r"[^'\"\\\\$]*")
 
 @dataclass(frozen=True, slots=True)
 class UnitPlace:
-    """Where one manager's units lie, and how it is asked."""
+    """Where one manager's units are, and its command."""
 
     folder: Path
     target: str
@@ -50,11 +50,11 @@ def system_place(root: Path = Path("/etc")) -> UnitPlace:
 
 
 def unit_text(command: Sequence[str], *, system: bool) -> str:
-    """The unit as it is shipped, with `command` for its program."""
+    """The shipped unit, with `command` as its program."""
     name = "swarm-client-system.service" if system else UNIT
     shipped = resources.files("swarm_client.service").joinpath(name).read_text()
     if not PLAIN_PATH.fullmatch(command[0]):
-        # A unit's first word may have no quotes and knows no $$; all others may and do.
+        # A unit's first word may contain no quotes and no $$; all further words may.
         command = ("/usr/bin/env", *command)
     begin = f"ExecStart={' '.join(map(quote_word, command))}"
     lines = [begin if line.startswith("ExecStart=") else line for line in shipped.splitlines()]
@@ -62,13 +62,13 @@ def unit_text(command: Sequence[str], *, system: bool) -> str:
 
 
 def quote_word(word: str) -> str:
-    """A word as a unit's command line has it: systemd expands %, $ and backslashes."""
+    """A word in a unit's command line, where systemd expands %, $ and backslashes."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
 
 def install(place: UnitPlace, text: str, *, running: bool) -> tuple[Step, ...]:
-    """Again over an installed one: the new unit holds, and the daemon begins anew."""
+    """Also over an installed unit: it is replaced, and the daemon restarts."""
     files: tuple[Step, ...] = (WriteFile(place.unit, text), MakeLink(place.link, place.unit))
     if not running:
         return files
@@ -95,7 +95,7 @@ def uninstall(place: UnitPlace, *, running: bool) -> tuple[Step, ...]:
         RunCommand((*place.systemctl, "stop", UNIT), may_fail=True),
         *files,
         RunCommand((*place.systemctl, "daemon-reload")),
-        # What it failed with is not remembered of a unit that is gone.
+        # A past failure is forgotten with the unit.
         RunCommand((*place.systemctl, "reset-failed", UNIT), may_fail=True),
     )
 
@@ -105,16 +105,16 @@ def purge_system() -> tuple[Step, ...]:
 
 
 def manager_runs(place: UnitPlace) -> bool:
-    """Whether somebody answers: `is-system-running` prints a word then, whatever the word."""
-    said = _ask((*place.systemctl, "is-system-running"))
-    return said.strip() not in ("", "offline", "unknown")
+    """Whether the manager answers: `is-system-running` then prints a state, whichever it is."""
+    output = _ask((*place.systemctl, "is-system-running"))
+    return output.strip() not in ("", "offline", "unknown")
 
 
 def shown(place: UnitPlace) -> Mapping[str, str]:
-    """The manager's own properties of the unit; empty where nobody answers."""
+    """The manager's properties of the unit; empty where it does not answer."""
     names = ("LoadState", "ActiveState", "SubState", "MainPID", "StatusText")
-    said = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))
-    return dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    output = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))
+    return dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
 
 
 def _ask(words: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """One pipeline stage on one device, computed in a child process.
 
-protocol  what crosses between daemon and child: messages and sizes
+protocol  messages and sizes shared by the daemon and the child
 handle    the daemon's side (trio, no torch)
 worker    the child: torch
 """

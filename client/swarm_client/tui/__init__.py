@@ -1,4 +1,5 @@
 """`swarm-client top`: a pure client of the daemon.
 
-It draws `control.documents.Status` and nothing else, and changes nothing but by asking the daemon.
+It draws `swarm_client.control.status_document.Status` and nothing else, and changes nothing except
+by requests to the daemon.
 """

@@ -1,4 +1,4 @@
-"""The screen of `swarm-client top`: which panes there are, and what the keys ask of the daemon."""
+"""The screen of `swarm-client top`: its panes, and the requests that keys send to the daemon."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
-from swarm_shared.tui.formatting import clock_text, printable
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, line
 from swarm_shared.tui.terminal_style import Look
@@ -46,6 +47,8 @@ LOG_PANE, SETTINGS_PANE = 4, 5
 
 
 class ClientApp(_View):
+    """The view of one daemon."""
+
     instead: ClassVar[str] = "swarm-client status"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -121,7 +124,7 @@ class ClientApp(_View):
             self.load_settings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that mean nothing now are not shown."""
+        """Hide keys that have no effect at present."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
         paused = self.document is not None and self.document.state is DaemonState.PAUSED
@@ -131,7 +134,7 @@ class ClientApp(_View):
             return not paused
         return True
 
-    # -------------------------------------------------------------- what is asked
+    # -------------------------------------------------------------- requests
 
     @work
     async def action_pause(self) -> None:

@@ -1,4 +1,4 @@
-"""`swarm-client top`: the words of the command. It imports little: a view starts at once."""
+"""`swarm-client top`: the command's arguments. It imports little, so that a view starts at once."""
 
 from __future__ import annotations
 

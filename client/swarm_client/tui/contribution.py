@@ -1,4 +1,4 @@
-"""What this peer gave, and what everybody gave: the third and the fourth pane."""
+"""The panes of this machine's contribution and of the leaderboard."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import datetime
 from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar
-from swarm_shared.tui.formatting import counted, number, percent, printable, short_number
+from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import columns_plot
 from swarm_shared.tui.styled_text import EMPTY, Line, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from swarm_client.control.status_document import LeaderboardRow, Status
 
 _EXPLAINED = (
-    "Counted is what is part of an applied step: tokens times the share of the model's work that "
-    "the stage is. Everybody can recompute it from the run's signed ledger."
+    "Credit counts work in applied steps: tokens times the stage's share of the model's work. "
+    "It can be recomputed from the run's signed ledger."
 )
 _LONGEST_HISTORY_DAYS = 366
 
@@ -68,7 +69,7 @@ def _history(status: Status, width: int, height: int, look: Look) -> list[Line]:
 
 
 def daily(days: tuple[tuple[str, float], ...], most: int) -> list[tuple[str, float]]:
-    """Every day from the first to the last, those without credit too; the newest `most`."""
+    """Return every day from the first to the last, also those without credit; the newest `most`."""
     known: dict[datetime.date, float] = {}
     for text, credit in days:
         try:
@@ -112,7 +113,7 @@ def leaderboard(model: ClientModel, width: int, height: int) -> list[Line]:
     if not ranked:
         return [
             heading("People", width, look),
-            line(("  nobody has been credited yet", "dim")),
+            line(("  no credit has been counted yet", "dim")),
         ]
     lines = [heading("People", width, look), *_indented(_people(ranked, width - 2, look))]
     grouped = teams(ranked)
@@ -123,7 +124,7 @@ def leaderboard(model: ClientModel, width: int, height: int) -> list[Line]:
 
 
 def teams(rows: list[LeaderboardRow]) -> list[tuple[str, int, int, float, bool]]:
-    """(name, people, tokens, credit, yours) of each team, the first one first."""
+    """Return (name, people, tokens, credit, yours) of each team, highest credit first."""
     found: dict[str, tuple[int, int, float, bool]] = {}
     for row in rows:
         if row.team:

@@ -1,4 +1,4 @@
-"""The log: what happened, filtered by words and by how grave it is, following the newest."""
+"""The log pane: filtered by words and by level, following the newest line."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from textual.message import Message
 from textual.widgets import Input
 
 from swarm_client.tui.model import ClientModel
-from swarm_shared.tui.formatting import clock_text, printable
+from swarm_shared.base.text import printable
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.styled_text import Line, Role, line
 from swarm_shared.tui.widgets import Block, Pane
 
 LEVELS = ("all", "event", "info", "warning", "error")
-"""What `l` turns through. `event` are the lines that `join` prints; the others are and above."""
+"""Levels that `l` cycles through. `event` are the lines that `join` prints; the others are minimum
+levels."""
 _GRAVITY = {"debug": 0, "info": 1, "event": 1, "warning": 2, "error": 3, "critical": 3}
 _ROLES: dict[str, Role] = {"debug": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
 
 def chosen(entries: Iterable[LogEntry], words: str, level: str) -> list[LogEntry]:
-    """Those that hold all of the words, in any case, and are grave enough."""
+    """Return the entries that hold all of the words, in any case, and have the level."""
     wanted = words.casefold().split()
     return [
         entry
@@ -48,7 +50,7 @@ def log_line(entry: LogEntry) -> Line:
 
 
 class LogLines(Pane):
-    """Stays at the newest line; scrolling up means to read, going to the end to follow again."""
+    """Stays at the newest line; scrolling up stops following, going to the end resumes it."""
 
     follows = True
 
@@ -83,7 +85,7 @@ class LogLines(Pane):
 
 
 class LogPane(Vertical):
-    """A line to type words into, and the entries that hold them."""
+    """An input for filter words, and the entries that match."""
 
     DEFAULT_CSS = """
     LogPane > Input { height: 1; border: none; padding: 0 1; background: $surface; display: none; }
@@ -108,15 +110,13 @@ class LogPane(Vertical):
         entries = chosen(self._model.log, self.words, self.level)
         self._shown = len(entries)
         if not entries:
-            nothing = "nothing has been logged yet" if not self._model.log else "nothing fits"
+            nothing = "nothing has been logged yet" if not self._model.log else "no line matches"
             return [line((nothing, "dim"))]
         return [log_line(entry) for entry in entries]
 
     def _draw_head(self, width: int, height: int) -> list[Line]:
         words = f" with {printable(self.words)!r}" if self.words else ""
-        follow = (
-            "following" if self.query_one(LogLines).follows else "standing still (f follows again)"
-        )
+        follow = "following" if self.query_one(LogLines).follows else "paused (f follows again)"
         return [
             line(
                 f" {self._shown:,} of {len(self._model.log):,} lines{words}, level ",
@@ -126,7 +126,7 @@ class LogPane(Vertical):
         ]
 
     def renew(self) -> None:
-        """Something was logged, or what is shown was changed."""
+        """Redraw after a new entry or a change of the filter."""
         self.query_one(LogLines).redraw()
         self.query_one("#log-head", Block).redraw()
 

@@ -1,4 +1,4 @@
-"""What the view remembers of the daemon's words: the newest document, and how values went lately.
+"""The view's state: the newest document, and the recent course of values.
 
 No textual here: panes are functions of this.
 """
@@ -19,13 +19,15 @@ MAX_LOG_ENTRIES = 5000
 
 
 class ClientModel:
+    """The newest status, time series and the log."""
+
     def __init__(self, look: Look) -> None:
         self.look = look
         self.status: Status | None = None
         self.loss = TimeSeries(2000)
-        """By step, not by time."""
+        """Loss by step, not by time."""
         self.versions = TimeSeries()
-        """Of the run, by time."""
+        """Version of the run by time."""
         self.tokens_per_second = TimeSeries()
         self.sent = TimeSeries()
         self.received = TimeSeries()
@@ -60,7 +62,7 @@ class ClientModel:
     def hear(self, entries: tuple[LogEntry, ...]) -> None:
         newest = self.log[-1].number if self.log else -1
         if entries and self.log and entries[0].number <= newest:
-            # The daemon was started again, and numbers its log from the beginning.
+            # The daemon was restarted, and numbers its log from the beginning.
             restarted = entries[-1].number < newest
             entries = entries if restarted else tuple(e for e in entries if e.number > newest)
         self.log.extend(entries)
@@ -71,7 +73,7 @@ def _run_id(status: Status) -> str | None:
 
 
 def share_of_stage(status: Status, device: DeviceView) -> float | None:
-    """Of the microbatches that its stage computes now, those of this device."""
+    """Return this device's share of the microbatches that its stage computes now."""
     stage = stage_of(status, device.stage)
     if stage is None or stage.microbatches_per_second <= 0:
         return None
@@ -79,7 +81,7 @@ def share_of_stage(status: Status, device: DeviceView) -> float | None:
 
 
 def share_of_run(status: Status) -> float | None:
-    """Of the whole pipeline's work now, with stages counted alike."""
+    """Return the share of the whole pipeline's work now, all stages counted alike."""
     if not status.stages or not any(s.microbatches_per_second > 0 for s in status.stages):
         return None
     shares = [share_of_stage(status, device) or 0.0 for device in status.devices]
@@ -91,7 +93,7 @@ def stage_of(status: Status, stage: int | None) -> StageView | None:
 
 
 def seconds_left(model: ClientModel) -> float | None:
-    """Until the run's last step, at the pace of the steps that were seen; None without any."""
+    """Return the time until the run's last step, at the observed pace; None without any."""
     status = model.status
     points = model.versions.points()
     if status is None or status.run is None or len(points) < 2:

@@ -1,4 +1,4 @@
-"""The first pane: the run, this machine's devices, what of it is used, and what was given."""
+"""The first pane: the run, this machine's devices, their use, and the contribution."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING
 
 from swarm_client.control.reasons import DaemonState
 from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, share_of_stage
+from swarm_shared.base.text import printable
+from swarm_shared.base.units import MISSING, duration_text, memory_text, rate_text, size_text
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
-from swarm_shared.tui.formatting import (
-    MISSING,
-    counted,
-    disk_text,
-    duration,
-    memory_text,
-    number,
-    percent,
-    printable,
-    rate_text,
-    short_number,
-)
+from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import plot
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
 from swarm_shared.tui.terminal_style import Look
@@ -27,12 +18,12 @@ if TYPE_CHECKING:
     from swarm_client.control.status_document import DeviceView, Status
 
 TWO_COLUMNS = 116
-"""From this width on, two blocks stand side by side."""
+"""Width from which two blocks stand side by side."""
 _NARROW = 76
-"""Below this width of a block its bars are short."""
+"""Width of a block below which its bars are short."""
 _TALLEST_CURVE = 14
 _NAME = 12
-"""Cells for a line's name, so that what it says stands in a column."""
+"""Cells of a line's name, so that the values are aligned."""
 
 WORD_ROLES: dict[DaemonState, Role] = {
     DaemonState.CONTRIBUTING: "good",
@@ -47,7 +38,7 @@ WORD_ROLES: dict[DaemonState, Role] = {
 def overview(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
-        return [EMPTY, line(("  waiting for the daemon's first word ...", "dim"))]
+        return [EMPTY, line(("  waiting for the daemon's first status ...", "dim"))]
     half = (width - 2) // 2 if width >= TWO_COLUMNS else width
     run = _run(model, status, half)
     devices = _devices(status, half, look)
@@ -64,7 +55,7 @@ def overview(model: ClientModel, width: int, height: int) -> list[Line]:
 
 
 def _curve(model: ClientModel, width: int, height: int) -> list[Line]:
-    """The loss over the steps that were seen, where a tall terminal has room for it."""
+    """Draw the loss over the observed steps, where a tall terminal has room for it."""
     return [
         EMPTY,
         heading("Loss by step", width, model.look),
@@ -103,7 +94,7 @@ def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
             "steps",
             bar(done, _bar_cells(width), look),
             line(f"{run.version:,} of {run.steps:,} ({percent(done)})"),
-            line(f"{duration(left)} left") if left else EMPTY,
+            line(f"{duration_text(left)} left") if left else EMPTY,
         ),
         _named(
             "loss",
@@ -118,7 +109,7 @@ def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
         _named("my share", *_share(status, width, look)),
     ]
     if not run.coordinator_attached:
-        lines.append(_named("", line(("the coordinator is away", "bad"))))
+        lines.append(_named("", line(("no connection to the coordinator", "bad"))))
     return lines
 
 
@@ -180,9 +171,9 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
             line(("on batteries", "warn")) if machine.on_batteries else line("on mains power")
         )
     if machine.user_idle_seconds is not None:
-        idle = duration(machine.user_idle_seconds)
-        facts.append(line(f"nobody at it for {idle}"))
-    facts.append(line(f"{disk_text(machine.disk_free_bytes)} of disk free"))
+        idle = duration_text(machine.user_idle_seconds)
+        facts.append(line(f"unattended for {idle}"))
+    facts.append(line(f"{size_text(machine.disk_free_bytes)} of disk free"))
     return [
         heading("This machine", width, look),
         _named(
@@ -211,18 +202,18 @@ def _network(model: ClientModel, status: Status, width: int) -> list[Line]:
             "sent",
             line((sparkline(model.sent.values(), spark, look), "accent")),
             line(f"{rate_text(traffic.sent_bytes_per_second):>9}"),
-            line((disk_text(traffic.sent_bytes), "dim")),
+            line((size_text(traffic.sent_bytes), "dim")),
         ),
         _named(
             "received",
             line((sparkline(model.received.values(), spark, look), "accent")),
             line(f"{rate_text(traffic.received_bytes_per_second):>9}"),
-            line((disk_text(traffic.received_bytes), "dim")),
+            line((size_text(traffic.received_bytes), "dim")),
         ),
     ]
     if traffic.quota_bytes:
         used = traffic.quota_used_bytes / traffic.quota_bytes
-        of = f"{disk_text(traffic.quota_used_bytes)} of {disk_text(traffic.quota_bytes)}"
+        of = f"{size_text(traffic.quota_used_bytes)} of {size_text(traffic.quota_bytes)}"
         lines.append(
             _named("quota", bar(used, _bar_cells(width), look, gauge_role(used, 0.8)), line(of))
         )
@@ -244,5 +235,5 @@ def _given(model: ClientModel, status: Status, width: int) -> list[Line]:
 
 
 def _reached(reachability: str) -> str:
-    """Whether others can dial in; nothing while that is being found out."""
+    """Return how peers can dial in; nothing while that is being measured."""
     return "" if reachability == "unknown" else f" ({printable(reachability.replace('_', ' '))})"

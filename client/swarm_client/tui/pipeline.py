@@ -1,12 +1,15 @@
-"""The second pane: who holds what, how microbatches flow, and why somebody moved."""
+"""The second pane: peers and their stages, the flow of microbatches, and moves with their
+reasons."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
+from swarm_shared.base.text import printable
+from swarm_shared.base.units import latency_text, rate_text
 from swarm_shared.tui.bars import sparkline
-from swarm_shared.tui.formatting import milliseconds, number, peer_text, printable, rate_text
+from swarm_shared.tui.formatting import number, peer_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
@@ -46,7 +49,7 @@ def pipeline(model: ClientModel, width: int, height: int) -> list[Line]:
     for sentence in reversed(told):
         lines += wrapped(printable(sentence), width - 2, indent="  ")
     if not told:
-        lines.append(line(("  nobody has been moved lately", "dim")))
+        lines.append(line(("  no recent moves", "dim")))
     return lines
 
 
@@ -59,7 +62,7 @@ def _bars(status: Status) -> list[StageBar]:
 
 
 def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
-    """What waits here, what goes through, and by which ways it goes on."""
+    """Draw what waits here and what passes through."""
     look = model.look
     arrow = "→" if look.unicode else "->"
     lines = []
@@ -92,7 +95,7 @@ def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
 
 def _peers(status: Status, width: int, look: Look) -> list[Line]:
     if not status.peers:
-        return [line(("  nobody else is known yet", "dim"))]
+        return [line(("  no other peer is known yet", "dim"))]
 
     def order(peer: PeerView) -> tuple[int, int, str]:
         return (peer.stage is None, peer.stage or 0, peer.peer)
@@ -103,7 +106,7 @@ def _peers(status: Status, width: int, look: Look) -> list[Line]:
             line((peer_text(peer.peer, peer.name, look), "strong" if peer.path == "own" else "")),
             line(number(peer.microbatches_per_second, 2)),
             line(_path(peer)),
-            line(milliseconds(peer.rtt_seconds)),
+            line(latency_text(peer.rtt_seconds)),
             line(rate_text(peer.bytes_per_second)),
         )
         for peer in sorted(status.peers, key=order)

@@ -1,7 +1,7 @@
-"""The limits of this machine, as the daemon tells them, and changing them while it runs.
+"""The pane of the machine's limits, as the daemon describes them, and changing them at run time.
 
-Which there are, what they mean and what is possible is the daemon's word: nothing of that is
-known here, so that a view of one version serves a daemon of the next.
+The daemon defines which settings exist, what they mean and which values are allowed: none of that
+is known here, so that a view of one version serves a daemon of the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.tui.formatting import printable
+from swarm_shared.base.text import printable
 from swarm_shared.tui.styled_text import Line, line, wrapped
 from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.widgets import Block
@@ -26,15 +26,17 @@ from swarm_shared.tui.widgets import Block
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """One setting as the daemon reports it."""
+
     value: Any = None
     layer: str = "default"
     """`flag`, `environment`, `file` or `default`."""
     where: str = ""
     group: str = ""
     text: str = ""
-    """What it means."""
+    """Its meaning."""
     allowed: str = ""
-    """What its values may be."""
+    """Its allowed values."""
 
     @property
     def meaning(self) -> str:
@@ -43,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The answer to `config_show`: each by its name."""
+    """The answer to `config_show`: each setting by its name."""
 
     preferences: dict[str, Setting]
 
@@ -55,13 +57,13 @@ def parse_settings(answer: Mapping[str, Any]) -> Settings:
         return TypeAdapter(Settings).validate_python(answer)
     except ValidationError as error:
         raise ProtocolError(
-            "the daemon told its settings in a form that this program does not know; use the "
+            "the daemon sent its settings in a form that this program does not know; use the "
             "swarm-client that came with it"
         ) from error
 
 
 def value_text(value: Any) -> str:
-    """As it is typed in again."""
+    """Format a value as it is typed in."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
@@ -81,7 +83,7 @@ def setting_row(name: str, setting: Setting, width: int) -> str:
 
 
 class SettingsPane(Vertical):
-    """A row for each; Enter or a click changes it."""
+    """A row for each setting; Enter or a click changes it."""
 
     DEFAULT_CSS = """
     SettingsPane > OptionList {
@@ -93,7 +95,7 @@ class SettingsPane(Vertical):
     """
 
     class Picked(Message):
-        """A person wants to change this one."""
+        """A person wants to change this setting."""
 
         def __init__(self, name: str, setting: Setting) -> None:
             super().__init__()

@@ -1,8 +1,8 @@
 """The daemon's socket as a source: its status once a second, its log as it is written.
 
-Waiting for a line blocks, so that each of the two streams has a thread; both end with the program.
-What reads documents is imported there as well, when the view's frame is on the screen already.
-A daemon that goes away is waited for: the view says so and is whole again when it is back.
+Waiting for a line blocks, so each of the two streams has a thread; both end with the program. The
+document classes are imported there as well, when the view's frame is on the screen already. When
+the daemon stops, the view shows that and recovers once it is back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 TRY_AGAIN_SECONDS = 1.0
 MAX_WAITING_EVENTS = 64
-"""A view that is suspended takes nothing; the daemon's lines then wait in the socket."""
+"""Queued events. A suspended view takes none; the daemon's lines then wait in the socket."""
 
 Put = Callable[["Event[Status] | SwarmError"], None]
 
 
 class _ViewClosed(Exception):
-    """Nobody wants to hear more."""
+    """The view has ended; the threads stop."""
 
 
 class SocketSource:
@@ -106,7 +106,7 @@ class SocketSource:
 
         form = TypeAdapter(tuple[LogEntry, ...])
         while True:
-            # Why it ended is said by the other stream.
+            # The status stream reports why it ended.
             with contextlib.suppress(SwarmError, ValidationError):
                 for answer in stream(self._path, "log", after=self._log_number, follow=True):
                     lines = form.validate_python(answer["lines"])
@@ -126,6 +126,6 @@ def _other_form(error: Exception) -> SwarmError:
     if isinstance(error, VersionError):
         return error
     return ProtocolError(
-        "the daemon tells its status in a form that this view does not know; use the swarm-client "
+        "the daemon sends its status in a form that this view does not know; use the swarm-client "
         "that came with it"
     )

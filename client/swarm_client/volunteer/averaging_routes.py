@@ -1,10 +1,11 @@
-"""What this peer knows of each other one that it may average with: who it is on every carrier,
-where, and which routes between the two have failed lately."""
+"""Routes between this peer and the members that it averages with: their p2pd and host addresses,
+and which routes have failed recently.
+
+The order in which routes are tried is `swarm_client.averaging.all_reduce.routes`'.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from swarm_shared.identity.credentials import (
     sign_carrier_binding,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import decode_envelope, encode_envelope
 from swarm_shared.network import Node
 from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
 from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
@@ -31,14 +33,16 @@ from swarm_shared.run.manifest import Manifest
 log = logging.getLogger(__name__)
 
 BINDING_LIFETIME_SECONDS = 7 * 24 * 3600.0
-"""Signed anew at every start, and at half that time."""
+"""Validity of this peer's carrier binding. It is signed again at every start and after half of this
+time."""
 MAX_ADDRESSES = 32
-"""As many as a message may carry."""
+"""Maximum number of p2pd addresses that are announced; the bound of the message."""
 _MAX_BINDINGS = 4096
+"""Maximum number of verified bindings in the cache."""
 
 
 class AveragingRoutes:
-    """A view on the roster; members come from there alone."""
+    """A view on the roster: only its members are averaged with."""
 
     def __init__(self, node: Node, roster: RosterView) -> None:
         self._node = node
@@ -46,35 +50,37 @@ class AveragingRoutes:
         self._tied_stages: frozenset[StageIndex] = frozenset()
         self._memory = RouteMemory(trio.current_time)
         self._bindings: dict[tuple[PeerId, str], tuple[str, float]] = {}
-        """Bindings that held: p2pd's peer ID, and when to look again."""
+        """Verified bindings by (peer, envelope): p2pd's peer ID, and the Unix time at which the
+        binding expires."""
         self._own_binding: tuple[str, float, str] | None = None
-        """This peer's binding: p2pd's peer ID, when to sign anew, envelope."""
+        """This peer's binding: p2pd's peer ID, the Unix time at which it is signed again, the
+        envelope."""
         node.on_path_change(lambda peer: self._memory.worked(peer, Route.HOST))
 
     def use_manifest(self, manifest: Manifest) -> None:
         first, last = StageIndex(0), StageIndex(manifest.stage_count - 1)
         self._tied_stages = frozenset((first, last) if manifest.model.tie_embeddings else ())
 
-    # ---------------------------------------------------------------------------- who belongs here
-
     def may_average(self, peer: PeerId) -> bool:
-        """Whether the coordinator can name both in one group: of one stage, or of two tied ones."""
+        """Whether the coordinator can name both peers in one group: of one stage, or of two tied
+        ones."""
         own, other = self._roster.get(self._node.peer_id), self._roster.get(peer)
         if own is None or other is None:
             return False
         return own.stage == other.stage or {own.stage, other.stage} <= self._tied_stages
 
     def admitted_p2pds(self) -> tuple[str, ...]:
+        """p2pd peer IDs of all members that this peer may average with."""
         others = [record.peer for record in self._roster.all() if record.peer != self._node.peer_id]
         return tuple(sorted(self.p2pds([peer for peer in others if self.may_average(peer)])))
 
     def p2pds(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
-        """The p2pds of those that have one and have vouched for it."""
+        """p2pd peer IDs of those `peers` that have a p2pd and a valid binding for it."""
         records = [self._roster.get(peer) for peer in peers]
         return tuple(name for record in records if record and (name := self._p2pd_of(record)))
 
     def _p2pd_of(self, record: PeerRecord) -> str:
-        """Empty when there is none, or nobody may believe it to be this member's."""
+        """The p2pd peer ID of a member; empty without p2pd, or when its binding is not valid."""
         if record.carrier is None:
             return ""
         key, now = (record.peer, record.carrier.binding), time.time()
@@ -90,14 +96,12 @@ class AveragingRoutes:
             known = self._bindings[key] = (bound.carrier_peer_id, bound.expires)
         return known[0] if known[0] == record.carrier.peer else ""
 
-    # ------------------------------------------------------------------------------- where they are
-
     def host_addresses(self, peer: PeerId) -> tuple[str, ...]:
         record = self._roster.get(peer)
         return record.addresses if record is not None else ()
 
     def members(self, peers: Sequence[PeerId]) -> tuple[Member, ...]:
-        """The members of a round with the routes by which their streams are to be opened."""
+        """The members of a round, with the routes over which streams to them are opened."""
         interfaces = Interfaces.of_this_machine()
         return tuple(self._member(peer, interfaces) for peer in peers)
 
@@ -122,7 +126,8 @@ class AveragingRoutes:
     def own_address(
         self, identity: Identity, p2pd_peer_id: str, addresses: Sequence[str]
     ) -> CarrierAddress:
-        """How others reach this peer's p2pd. The same until something changes."""
+        """The addresses of this peer's p2pd with a signed binding; unchanged until an input
+        changes."""
         now = time.time()
         if (
             self._own_binding is None
@@ -134,15 +139,13 @@ class AveragingRoutes:
                 carrier_peer_id=p2pd_peer_id,
                 expires=now + BINDING_LIFETIME_SECONDS,
             )
-            envelope = base64.b64encode(sign_carrier_binding(identity, binding)).decode()
+            envelope = encode_envelope(sign_carrier_binding(identity, binding))
             self._own_binding = (p2pd_peer_id, now + BINDING_LIFETIME_SECONDS / 2, envelope)
         return CarrierAddress(
             peer=p2pd_peer_id,
             addresses=tuple(sorted(addresses, key=_address_rank)[:MAX_ADDRESSES]),
             binding=self._own_binding[2],
         )
-
-    # ------------------------------------------------------------------------- what became of them
 
     def worked(self, peer: PeerId, route: Route) -> None:
         self._memory.worked(peer, route)
@@ -154,7 +157,8 @@ class AveragingRoutes:
 
 
 def _address_rank(address: str) -> int:
-    """Some read only the first ones: those that lead there from anywhere come before the rest."""
+    """Sort key that puts globally reachable addresses first: some readers use only the
+    first ones."""
     if is_relayed(address):
         return 1
     return 0 if is_global(address) else 2
@@ -162,7 +166,7 @@ def _address_rank(address: str) -> int:
 
 def _open_binding(peer: PeerId, address: CarrierAddress, now: float) -> CarrierBinding:
     try:
-        envelope = base64.b64decode(address.binding, validate=True)
+        envelope = decode_envelope(address.binding)
         return open_carrier_binding(envelope, peer, now)
-    except (binascii.Error, FrameError) as error:
+    except FrameError as error:
         raise SignatureError(f"the carrier binding of {peer} is damaged") from error

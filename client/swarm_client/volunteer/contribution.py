@@ -1,4 +1,4 @@
-"""What this volunteer has given since it started, as counted in applied steps."""
+"""Contribution of this volunteer since its start, counted in applied steps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class ContributionCounter:
+    """Running sums over all devices of the machine."""
+
     microbatches: int = 0
     tokens: int = 0
     steps: int = 0
     credit: float = 0.0
-    """Tokens times the share of the model's work that its stage is."""
+    """Tokens times the stage's share of the model's work."""
     on_step: Callable[[int, int, int, float], None] = field(default=lambda *_: None, repr=False)
-    """Told of each step's number, microbatches, tokens and credit."""
+    """Called with each step's number, microbatches, tokens and credit."""
     _last_step: int | None = None
 
     def add_step(
         self, step: int, microbatches: int, tokens_per_microbatch: int, work_share: float
     ) -> None:
-        """What one device counted in an applied step. Its others count in the same step."""
+        """Add what one device contributed to an applied step. A step that several devices report is
+        counted once."""
         tokens = microbatches * tokens_per_microbatch
         self.microbatches += microbatches
         self.tokens += tokens

@@ -1,4 +1,4 @@
-"""Downloads the run's token shards into the volunteer's folder; each is verified by its hash."""
+"""Download of the run's token shards into the volunteer's folder, each verified by its hash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from swarm_shared.transfer.transfer import TransferSource, fetch
 log = logging.getLogger(__name__)
 
 DOWNLOAD_STALL_SECONDS = 30.0
-"""An HTTP server that sends nothing for so long is given up, and the coordinator asked."""
+"""Seconds without data after which an HTTP download is abandoned; the shard is then fetched from
+the coordinator."""
 
 
 async def fetch_data(
@@ -35,11 +36,12 @@ async def fetch_data(
     use_urls: bool = True,
     lock: trio.Lock | None = None,
 ) -> Path:
-    """Bring the run's token shards into the volunteer's folder, verified; the folder.
+    """Download and verify the run's token shards; return their folder.
 
     A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
-    that fails. `claim_disk` is told of what will be needed and raises when it may not be. Who
-    shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
+    that fails. `claim_disk` is called with the number of bytes needed and raises when they are not
+    allowed. Devices of one machine share one folder and pass a common `lock`, so that one of them
+    fills it at a time.
     """
     async with lock or trio.Lock():
         folder = home.data_folder(run)
@@ -53,7 +55,7 @@ async def fetch_data(
                     await trio.to_thread.run_sync(_verify, path, shard, manifest)
                     continue
                 except DataError as error:
-                    log.warning("%s; it is fetched again", error)
+                    log.warning("%s; fetching it again", error)
                     path.unlink()
             by_url = use_urls and shard.url is not None
             if not by_url or not await _fetch_url(path, shard, manifest):
@@ -77,7 +79,7 @@ async def _fetch_url(path: Path, shard: ShardInfo, manifest: Manifest) -> bool:
         await trio.to_thread.run_sync(_verify, path, shard, manifest)
         return True
     except (OSError, ValueError, DataError) as error:
-        log.warning("%s could not be had from %s: %s", shard.name, shard.url, error)
+        log.warning("%s could not be downloaded from %s: %s", shard.name, shard.url, error)
         path.unlink(missing_ok=True)
         return False
 
@@ -95,5 +97,5 @@ def _download(url: str, path: Path, size_bytes: int) -> None:
             file.write(piece)
             left -= len(piece)
         if left or answer.read(1):
-            raise ValueError("it has another size than the manifest says")
+            raise ValueError("its size differs from the manifest's")
     part.replace(path)

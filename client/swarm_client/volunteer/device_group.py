@@ -1,7 +1,7 @@
-"""The volunteers of one machine in one run: one for each of its devices.
+"""The volunteers of one machine in one run, one for each of its devices.
 
-Each is a member in its own right, with a key, a link, a session and a stage (decision 0019). What
-their owner says (pause, resume, leave) is said to all of them.
+Each is a member of its own, with a key, a node, a session and a stage (decision 0019). The owner's
+commands (pause, resume, leave) apply to all of them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from swarm_shared.base.types import PeerId
 
 
 class DeviceGroup:
-    """Satisfies `Suspendable`, for the owner's own pause. Has at least one member."""
+    """At least one volunteer. Satisfies `Suspendable` for the user's own pause."""
 
     def __init__(self, volunteers: Sequence[Volunteer]) -> None:
         assert volunteers, "a machine has at least one device"
         self.volunteers = tuple(volunteers)
         self.ended: set[PeerId] = set()
-        """Who takes part no more, while others may still do."""
+        """Peers whose participation has ended while other devices may continue."""
         self.failures: dict[PeerId, SwarmError] = {}
-        """Of those, why, where it was an error."""
+        """The error of each ended device that ended with one."""
 
     @property
     def active(self) -> Iterator[Volunteer]:
-        """Those that take part."""
+        """Volunteers that still participate."""
         return (one for one in self.volunteers if one.node.peer_id not in self.ended)
 
     @property
     def reporting_device(self) -> Volunteer:
-        """Whose word on the run as a whole is taken: one that hears the coordinator, if any."""
+        """The volunteer whose view of the run is reported: one with a session, if there is one."""
         those = tuple(self.active) or self.volunteers
         return next((one for one in those if one.attachment.session is not None), those[0])
 
     @property
     def finished(self) -> bool:
-        """The run is, as at least one of them was told."""
+        """Whether the coordinator has ended at least one device's session because the run is
+        finished."""
         return any(
             one.attachment.finished and not one.attachment.leaving for one in self.volunteers
         )
@@ -50,7 +51,8 @@ class DeviceGroup:
 
     @property
     def suspended(self) -> Suspension | None:
-        """The owner's pause, if there is one; else another one that holds for all of them."""
+        """The user's pause if there is one; otherwise a suspension that all active devices
+        share."""
         found = [one.suspended for one in self.active]
         known = [suspension for suspension in found if suspension is not None]
         own = [one for one in known if one.reason is SuspendReason.PAUSED_BY_USER]
@@ -63,7 +65,7 @@ class DeviceGroup:
             one.suspend(reason, until)
 
     def resume(self) -> None:
-        """What their owner paused goes on; what was paused for another reason waits for its end."""
+        """End the user's pause. Devices suspended for another reason stay suspended."""
         for one in self.active:
             if one.suspended is not None and one.suspended.reason is SuspendReason.PAUSED_BY_USER:
                 one.resume()

@@ -1,9 +1,9 @@
-"""Carries out the reductions of a close, each stream by the best route that its pair has.
+"""Carries out the all-reduces of a step close, each stream over the best route of its pair.
 
-Where this peer has hivemind, a round runs in the averaging worker: p2pd connects it with the
-members that have it too, the daemon's host (through the bridge) with the others, and with those
-that p2pd does not reach. Without hivemind, or while the worker is away, the round runs here over
-the host alone. The algorithm is the same (`averaging.reduce`), and so is what crosses the wire.
+With hivemind a round runs in the averaging worker: p2pd connects the members that have it, and the
+daemon's host (through the bridge) connects the remaining pairs. Without hivemind, or while the
+worker is down, the round runs in the daemon over the host alone. The algorithm
+(`swarm_client.averaging.all_reduce.reduce`) and the bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.equal_shares import shares_are_equal
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
@@ -43,13 +42,14 @@ P2PD_LINKS = {
     Route.P2PD: "all-reduce over p2pd",
     Route.P2PD_RELAYED: "all-reduce over p2pd through a relay",
 }
-"""The host counts its own streams, under their protocol's name."""
+"""Protocol names under which p2pd's bytes are reported. The host counts its own streams."""
 
 T = TypeVar("T")
 
 
 class GroupAverager:
-    """Satisfies `engine.rounds.Averager`. `bind` it, then run `run` beside it."""
+    """Satisfies `swarm_client.pipeline.step_close.Averager`. Call `bind`, then run `run`
+    beside it."""
 
     def __init__(self, worker: AveragingWorker) -> None:
         self.worker = worker
@@ -87,12 +87,12 @@ class GroupAverager:
         certificate: str,
         revoked: tuple[PeerId, ...] = (),
     ) -> None:
-        """What this peer proves itself with in hivemind's DHT, and who is no member any more."""
+        """Set this peer's membership proof for hivemind's DHT, and the revoked peers."""
         self._membership_proof = (identity, organiser, certificate, revoked)
         self._wake.set()
 
     async def run(self) -> None:
-        """Keep the waiting rooms and the worker up to date on who belongs here."""
+        """Keep the queue of incoming streams and the worker up to date with the roster."""
         assert self._roster is not None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._follow_roster, self._roster)
@@ -111,13 +111,13 @@ class GroupAverager:
         assert self._routes is not None
         assert self._run is not None
         self._host.hub.admission_changed()
-        await self.worker.admit(self._routes.admitted_p2pds())
+        self.worker.admit(self._routes.admitted_p2pds())
         if self._membership_proof is None:
             return
         identity, organiser, certificate, revoked = self._membership_proof
         own = self.carrier_address(identity)
         if own is not None:
-            await self.worker.set_membership(
+            self.worker.set_membership(
                 SetMembership(
                     run=self._run,
                     organiser=organiser,
@@ -127,17 +127,15 @@ class GroupAverager:
                 )
             )
 
-    # ------------------------------------------------------------------------------ what is told
-
     def carrier_address(self, identity: Identity) -> CarrierAddress | None:
-        """How others reach this peer's p2pd, bound to its main key; None without one."""
+        """Addresses of this peer's p2pd, bound to its main key; None without p2pd."""
         started = self.worker.started
         if started is None or self._routes is None:
             return None
         return self._routes.own_address(identity, started.p2pd_peer_id, started.addresses)
 
     def links(self) -> tuple[LinkBytes, ...]:
-        """Bytes that p2pd carried, per member of this peer's groups and kind of route."""
+        """Bytes carried by p2pd, per member of this peer's groups and kind of route."""
         return tuple(
             LinkBytes(remote=peer, protocol=P2PD_LINKS[route], sent=sent, received=received)
             for (peer, route), (sent, received) in self._carried_bytes.items()
@@ -146,10 +144,8 @@ class GroupAverager:
 
     @property
     def sent_bytes(self) -> int:
-        """In averages, over either carrier."""
+        """Bytes sent in all-reduces, over either carrier."""
         return sum(sent for sent, _ in self._carried_bytes.values())
-
-    # ------------------------------------------------------------------------------------- rounds
 
     async def reduce(
         self, holding: Holding, step: Step, attempt: int, reduction: Reduction
@@ -162,13 +158,12 @@ class GroupAverager:
         elements = worker.own_elements if own else worker.tied_elements
         offset = 0 if own else worker.own_elements
         where = "tied" if not own else str(holding.stage)
-        weights = () if shares_are_equal() else reduction.weights
         spec = RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
             self._me,
             elements,
-            tuple(map(float, weights)) or None,
+            tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
         try:
@@ -183,7 +178,8 @@ class GroupAverager:
             ) from error
 
     async def _in_worker(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
-        """Streams that come to the host are handed on to the worker, while the round lasts."""
+        """Run the round in the averaging worker. Streams that arrive at the host meanwhile are
+        handed to it."""
         assert self._host is not None
         assert self._routes is not None
         request = StartRound(
@@ -201,8 +197,8 @@ class GroupAverager:
         )
         tag = round_tag(spec.round_id)
         failure: RoundFailed | None = None
-        # The roster that this group comes from may be a moment old.
-        await self.worker.admit(self._routes.admitted_p2pds())
+        # The group may come from a newer roster than the one applied here.
+        self.worker.admit(self._routes.admitted_p2pds())
         with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
             async with trio.open_nursery() as nursery:
 
@@ -219,11 +215,7 @@ class GroupAverager:
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        carried = [
-            StreamTraffic(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
-        ]
-        faults = [RouteFault(fault.peer, fault.route, fault.reason) for fault in done.faults]
-        self._record_outcome(spec, carried, faults, done=True)
+        self._record_outcome(spec, done.links, done.faults, done=True)
 
     async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
         assert self._host is not None
@@ -231,7 +223,7 @@ class GroupAverager:
         source = shared_memory.attach(holding.worker.gradients_name)
         result = shared_memory.attach(holding.worker.result_name)
         try:
-            async with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
+            with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 report = await all_reduce(
                     spec,
                     self._host.carrier(),
@@ -246,8 +238,6 @@ class GroupAverager:
             result.close()
         self._record_outcome(spec, report.links, (), done=True)
 
-    # ------------------------------------------------------------------- what is learnt from them
-
     def _record_outcome(
         self,
         spec: RoundSpec,
@@ -261,7 +251,7 @@ class GroupAverager:
             totals = self._carried_bytes.setdefault((link.peer, link.route), [0, 0])
             totals[0] += link.bytes_sent
             totals[1] += link.bytes_received
-            if done:  # one that merely could be opened has not worked yet
+            if done:  # a stream that only opened proves nothing
                 self._routes.worked(link.peer, link.route)
         for fault in faults:
             log.info(
@@ -270,7 +260,8 @@ class GroupAverager:
             self._routes.failed(fault.peer, fault.route)
 
     def _route_faults(self, error: RoundFailed) -> list[RouteFault]:
-        """The routes that this failure speaks against, here or at whoever told of it."""
+        """Routes that this failure is evidence against, observed here or by the member that
+        reported it."""
         faults = list(error.faults)
         culprit = error.culprit
         if culprit is None or culprit == self._me:
@@ -278,7 +269,7 @@ class GroupAverager:
         if error.route is not None and error.failure is not RoundFailure.PROTOCOL:
             faults.append(RouteFault(culprit, error.route, error.reason))
         elif error.failure is RoundFailure.CARRIER:
-            # Another member lost the culprit's p2pd. So do not wait to lose it here.
+            # Another member lost the culprit's p2pd; do not wait for the same timeout here.
             used = {link.route for link in error.links if link.peer == culprit}
             faults += [RouteFault(culprit, r, error.reason) for r in used if r.over_p2pd]
         return faults

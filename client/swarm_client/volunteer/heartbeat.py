@@ -1,16 +1,13 @@
-"""What a heartbeat says: that of a peer's newest state which the coordinator does not know yet.
+"""Heartbeats as deltas: only what has changed since the previous one of the session.
 
-Pure: what there is to say comes in, what is heartbeat goes out. One `HeartbeatDelta` per session.
-A stream
-delivers everything in order or ends, and with it the session: so what was heartbeat is known, and
-after
-any loss a new session begins with nothing heartbeat.
+Pure. One `HeartbeatDelta` per session. A stream delivers everything in order or ends, and the
+session ends with it; so what was sent is known to the coordinator, and a new session starts from
+nothing.
 
-How much is heartbeat of links does not grow with the run. A volunteer of ten thousand speaks with
-hundreds, whose counts all change in every step, and the coordinator would read of nothing else:
-so everybody together tells it of a thousand links a second, and each volunteer those of its own
-first that it has heartbeat nothing of for longest. In a run of a few dozen that is all of them with
-every heartbeat.
+The rate of link reports does not grow with the run. In a run of ten thousand each volunteer has
+links with hundreds of peers, whose byte counts change in every step. So all volunteers together
+report a thousand links per second, and each sends the least recently reported of its own first. In
+a run of a few dozen every heartbeat carries all of them.
 """
 
 from __future__ import annotations
@@ -23,21 +20,23 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import MAX_LINKS, MAX_PATHS, Heartbeat, LinkBytes, LinkPath
 
 LINK_REPORTS_PER_SECOND = 1000.0
-"""That all members of a run tell together; and as many paths."""
+"""Link reports per second that all members of a run send together; the same number of path
+reports."""
 
 MAX_REPORTED_AT_ONCE = 256
-"""In one heartbeat, however small the run is: some 50 kB."""
+"""Maximum number of links in one heartbeat, whatever the size of the run; about 50 kB."""
 
 RELATIVE_CHANGE = 0.1
-"""A path is reported again when its delay or its rate has changed by more than this share."""
+"""Relative change of a path's RTT or rate above which the path is reported again."""
 
 RTT_JITTER_SECONDS = 0.002
-"""By so much more, too, a delay has to change: over a short way it is never the same."""
+"""Absolute change of the RTT required as well; short paths jitter."""
 
 RATE_JITTER_BYTES_PER_SECOND = 1000.0
+"""Absolute change of the rate required as well."""
 
 SIGNIFICANT_DIGITS = 3
-"""Of rates, which are means of few measurements."""
+"""Digits to which rates are rounded; they are means of few measurements."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
@@ -45,7 +44,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatSnapshot:
-    """Everything that a heartbeat could say now."""
+    """Everything that a heartbeat can carry, as it is now."""
 
     microbatches_per_second: float
     queued: int
@@ -58,19 +57,19 @@ class HeartbeatSnapshot:
 
 
 class HeartbeatDelta:
-    """What the coordinator has been reported in this session."""
+    """The state that the coordinator has received in this session."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         self._heartbeat_seconds = heartbeat_seconds
         self._rate: float | None = None
         self._up: float | None = None
         self._links: dict[tuple[PeerId, str], LinkBytes] = {}
-        """As they were reported, what was reported longest ago first."""
+        """Links as last reported, the least recently reported first."""
         self._paths: dict[PeerId, LinkPath] = {}
         self._links_allowed = self._paths_allowed = 1.0
 
     def heartbeat(self, present: HeartbeatSnapshot, members: int) -> Heartbeat:
-        """What is new, and remembered as reported."""
+        """Return what has changed, and record it as reported."""
         share = LINK_REPORTS_PER_SECOND * self._heartbeat_seconds / max(1, members)
         self._links_allowed = min(self._links_allowed + share, max(share, 1.0))
         self._paths_allowed = min(self._paths_allowed + share, max(share, 1.0))
@@ -117,7 +116,7 @@ class HeartbeatDelta:
             for remote, path in changed.items()
             if (reported := self._paths.get(remote)) is None or not _same_route(reported, path)
         }
-        # That a way is another one is worth more than how fast it is now.
+        # A changed route is worth more than a changed rate.
         return _select_changed(
             self._paths, rerouted or changed, int(self._paths_allowed), MAX_PATHS
         )
@@ -126,8 +125,8 @@ class HeartbeatDelta:
 def _select_changed(
     reported: dict[KeyT, ValueT], changed: dict[KeyT, ValueT], allowed: int, most: int
 ) -> tuple[ValueT, ...]:
-    """As many as are allowed, never reported ones first; they are the newest in `reported` from
-    now on."""
+    """Select up to `allowed` changed entries, never reported ones first, and move them to the end
+    of `reported`."""
     room = max(0, min(allowed, MAX_REPORTED_AT_ONCE, most))
     never = [key for key in changed if key not in reported]
     chosen = never[: max(0, min(room, most - len(reported)))]
@@ -141,7 +140,7 @@ def _select_changed(
 
 
 def alike(reported: LinkPath, now: LinkPath) -> bool:
-    """Whether a person would learn nothing new."""
+    """Whether the two reports differ by no more than jitter."""
     return (
         _same_route(reported, now)
         and _within_jitter(reported.rtt_seconds, now.rtt_seconds, RTT_JITTER_SECONDS)

@@ -1,4 +1,5 @@
-"""What a volunteer says of itself: its hello, its heartbeat, its record. Maps, decides nothing."""
+"""Messages in which a volunteer describes itself: hello, heartbeat, directory record. Maps, decides
+nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def hello(
 
 
 def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
-    """How this peer introduces itself to those that it asks to look at it from outside."""
+    """The hello to a peer that is asked to probe this one from outside."""
     return DoctorHello(
         run=invite.run_id,
         software=SOFTWARE_VERSION,

@@ -1,14 +1,18 @@
-"""What a volunteer's user has chosen for one stay in a run."""
+"""The user's options for one participation in a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 
-from swarm_client.control.suspension import LONG_PAUSE_SECONDS
 from swarm_client.machine.devices import Device
 from swarm_shared.base.types import StageIndex
+
+LONG_PAUSE_SECONDS: Final = 600.0
+"""Length of a pause after which the stage is given up. Until then coming back costs nothing; later,
+averaging in every step costs more uplink than a download does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class VolunteerOptions:
     long_pause_seconds: float = LONG_PAUSE_SECONDS
     team: str | None = None
     owner: str | None = None
-    """The machine's word that this device is its own, in base64; None for the machine itself."""
+    """The machine's signed owner binding for this device, in base64; None for the machine
+    itself."""
     data_lock: trio.Lock | None = None
-    """Who shares a folder of data takes turns in filling it."""
+    """Shared by devices with a common data folder: one of them fills it at a time."""

@@ -1,33 +1,41 @@
-"""A volunteer's pause as it passes: at once, after the grace, and when it is a long one.
+"""The course of a volunteer's pause: at once, after the grace period, and once it is a long one.
 
-What a pause means and who may order one is in `suspension`. Here is what happens in it.
+A suspended volunteer keeps its stage and what it has accumulated: it takes no new microbatch,
+finishes what is in flight within GRACE_SECONDS or hands it back, and still takes part in step
+closes, because the run has counted its gradients. After a long pause it gives the stage up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import trio
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.stage_server import StageServer
-from swarm_client.pipeline.trainer_role import TrainerRole
+from swarm_client.pipeline.trainer import Trainer
+
+GRACE_SECONDS: Final = 0.9
+"""Seconds for microbatches in flight to be finished; what remains is handed back. Together with the
+time until a user is detected (at most 0.5 s, 1 s through logind), the machine is its user's again
+within two seconds."""
 
 
 class Pause:
-    """The one switch of a volunteer. `changed` tells the coordinator of it."""
+    """The pause switch of one volunteer. `changed` reports a change to the coordinator."""
 
     def __init__(
         self,
-        trainer: TrainerRole,
+        trainer: Trainer,
         server: StageServer,
         changed: Callable[[], None],
         leave_until_resumed: Callable[[], None],
         long_seconds: float,
         nursery: trio.Nursery,
     ) -> None:
-        """`leave_until_resumed` gives the stage up: a pause has lasted for `long_seconds`."""
+        """`leave_until_resumed` gives the stage up once a pause has lasted `long_seconds`."""
         self.suspension: Suspension | None = None
         self._trainer = trainer
         self._server = server
@@ -37,7 +45,7 @@ class Pause:
         self._nursery = nursery
         self._leaving = False
         self._over = trio.Event()
-        """Set when a pause ends, or when the volunteer is to leave in the middle of one."""
+        """Set when a pause ends, or when the volunteer leaves during one."""
 
     def suspend(self, reason: SuspendReason, until: float | None) -> None:
         began = self.suspension is None
@@ -59,17 +67,12 @@ class Pause:
             self._changed()
 
     def leave(self) -> None:
-        """Nobody waits for the end of a pause any more."""
+        """Release the tasks that wait for the end of a pause."""
         self._leaving = True
         self._over.set()
 
     async def wait_over(self) -> None:
         await self._over.wait()
-
-    @property
-    def awaited(self) -> bool:
-        """Whether something stands still until the pause is over."""
-        return self._over.statistics().tasks_waiting > 0
 
     async def _escalate(self, over: trio.Event) -> None:
         with trio.move_on_after(GRACE_SECONDS):

@@ -1,13 +1,11 @@
-"""The second directory: signed records in hivemind's DHT (design: hivemind's DHT).
+"""The second peer directory: signed records in hivemind's DHT (design: hivemind's DHT).
 
-Records are found wherever the DHT keeps them and believed for their signature alone: the peer's
-own key, and a membership certificate of the run in it.
+A record is accepted wherever the DHT stores it, for its signature alone: it is signed by the peer's
+own key and contains a membership certificate of the run.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import time
 from collections.abc import Callable
@@ -15,22 +13,22 @@ from collections.abc import Callable
 import trio
 from pydantic import Field
 
-from swarm_client.averaging.handle.directory_requests import DirectoryRequests
+from swarm_client.averaging.handle.requests import DirectoryRequests
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.identity.signing import decode_envelope, open_message, sign_message
 from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)
 
 DIRECTORY_DOMAIN = "swarmtrain-directory-1"
 RECORD_LIFETIME_SECONDS = 120.0
-"""A peer that is gone is forgotten in two minutes."""
+"""Lifetime of a record: a peer that has left disappears within two minutes."""
 PUBLISH_INTERVAL_SECONDS = 20.0
-"""How often this peer's record is renewed."""
+"""Seconds between two renewals of this peer's record."""
 MAX_RECORD_BYTES = 32 * 1024
 
 
@@ -40,7 +38,7 @@ class DirectoryRecord(FrozenModel):
 
 
 class PeerDirectory:
-    """Publishes this peer and looks others up; quietly does nothing without hivemind."""
+    """Publishes this peer and looks other members up. Does nothing without hivemind."""
 
     def __init__(
         self, identity: Identity, requests: DirectoryRequests, run: RunId, organiser: PeerId
@@ -52,7 +50,7 @@ class PeerDirectory:
         self._bootstrap_addresses: tuple[str, ...] = ()
 
     def bootstrap_from(self, addresses: tuple[str, ...]) -> None:
-        """Use these p2pd addresses (…/p2p/ID) to enter at the next occasion."""
+        """Use these p2pd addresses (…/p2p/ID) to enter the DHT at the next publication."""
         if addresses:
             self._bootstrap_addresses = addresses
 
@@ -62,7 +60,8 @@ class PeerDirectory:
         coordinator_absent: Callable[[], bool],
         found: Callable[[PeerRecord], None],
     ) -> None:
-        """Publish this peer while it has a record; look for others while nobody else tells."""
+        """Publish this peer while it has a record; look other members up while the coordinator is
+        absent."""
         while True:
             record = own_record()
             if record is not None:
@@ -80,30 +79,30 @@ class PeerDirectory:
             self._identity, DirectoryRecord(record=record, expires=expires), DIRECTORY_DOMAIN
         )
         try:
-            # An entrance may be away for a moment: its p2pd is started again, say.
+            # A bootstrap peer may be unavailable for a moment, for example while its p2pd restarts.
             if self._bootstrap_addresses and await self._requests.bootstrap(
                 self._bootstrap_addresses
             ):
                 self._bootstrap_addresses = ()
             await self._requests.publish(f"swarm/{self._run}", record.peer, signed, expires)
         except NetworkError as error:
-            log.info("the directory could not be told: %s", error)
+            log.info("this peer's record could not be published: %s", error)
 
     async def lookup(self) -> list[PeerRecord]:
-        """Every record of this run whose signature and certificate hold."""
+        """Return every record of this run with a valid signature and certificate."""
         if not self._requests.available:
             return []
         try:
             found = await self._requests.lookup(f"swarm/{self._run}")
         except NetworkError as error:
-            log.info("the directory could not be asked: %s", error)
+            log.info("the directory lookup failed: %s", error)
             return []
         records: list[PeerRecord] = []
         for value in found.values():
             try:
                 records.append(self._checked(value, time.time()))
-            except (AdmissionError, FrameError, SignatureError, binascii.Error) as error:
-                log.info("a record in the directory was refused: %s", error)
+            except (AdmissionError, FrameError, SignatureError) as error:
+                log.info("a directory record was rejected: %s", error)
         return records
 
     def _checked(self, value: bytes, now: float) -> PeerRecord:
@@ -114,6 +113,6 @@ class PeerDirectory:
             raise SignatureError(f"{signer} signed the record of {message.record.peer}")
         if message.expires < now:
             raise SignatureError(f"the record of {signer} has expired")
-        envelope = base64.b64decode(message.record.certificate, validate=True)
+        envelope = decode_envelope(message.record.certificate)
         check_certificate(envelope, self._run, self._organiser, now, signer)
         return message.record

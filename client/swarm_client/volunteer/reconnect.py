@@ -1,18 +1,18 @@
-"""Staying attached to the coordinator: one session after the other, until the end.
+"""Attachment to the coordinator: one session after the other, until the run is finished or left.
 
-Owns the session that there is, or why there is none, the pauses between two, and how a volunteer
-takes its leave. What it says and does in a session is the volunteer's part.
+Owns the current session or the reason why there is none, the back-off between two sessions, and the
+order of a leave. The content of a session is the volunteer's.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Protocol
 
 import trio
 
 from swarm_client.volunteer.session import CoordinatorSession, attach, root_error
+from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
@@ -36,30 +36,32 @@ from swarm_shared.protocol import (
 from swarm_shared.run.manifest import LimitsConfig
 
 FIRST_BACKOFF_SECONDS = 0.5
+"""First pause before a new attempt; doubled with each failure."""
 MAXIMUM_BACKOFF_SECONDS = 7.0
-"""With the fifth that chance adds, a coordinator that comes back is found again within 10 s."""
+"""Longest pause between attempts. With 20 % jitter a coordinator that returns is found
+within 10 s."""
 
 
 class AttachmentHandler(Protocol):
-    """Who is attached: the volunteer."""
+    """The volunteer, as its attachment sees it."""
 
     async def give_up_stage(self) -> None: ...
 
     async def wait_may_attach(self) -> bool:
-        """Wait until there is a reason to; False when the volunteer leaves instead."""
+        """Wait until there is a reason to attach; False when the volunteer leaves instead."""
 
     def hello(self) -> Hello: ...
 
     async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
-        """Check what the coordinator shows, and use it."""
+        """Verify the coordinator's welcome and apply it."""
 
     async def join_run(self, welcome: Welcome) -> None:
-        """A newcomer's way in, beside the conversation."""
+        """Fetch the data and ask for a stage; runs beside the session."""
 
     def heartbeat(self) -> Heartbeat: ...
 
     def take_receipts(self) -> tuple[str, ...]:
-        """Those that the coordinator has not been told of."""
+        """Receipts that have not been sent to the coordinator yet."""
 
     async def handle(self, message: CoordinatorMessage) -> None: ...
 
@@ -67,18 +69,18 @@ class AttachmentHandler(Protocol):
 
 
 class Attachment:
-    """One per volunteer. `stay` does everything."""
+    """One per volunteer; `run` drives it."""
 
     def __init__(
         self, handler: AttachmentHandler, node: Node, invite: Invite, report: Callable[[str], None]
     ) -> None:
         self.session: CoordinatorSession | None = None
         self.problem: SwarmError | None = None
-        """Why there is no session, if there has been no other one since."""
+        """Why there is no session; None once one has been opened."""
         self.finished = False
         self.leaving = False
         self._leaving_until_resumed = False
-        """A long pause has begun: the stage is to be given up, and had anew after it."""
+        """A long pause has begun: the stage is given up and asked for again after it."""
         self._handler = handler
         self._node = node
         self._invite = invite
@@ -87,39 +89,40 @@ class Attachment:
         self._attach_now = trio.Event()
 
     def send(self, message: FrozenModel) -> bool:
-        """To the coordinator; False when it is not there."""
+        """Send to the coordinator; False while there is no session."""
         if self.session is not None:
             self.session.send(message)
         return self.session is not None
 
     def leave(self) -> None:
-        """Go when the coordinator agrees."""
+        """Ask to leave; ends when the coordinator agrees."""
         self.leaving = True
         self.send(Leaving())
 
     def leave_until_resumed(self) -> None:
-        """Leave in order, and attach anew when there is a reason to."""
+        """Leave in order, and attach again when there is a reason to."""
         self._leaving_until_resumed = True
         self.send(Leaving())
         self._attach_now.set()
 
     def restart(self) -> None:
-        """End this session and attach anew."""
+        """End this session and attach again."""
         if self._scope is not None:
             self._scope.cancel()
 
     def network_changed(self) -> None:
-        """Another network, or awake again: no reason to wait out a pause that was for the old."""
+        """The machine has changed network or woken up: a back-off that was due to the old network
+        ends."""
         self._report("this machine's network has changed")
         self._attach_now.set()
 
     def explain(self, problem: SwarmError) -> str:
-        """In words for people, to whom the coordinator's peer ID says nothing."""
+        """The problem as text for people, without the coordinator's peer ID."""
         return str(problem).replace(str(self._invite.coordinator), "it")
 
     async def run(self) -> None:
-        """Attach, and attach again whenever the coordinator was lost, until the end."""
-        backoff_seconds = FIRST_BACKOFF_SECONDS
+        """Attach, and attach again after each loss of the coordinator, until the run has ended."""
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, MAXIMUM_BACKOFF_SECONDS)
         while not self.finished:
             if self._leaving_until_resumed:
                 self._leaving_until_resumed = False
@@ -129,7 +132,7 @@ class Attachment:
             problem: SwarmError | None = None
             try:
                 async with attach(self._node, self._invite, self._handler.hello()) as session:
-                    backoff_seconds = FIRST_BACKOFF_SECONDS
+                    backoff.reset()
                     problem = await self._run_session(session)
             except (NetworkError, ProtocolError) as error:
                 problem = error
@@ -139,20 +142,19 @@ class Attachment:
             if self._leaving_until_resumed:
                 continue
             if self.leaving:
-                self._report("the coordinator is away; leaving without its goodbye")
+                self._report("the coordinator cannot be reached; leaving without its confirmation")
                 return
-            await self._pause(backoff_seconds * random.uniform(0.8, 1.2))
-            backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
+            await self._pause(with_jitter(backoff.next(), 0.2))
 
     async def _pause(self, seconds: float) -> None:
         reason = "" if self.problem is None else f" ({self.explain(self.problem)})"
-        self._report(f"no link to the coordinator{reason}; trying again in {seconds:.1f} s")
+        self._report(f"no connection to the coordinator{reason}; trying again in {seconds:.1f} s")
         self._attach_now = trio.Event()
         with trio.move_on_after(seconds):
             await self._attach_now.wait()
 
     async def _run_session(self, session: CoordinatorSession) -> SwarmError | None:
-        """Live through one session; the reason why it ended."""
+        """Run one session; return the reason why it ended."""
         handler, welcome = self._handler, session.welcome
         limits = await handler.accept_welcome(welcome)
         self.session = session
@@ -172,7 +174,7 @@ class Attachment:
                 while not self.finished:
                     message = await session.receive()
                     if isinstance(message, Goodbye):
-                        self._report(f"the coordinator says goodbye: {message.reason}")
+                        self._report(f"the coordinator ended the session: {message.reason}")
                         self.finished = message.finished or self.leaving
                         break
                     await handler.handle(message)

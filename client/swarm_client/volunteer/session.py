@@ -1,6 +1,6 @@
-"""The control link: attach to the coordinator, talk, notice when it is gone, attach again.
+"""The control link of one session with the coordinator: hello, outbox, heartbeats, end.
 
-Owns the stream, its outbox and its beat. What messages mean is the daemon's part.
+Owns the stream. What messages mean is the volunteer's part (`swarm_client.volunteer.volunteer`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
@@ -35,11 +36,13 @@ from swarm_shared.protocol import (
 )
 
 CONTROL_LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=0)
-"""A roster of ten thousand peers has about ten megabytes."""
+"""Frame limits of the control stream; a roster of ten thousand peers has about ten megabytes."""
 
 WELCOME_SECONDS = 20.0
+"""Timeout of the hello and of its answer."""
 SEND_SECONDS = 30.0
-"""A coordinator that takes nothing for so long is gone, whatever its connection says."""
+"""Seconds without progress of a send after which the coordinator counts as lost, whatever the state
+of its connection."""
 
 REFUSALS = {
     "admission": AdmissionError,
@@ -50,7 +53,7 @@ REFUSALS = {
 
 
 class CoordinatorSession:
-    """One attachment. Made by `attach`."""
+    """One session. Made by `attach`."""
 
     def __init__(self, stream: FramedStream, welcome: Welcome) -> None:
         self.welcome = welcome
@@ -58,14 +61,15 @@ class CoordinatorSession:
         self._put, self._outbox = trio.open_memory_channel[FrozenModel](math.inf)
 
     def send(self, message: FrozenModel) -> None:
-        """Queue a message; never waits. Lost with the session, and told anew in the next Hello."""
+        """Queue a message; never waits. A message lost with the session is covered by the next
+        hello."""
         try:
             self._put.send_nowait(message)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return
 
     async def write_all(self) -> None:
-        """Carry the outbox to the coordinator until the session ends."""
+        """Send the outbox to the coordinator until the session ends."""
         async for message in self._outbox:
             await self._stream.send(encode(message), timeout_seconds=SEND_SECONDS)
 
@@ -79,21 +83,17 @@ class CoordinatorSession:
     async def send_heartbeats(
         self, interval_seconds: float, heartbeat: Callable[[], Heartbeat]
     ) -> None:
+        """Queue a heartbeat every `interval_seconds`."""
         while True:
             self.send(heartbeat())
             await trio.sleep(interval_seconds)
 
-    async def flush(self) -> None:
-        """Wait until what is in the outbox has been handed to the network, within a moment."""
-        with trio.move_on_after(2.0):
-            while self._outbox.statistics().current_buffer_used:
-                await trio.sleep(0.02)
-
 
 @asynccontextmanager
 async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[CoordinatorSession]:
-    """Say hello and be welcomed. AdmissionError, VersionError, CapacityError when refused."""
-    # From the port that others dial: the coordinator sees how the router maps that one.
+    """Open a session. AdmissionError, VersionError or CapacityError when the coordinator
+    refuses."""
+    # Dial from the listening port: the coordinator then sees how the router maps that port.
     await node.connect(invite.coordinator, invite.addresses, from_listening_port=True)
     stream = await node.open_stream(
         invite.coordinator, CONTROL_PROTOCOL, CONTROL_LIMITS, invite.addresses
@@ -117,14 +117,6 @@ def refusal_error(message: Refused) -> Exception:
 
 
 def root_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
-    """The telling error of a group: a closed link is mostly the echo of another one."""
-    leaves: list[SwarmError] = []
-    queue: list[BaseException] = [group]
-    while queue:
-        error = queue.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            queue.extend(error.exceptions)
-        elif isinstance(error, SwarmError):
-            leaves.append(error)
-    telling = [error for error in leaves if not isinstance(error, LinkClosed)]
-    return (telling or leaves)[0]
+    """The error that explains a group: a closed link is usually the consequence of another."""
+    found = [leaf for leaf in leaves(group) if isinstance(leaf, SwarmError)]
+    return next((error for error in found if not isinstance(error, LinkClosed)), found[0])

@@ -1,8 +1,8 @@
-"""Stage snapshots, in and out.
+"""Stage snapshots: written, served and fetched.
 
-A newcomer's stage comes from replicas (bitwise equal, so any of them can serve any chunk) or from
-the coordinator's checkpoint; what this peer serves are snapshots it was asked to write. Every
-file is verified against a hash that came from the coordinator or the signed manifest.
+A joining peer's stage comes from replicas (bitwise equal, so any of them can serve any chunk) or
+from the coordinator's checkpoint; this peer serves snapshots that it was asked to write. Every file
+is verified against a hash from the coordinator or the signed manifest.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ from swarm_shared.transfer.transfer import TransferSource, fetch
 log = logging.getLogger(__name__)
 
 KEPT_SNAPSHOTS = 2
-"""Newcomers and checkpoints fetch the newest; one older may still be in the middle of a fetch."""
+"""Snapshots kept: the newest, which joining peers and checkpoints fetch, and one older that may
+still be in the middle of a fetch."""
 
 
 class SnapshotStore:
-    """The stage snapshots in this volunteer's folder, and their place in the catalogue."""
+    """The stage snapshots in this volunteer's folder, and the catalogue of those that are
+    served."""
 
     def __init__(self, home: Home, run: RunId) -> None:
         self._folder = home.state_folder(run)
         self._served: dict[str, Path] = {}
 
     def clear(self) -> None:
-        """Forget older snapshots: they belong to another process's life."""
+        """Delete the snapshots of an earlier process."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.safetensors*"):
             path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """A new assignment: after a roll-back the same version means another history's state."""
+        """Drop all snapshots for a new assignment: after a roll-back the same version number can
+        mean another state."""
         while self._served:
             _, path = self._served.popitem()
             path.unlink(missing_ok=True)
@@ -56,11 +59,11 @@ class SnapshotStore:
     async def save(
         self, holding: Holding, request: SaveSnapshot, send: Callable[[FrozenModel], None]
     ) -> None:
-        """Write the state at the version asked for and say where it is."""
+        """Write the state at the requested version and report the item, or the failure."""
         item = snapshot_item(request.version, request.stage)
         try:
             if holding.stage != request.stage or holding.version != request.version:
-                raise StorageError(f"this peer is at version {holding.version} by now")
+                raise StorageError(f"this peer is at version {holding.version} now")
             path = self._folder / f"{request.version:08d}-{request.stage}.safetensors"
             if item not in self._served:
                 await holding.worker.save_state(path, request.version)
@@ -88,7 +91,7 @@ class SnapshotStore:
         self, node: Node, assignment: AssignStage, certificate: str, run: RunId,
         progress: Callable[[int, int], None],
     ) -> Path:  # fmt: skip
-        """Download the assigned snapshot from its holders; the path of the verified file."""
+        """Download the assigned snapshot from its holders; return the path of the verified file."""
         path = self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
         await fetch(
             node,

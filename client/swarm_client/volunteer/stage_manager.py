@@ -1,8 +1,8 @@
-"""Taking, holding and giving up a stage: the worker's life inside the daemon.
+"""Takes, holds, moves and gives up a stage: the life of the stage worker inside the daemon.
 
-One task per stage: start the worker, bring it to the assigned version, say Ready, serve until the
-assignment ends or the worker dies. A stage that is only prepared waits beside the one that is held
-until a step is applied with it (`moving_rounds`).
+One task per stage: start the worker, bring it to the assigned version, send Ready, serve until the
+assignment ends or the worker dies. A stage that is prepared for a move is kept beside the held one
+until a step is applied with it (`swarm_client.pipeline.step_close`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.stage_move import MovingStepCloser
 from swarm_client.pipeline.step_close import CloseOrder, StepCloser
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import WorkerDied
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
 
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRAPH_SHARE = 0.5
-"""Share of the offered memory that autograd graphs in flight may take; the rest is the stage's."""
+"""Fraction of the offered memory for autograd graphs in flight; the rest is the stage's."""
 
 WORKER_BACKOFF_SECONDS = 2.0
-"""Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
+"""Pause before a stage is asked for again after its worker died; doubled each time, up to 60 s."""
 
 
 def _inject_faults(phase: FaultPoint, version: int) -> None:
@@ -48,8 +49,8 @@ def _inject_faults(phase: FaultPoint, version: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How much of its device a worker may use; the threads are at most those it was started
-    with."""
+    """How much of its device a worker may use; `threads` is at most the number it was
+    started with."""
 
     duty_cycle: float = 1.0
     threads: int = 1024
@@ -58,20 +59,20 @@ class WorkerLimits:
 
 @dataclass(slots=True, eq=False)
 class _StageTenure:
-    """One stage's life here: from its worker's start to its end."""
+    """One stage held by this peer, from its worker's start to its end."""
 
     assignment: AssignStage
-    """The latest one; the same stage may be assigned anew, at another version."""
+    """The latest assignment; the same stage may be assigned again at another version."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     serving: trio.CancelScope | None = None
-    """Of what is done by this assignment; the worker outlives it."""
+    """Scope of the work under this assignment; the worker outlives it."""
     ended: trio.Event = field(default_factory=trio.Event)
     holding: Holding | None = None
-    """When its worker is at the assigned version."""
+    """Set once the worker is at the assigned version."""
     nursery: trio.Nursery | None = None
     next_stage: Downstream | None = None
     worker: StageWorker | None = None
-    """While its process lives."""
+    """Set while its process lives."""
 
     async def end(self) -> None:
         self.scope.cancel()
@@ -79,7 +80,7 @@ class _StageTenure:
 
 
 class StageManager:
-    """What the volunteer holds, if anything, and what it prepares to hold beside that."""
+    """The stage that the volunteer holds, if any, and the one that it prepares for a move."""
 
     def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
         self.holding: Holding | None = None
@@ -99,17 +100,20 @@ class StageManager:
 
     @property
     def loading_stage(self) -> StageIndex | None:
-        """The stage that is brought up while none is held."""
+        """The stage that is being loaded while none is held."""
         held = self._held_tenure
         return held.assignment.stage if held is not None and self.holding is None else None
 
     async def wait_ready(self) -> None:
-        """Wait until a stage could be taken without delay: a newcomer holds up the others."""
+        """Wait until a stage can be taken without delay: a joining peer holds up the step."""
         await self._spare.ready()
 
     async def take(self, assignment: AssignStage) -> None:
-        """Start on the assignment: beside what is held, or in its place; with the same worker, if
-        its stage is the same: starting another one takes seconds, in which the run may wait."""
+        """Start on the assignment, beside the held stage or in its place.
+
+        The worker is reused if its stage is the same: starting another one takes seconds in which
+        the run may wait.
+        """
         await self._drop_prepared()
         if assignment.prepare:
             self._prepared_tenure = _StageTenure(assignment)
@@ -130,7 +134,7 @@ class StageManager:
         self._nursery.start_soon(self._run_tenure, self._held_tenure)
 
     def limit(self, limits: WorkerLimits) -> None:
-        """From now on, for every worker; one in the middle of something hears of it after that."""
+        """Apply the limits to all workers from now on; a busy worker applies them afterwards."""
         if limits != self._limits:
             self._limits = limits
             for tenure in filter(None, (self._held_tenure, self._prepared_tenure)):
@@ -139,12 +143,12 @@ class StageManager:
 
     async def _limit(self, worker: StageWorker) -> None:
         limits = self._limits
-        # A worker that has died is its tenure's business; the next one is limited at its start.
+        # A dead worker is handled by its tenure; the next one is limited at its start.
         with contextlib.suppress(WorkerDied):
             await worker.limit(limits.duty_cycle, limits.threads, limits.vram_bytes)
 
     async def drop(self) -> None:
-        """End what is held and what is prepared, their workers included."""
+        """End the held and the prepared stage with their workers."""
         await self._drop_prepared()
         if self._held_tenure is not None:
             await self._held_tenure.end()
@@ -158,11 +162,20 @@ class StageManager:
             self._step_closer.put(message)
 
     def session_lost(self) -> None:
-        """The coordinator that comes back knows of no move; what is held stays."""
+        """Drop the prepared stage, because a coordinator that returns has no record of the move;
+        keep the held one."""
         if self._prepared_tenure is not None:
             self._prepared_tenure.scope.cancel()
         if self._step_closer is not None:
             self._step_closer.session_lost()
+
+    # ---- step closes (`swarm_client.pipeline.step_close.CloseHandler`)
+
+    def send(self, message: FrozenModel) -> None:
+        self._volunteer.send(message)
+
+    def rejoin(self) -> None:
+        self._volunteer.attachment.restart()
 
     def prepared(self) -> Holding | None:
         return self._prepared_tenure.holding if self._prepared_tenure is not None else None
@@ -175,7 +188,7 @@ class StageManager:
                 died = await self._run_worker(tenure)
         except SwarmError as error:
             stage, version = tenure.assignment.stage, tenure.assignment.version
-            volunteer.report(f"stage {stage} cannot be held: {error}")
+            volunteer.report(f"stage {stage} could not be loaded: {error}")
             volunteer.send(SyncFailed(stage=stage, version=version, reason=str(error)[:500]))
         finally:
             held = self._held_tenure is tenure
@@ -186,13 +199,13 @@ class StageManager:
             tenure.ended.set()
         if died is not None and held:
             self._deaths += 1
-            pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
+            pause = backoff_seconds(self._deaths - 1, WORKER_BACKOFF_SECONDS, 60.0)
             volunteer.report(f"{died}; joining again in {pause:.0f} s")
             await trio.sleep(pause)
             volunteer.attachment.restart()
 
     async def _run_worker(self, tenure: _StageTenure) -> WorkerDied | None:
-        """Hold the assigned stage, and again when it is assigned anew, until its worker dies."""
+        """Serve the assigned stage, and again when it is assigned again, until its worker dies."""
         volunteer, options = self._volunteer, self._volunteer.options
         assert volunteer.membership is not None
         async with open_worker(
@@ -213,13 +226,13 @@ class StageManager:
                 with trio.CancelScope() as tenure.serving:
                     return await self._serve(worker, tenure, is_fresh)
                 is_fresh = False
-        raise AssertionError("unreachable: the worker's context swallows nothing")
+        raise AssertionError("unreachable: the worker's context suppresses nothing")
 
     async def _serve(self, worker: StageWorker, tenure: _StageTenure, is_fresh: bool) -> WorkerDied:
         volunteer, assignment = self._volunteer, tenure.assignment
         where = f"stage {assignment.stage} at version {assignment.version}"
         if assignment.prepare:
-            where += " beside the one that is held"
+            where += " beside the held one"
         volunteer.report(f"taking {where}")
         try:
             digest = await self._load_stage(worker, assignment, is_fresh)
@@ -234,7 +247,7 @@ class StageManager:
             try:
                 died = await worker.wait_died()
             finally:
-                # Tasks of others' links, which outlive this nursery, send through it.
+                # Tasks of other senders' links outlive this nursery and send through it.
                 if tenure.next_stage is not None:
                     tenure.next_stage.close()
             nursery.cancel_scope.cancel()
@@ -243,9 +256,9 @@ class StageManager:
     async def _load_stage(
         self, worker: StageWorker, assignment: AssignStage, is_fresh: bool
     ) -> str:
-        """The digest of the stage's parameters at the assigned version.
+        """Bring the worker to the assigned version; return the digest of the stage's parameters.
 
-        `is_fresh`: the worker is as it began, with parameters from the manifest's seed.
+        `is_fresh`: the worker is as it was started, with parameters from the manifest's seed.
         """
         volunteer = self._volunteer
         assert volunteer.membership is not None
@@ -283,7 +296,7 @@ class StageManager:
         )  # fmt: skip
 
     def _install(self, holding: Holding, tenure: _StageTenure) -> None:
-        """From now on this is what is held; its rounds live as long as its serving."""
+        """Make this the held stage; its step closer lives as long as the tenure's serving."""
         volunteer = self._volunteer
         assert volunteer.membership is not None
         assert tenure.nursery is not None
@@ -293,41 +306,40 @@ class StageManager:
                 StageIndex(holding.stage + 1), tenure.nursery
             )
         tenure.next_stage = self.next_stage
-        self._step_closer = MovingStepCloser(
-            holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied, volunteer.attachment.restart, self.prepared,
-            self._switch_to_prepared, self._drop_outdated,
-        )  # fmt: skip
+        self._step_closer = StepCloser(
+            holding, volunteer.membership.manifest, volunteer.averager, self
+        )
         tenure.nursery.start_soon(self._run_step_closer, self._step_closer)
 
-    def _switch_to_prepared(self, prepared: Holding) -> None:
-        """What was prepared is held from now on; what was held ends, its worker included."""
+    def switch_to_prepared(self, prepared: Holding) -> None:
+        """Make the prepared stage the held one; end the stage that was held, with its worker."""
         left, tenure = self._held_tenure, self._prepared_tenure
         assert left is not None
         assert tenure is not None
         assert tenure.holding is prepared
         _inject_faults(FaultPoint.STAGE_MIGRATION, prepared.version)
         self._held_tenure, self._prepared_tenure = tenure, None
-        # What was saved of the stage that is left is served on: others may be fetching it.
+        # Snapshots of the stage that is left stay served: other peers may be fetching them.
         self._install(prepared, tenure)
         self._volunteer.report(f"moved to stage {prepared.stage}")
         left.scope.cancel()
 
-    def _drop_outdated(self) -> None:
-        """What is prepared is of the version before; the coordinator says where to get the next."""
+    def drop_outdated(self) -> None:
+        """Drop the prepared stage: it is one version behind, and the coordinator assigns it
+        again."""
         if self._prepared_tenure is not None:
             self._prepared_tenure.scope.cancel()
 
-    async def _run_step_closer(self, rounds: StepCloser) -> None:
+    async def _run_step_closer(self, closer: StepCloser) -> None:
         try:
-            await rounds.run()
+            await closer.run()
         except WorkerDied:
             return  # `_run_worker` waits for the same death and reports it
 
-    async def _save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
+    async def save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
         await self._volunteer.snapshots.save(holding, request, self._volunteer.send)
 
-    def _applied(self, holding: Holding, apply: Apply, counted: int) -> None:
+    def step_applied(self, holding: Holding, apply: Apply, counted: int) -> None:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
@@ -337,5 +349,5 @@ class StageManager:
             apply.step, counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)
         )
         volunteer.report(
-            f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches of it here"
+            f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches here"
         )

@@ -1,7 +1,7 @@
-"""One volunteer in one run: what it holds, whom it knows, and how it acts on orders.
+"""One volunteer in one run: its stage, its view of the run, and the coordinator's orders.
 
-Owns the state between sessions, so that losing the coordinator costs nothing: the stage, its
-accumulator and its receipts stay, and the next Hello tells of them (design: the life of a step).
+Owns the state that outlives a session, so that losing the coordinator costs nothing: the stage, its
+accumulator and its receipts stay, and the next hello reports them (design: the life of a step).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from swarm_client.membership.membership import Membership, renew_certificate, ve
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.samples import RunSamples
 from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import HELLO_LIMITS, StageServer
-from swarm_client.pipeline.trainer_role import TrainerRole
+from swarm_client.pipeline.trainer import Trainer
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.volunteer import hello as self_report
 from swarm_client.volunteer.contribution import ContributionCounter
@@ -72,13 +73,14 @@ from swarm_shared.transfer.transfer import TransferSource, serve_transfers
 log = logging.getLogger(__name__)
 
 MAX_STAGE_STREAMS = 4
-"""Of one sender: one per ordered pair, and another while it moves to a better link."""
+"""Maximum number of stage streams of one sender: one per ordered pair, and another while it moves
+to a better link."""
 
 Report = Callable[[str], None]
 
 
 class Volunteer:
-    """Give it a node and a nursery, then `attachment.run` until it returns."""
+    """Needs a node and a nursery; `attachment.run` drives it until it returns."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Volunteer:
         self._own_transport_only = False
         self._nursery = nursery
         self._stage_manager = StageManager(self, nursery)
-        self._trainer = TrainerRole(self.send, self.current_step, nursery)
+        self._trainer = Trainer(self.send, self.current_step, nursery)
         self._masks = MaskClient(self.attachment.send)
         averager.worker.on_change(lambda: self.relay_policy.wake())
         self.directory = PeerDirectory(
@@ -141,7 +143,7 @@ class Volunteer:
         serve_transfers(node, self.snapshots.find, self.gate.check_transfer)
         serve_probe(node, answer_members_only(invite.run_id, invite.organiser, self.gate.check))
 
-    # ---- what others ask
+    # ---- state
 
     @property
     def holding(self) -> Holding | None:
@@ -149,7 +151,7 @@ class Volunteer:
 
     @property
     def loading_stage(self) -> StageIndex | None:
-        """The stage that is being brought here while none is held."""
+        """The stage that is being loaded while none is held."""
         return self._stage_manager.loading_stage
 
     def current_step(self) -> Step | None:
@@ -157,7 +159,7 @@ class Volunteer:
 
     @property
     def member(self) -> Membership:
-        """Once it has been admitted, which stays so."""
+        """The membership; only once the volunteer has been admitted, which stays so."""
         assert self.membership is not None
         return self.membership
 
@@ -165,11 +167,12 @@ class Volunteer:
         return self.member.generation
 
     def send(self, message: FrozenModel) -> None:
-        """To the coordinator, if it is there."""
+        """Send to the coordinator, if there is a session."""
         self.attachment.send(message)
 
     async def use_directory(self) -> None:
-        """Publish this peer in hivemind's DHT; look for others while the coordinator is away."""
+        """Publish this peer in hivemind's DHT; look other members up while the coordinator is
+        absent."""
         await self.directory.run(
             self._directory_record, lambda: self.attachment.session is None, self.roster.refresh
         )
@@ -192,13 +195,14 @@ class Volunteer:
                 tuple(self.roster.revoked),
             )  # fmt: skip
 
-    # ---- a session (`attachment.AttachmentHandler`)
+    # ---- a session (`swarm_client.volunteer.reconnect.AttachmentHandler`)
 
     async def give_up_stage(self) -> None:
         await self._stage_manager.drop()
 
     async def wait_may_attach(self) -> bool:
-        """Wait out a pause in which nothing is held; False when the volunteer leaves meanwhile."""
+        """Wait until a pause without a held stage ends; False when the volunteer leaves
+        meanwhile."""
         if self.suspended is not None and self.holding is None:
             await self.pause.wait_over()
             return not self.attachment.leaving
@@ -210,7 +214,7 @@ class Volunteer:
         )
 
     async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
-        """Check what the coordinator shows before anything of it is used."""
+        """Verify the welcome before anything of it is used."""
         membership = verify_welcome(welcome, self.invite, self.node.peer_id)
         manifest, before = membership.manifest, self.membership
         self.gate.attached(welcome.generation)
@@ -219,7 +223,8 @@ class Volunteer:
             welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds
         )
         if before is None:
-            # It asks for a certificate itself: a newcomer's may be here before the roster is.
+            # Public: the protocol checks a certificate itself, and a joining peer's may arrive
+            # before the roster does.
             self.node.serve(
                 STAGE_PROTOCOL, self._stage_server.handle, HELLO_LIMITS, public=True,
                 max_streams_per_peer=MAX_STAGE_STREAMS,
@@ -240,7 +245,7 @@ class Volunteer:
         return manifest.limits
 
     async def join_run(self, welcome: Welcome) -> None:
-        """A newcomer's way in: data first, then the choice of a stage."""
+        """Fetch the data, then ask for a stage."""
         manifest = self.member.manifest
         if not self._trainer.begun:
             folder = await fetch_data(
@@ -250,7 +255,8 @@ class Volunteer:
                 use_urls=not self._own_transport_only, lock=self.options.data_lock,
             )  # fmt: skip
             self._trainer.begin(
-                manifest, folder, self.stage_links.downstream(StageIndex(0), self._nursery)
+                RunSamples(manifest, folder),
+                self.stage_links.downstream(StageIndex(0), self._nursery),
             )
         await self._stage_manager.wait_ready()
         stage = self.options.wanted_stage
@@ -278,7 +284,7 @@ class Volunteer:
         self._masks.session_lost()
 
     def links(self) -> tuple[LinkBytes, ...]:
-        """Bytes per remote and protocol, both directions, over all carriers."""
+        """Bytes per remote and protocol, in both directions, over all carriers."""
         return (*self.node.link_bytes(), *self.averager.links())
 
     async def handle(self, message: CoordinatorMessage) -> None:
@@ -315,11 +321,11 @@ class Volunteer:
             self._stage_manager.next_stage.roster_changed()
 
     async def _disconnect_revoked(self, peer: PeerId) -> None:
-        """The coordinator has revoked it: whatever there is between it and this peer ends now."""
+        """Close all connections with a peer that the coordinator has revoked."""
         try:
             await self.node.disconnect(peer)
         except NetworkError as error:
-            log.info("the links with %s did not end in order: %s", peer, error)
+            log.info("the links with %s did not close cleanly: %s", peer, error)
 
     # ---- pausing
 
@@ -328,34 +334,36 @@ class Volunteer:
         return self.pause.suspension
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
-        """Compute nothing from now on, and keep what is accumulated (`suspension`)."""
+        """Compute nothing from now on, and keep what is accumulated
+        (`swarm_client.volunteer.pause`)."""
         self.pause.suspend(reason, until)
 
     def resume(self) -> None:
         self.pause.resume()
 
     def _leave_until_resumed(self) -> None:
-        """A long pause: leave in order, and attach anew when it is over."""
-        self.report("this pause is a long one: the stage is given back until it is over")
+        """Give the stage up for a long pause; attach again when it is over."""
+        self.report("this pause is long, so the stage is given up until it ends")
         self.attachment.leave_until_resumed()
 
     # ---- limits
 
     def claim_disk(self, size_bytes: int) -> None:
-        """StorageError when so much more may not be written; `disk_guard` decides."""
+        """Raise StorageError when `size_bytes` more may not be written; `disk_guard` decides."""
         self.disk_guard(size_bytes)
 
     def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:
-        """Whether bytes may pass elsewhere than over this peer's host, and others' over it."""
+        """Restrict transfers to this peer's own host, and whether it relays for other peers."""
         self._own_transport_only = own_transport_only
         self.relay_policy.set_relaying_disabled(not for_others)
 
     def limit(self, limits: WorkerLimits) -> None:
-        """How much of its device the compute process may use, from now on."""
+        """Limit the compute process's use of its device from now on."""
         self._stage_manager.limit(limits)
 
     def offer_memory(self, memory_bytes: int) -> None:
-        """What a stage may take; counts at the next choice of a stage, not for the one held."""
+        """Set the memory that a stage may take; counts for the next choice of a stage, not for the
+        held one."""
         if memory_bytes != self.options.device.memory_bytes:
             device = replace(self.options.device, memory_bytes=memory_bytes)
             self.options = replace(self.options, device=device)
@@ -363,7 +371,7 @@ class Volunteer:
     # ---- leaving
 
     def leave(self) -> None:
-        """Finish what is in flight, take nothing new, and go when the coordinator agrees."""
+        """Finish what is in flight, take nothing new, and leave when the coordinator agrees."""
         self.pause.leave()
         self._trainer.leave()
         self.attachment.leave()

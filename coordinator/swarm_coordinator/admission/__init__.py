@@ -1,1 +1,1 @@
-"""Who may join: tokens, allow-list, bans, certificates and the owners of devices."""
+"""Admission: tokens, allow-list, bans, certificates, and the owners of devices."""

@@ -1,14 +1,13 @@
-"""Who is let into the run, and the certificate that says so.
+"""Admission of peers to the run, and their membership certificates.
 
-Owns the decision at a hello (software, run, ban, token or list) and the certificates' life. What
-the organiser has decided is in `admission_book`; the organiser's key signs; what a certificate
-holds and how it is checked is in `swarm_shared.identity.credentials`. Why it is done this way:
-docs/decisions/0010-admission.md.
+Owns the decision at a hello (software, run, ban, token or list) and the life of certificates. What
+the organiser has decided is in `swarm_coordinator.admission.book`; the organiser's key signs; the
+content and verification of a certificate are in `swarm_shared.identity.credentials`. Why it is done
+this way: docs/decisions/0010-admission.md.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -29,28 +28,31 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.protocol import SOFTWARE_VERSION, Hello
 
 CERTIFICATE_SECONDS = 24 * 3600.0
-"""A peer whose coordinator is away stays believable to the others for the rest of this time."""
+"""Lifetime of a certificate. While the coordinator is unavailable, members trust a peer for the
+rest of this time."""
 
 RENEW_AFTER_SECONDS = CERTIFICATE_SECONDS / 3
-"""Members have at least two thirds of the time above before them when the coordinator is lost."""
+"""Age at which a certificate is renewed: members keep at least two thirds of its lifetime when the
+coordinator is lost."""
 
 REVOKED_SECONDS = CERTIFICATE_SECONDS + CLOCK_SKEW_SECONDS
-"""So long after its last certificate a peer could still show one that has not expired."""
+"""Seconds after a peer's last certificate within which it could still present a valid one."""
 
 WriteRecord = Callable[[AdmissionRecord], Awaitable[None]]
 """Returns when the record is durable."""
 
 
 async def _discard(_: AdmissionRecord) -> None:
-    """For an admission that nobody will remember."""
+    """The default of `AdmissionAuthority.write`: stores nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionAuthority:
-    """The rules of one start of the coordinator."""
+    """The admission rules of one start of the coordinator."""
 
     organiser: Identity
     run: RunId
@@ -62,11 +64,11 @@ class AdmissionAuthority:
     owners: DeviceOwners = field(default_factory=DeviceOwners)
 
     async def admit(self, peer: PeerId, hello: Hello) -> str:
-        """A certificate for `peer` in base64; a token that it used is marked before, durably.
+        """Return a certificate for `peer` in base64, after recording durably the use of a token.
 
-        ProtocolError: it wants another run, or shows a binding to an owner that does not hold.
-        VersionError: its software does not fit. AdmissionError: the rules of the run keep it out.
-        `peer` must come from the connection.
+        ProtocolError: the hello names another run, or an invalid owner binding. VersionError:
+        incompatible software. AdmissionError: refused by the rules of the run. `peer` must come
+        from the connection.
         """
         if hello.run != self.run:
             raise ProtocolError(
@@ -88,15 +90,15 @@ class AdmissionAuthority:
         return self.certificate(peer, "volunteer")
 
     def refusal(self, peer: PeerId) -> str | None:
-        """Why this peer may not take part any more, or not yet; None when it may."""
+        """Why this peer may not, or no longer, take part; None if it may."""
         if peer == self.organiser.peer_id:
-            return None  # the coordinator itself, which no rule is about
+            return None  # the coordinator itself is exempt
         return self.book.refusal(self.mode, peer)
 
     async def _use_token(self, peer: PeerId, secret: str | None) -> None:
         token = self.book.usable_token(secret, self.clock())
         record = MemberAdmitted(peer, token.token)
-        # Before it is durable: two peers at the same moment must not both have the last use.
+        # Before it is durable: two concurrent hellos must not both get the last use.
         self.book.enter(record, self.clock())
         try:
             await self.write(record)
@@ -105,16 +107,20 @@ class AdmissionAuthority:
             raise
 
     def certificate(self, peer: PeerId, role: Role) -> str:
+        """Issue a certificate that is valid from now."""
         now = self.clock()
         certificate = MembershipCertificate(
             peer=peer, run=self.run, generation=self.generation, not_before=now,
             expires=now + CERTIFICATE_SECONDS, role=role,
         )  # fmt: skip
-        return base64.b64encode(sign_certificate(self.organiser, certificate)).decode("ascii")
+        return encode_envelope(sign_certificate(self.organiser, certificate))
 
 
 def compatible(theirs: str, ours: str) -> bool:
-    """Before 1.0 the minor version may change the protocol, afterwards the major one only."""
+    """Whether two software versions are compatible.
+
+    Before 1.0 the minor versions must be equal, afterwards the major versions.
+    """
 
     def key(version: str) -> tuple[str, ...]:
         parts = version.split(".")

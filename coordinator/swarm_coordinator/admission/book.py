@@ -1,8 +1,8 @@
-"""Tokens, the allow-list, bans and members: who may take part, as data.
+"""Tokens, the allow-list, bans and members, as data.
 
-Owns the rules that follow from these alone. Pure: records come in as they were written to the
-run's database, times are passed in (Unix seconds). The mode is the organiser's (run.toml) and
-decides what counts: a token's members in mode "token", the list in "allow-list", everybody in
+Owns the rules that follow from these alone. Pure: records come in as they were written to the run's
+database, and times are passed in (Unix seconds). The mode is set by the organiser (run.toml) and
+selects what counts: a token's members in mode "token", the list in "allow-list", every peer in
 "open"; a ban counts in every mode.
 """
 
@@ -19,18 +19,18 @@ from swarm_shared.base.types import PeerId
 AdmissionMode = Literal["open", "token", "allow-list"]
 
 
-# ---------------------------------------------------------------- what is written down
+# ---------------------------------------------------------------- records
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCreated:
-    """The secret itself is shown once and never stored; 24 random bytes need no slow hash."""
+    """A new token. The secret is shown once and never stored; 24 random bytes need no slow hash."""
 
     token: int
     secret_sha256: str
     note: str = ""
     uses: int | None = None
-    """How many peers it admits; None: any number."""
+    """Number of peers that it admits; None: unlimited."""
     expires_at: float | None = None
 
 
@@ -41,7 +41,7 @@ class TokenRevoked:
 
 @dataclass(frozen=True, slots=True)
 class MemberAdmitted:
-    """`peer` has shown the token: it is a member until the token is revoked or it is banned."""
+    """`peer` has presented the token: it is a member until the token is revoked or it is banned."""
 
     peer: PeerId
     token: int
@@ -74,7 +74,7 @@ AdmissionRecord = (
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what follows from it
+# ---------------------------------------------------------------- the state derived from them
 
 
 class TokenState(StrEnum):
@@ -107,18 +107,18 @@ def hash_of(secret: str) -> str:
 
 @dataclass(slots=True)
 class AdmissionBook:
-    """Everything the organiser has decided, and whom tokens have let in."""
+    """Everything the organiser has decided, and the peers admitted by tokens."""
 
     tokens: dict[int, TokenEntry] = field(default_factory=dict)
     admitted: dict[int, dict[PeerId, float]] = field(default_factory=dict)
-    """token → the peers that came in by it, and when"""
+    """token → the peers it has admitted, and when"""
     allowed: dict[PeerId, float] = field(default_factory=dict)
     bans: dict[PeerId, BanEntry] = field(default_factory=dict)
     _tokens_of: dict[PeerId, set[int]] = field(default_factory=dict)
     _by_hash: dict[str, int] = field(default_factory=dict)
 
     def enter(self, record: AdmissionRecord, now: float) -> None:
-        """Take in a record that is written, or about to be."""
+        """Enter a record that is written, or about to be."""
         match record:
             case TokenCreated(token, secret_sha256, note, uses, expires_at):
                 self.tokens[token] = TokenEntry(token, secret_sha256, note, uses, expires_at, now)
@@ -138,7 +138,7 @@ class AdmissionBook:
                 self.bans.pop(peer, None)
 
     def withdraw(self, record: MemberAdmitted) -> None:
-        """Take an admission back that could not be written down."""
+        """Withdraw an admission that could not be written."""
         self.admitted.get(record.token, {}).pop(record.peer, None)
         tokens = self._tokens_of.get(record.peer, set())
         tokens.discard(record.token)
@@ -148,7 +148,7 @@ class AdmissionBook:
     # ---- tokens
 
     def uses_left(self, token: TokenEntry) -> int | None:
-        """A peer that returns does not use a token a second time."""
+        """Remaining uses, or None; a returning peer does not use a token again."""
         if token.uses is None:
             return None
         return max(0, token.uses - len(self.admitted.get(token.token, ())))
@@ -161,12 +161,12 @@ class AdmissionBook:
         return TokenState.USED_UP if self.uses_left(token) == 0 else TokenState.VALID
 
     def token_of(self, secret: str) -> TokenEntry | None:
-        """By the hash: how long the search takes tells nothing about the secret."""
+        """Find a token by its secret's hash: the search time reveals nothing about the secret."""
         token = self._by_hash.get(hash_of(secret))
         return None if token is None else self.tokens[token]
 
     def usable_token(self, secret: str | None, now: float) -> TokenEntry:
-        """The token with this secret, when it admits one peer more. AdmissionError otherwise."""
+        """The token with this secret if it admits one more peer; AdmissionError otherwise."""
         if not secret:
             raise AdmissionError(
                 "this run is by invitation and the invite carries no token; "
@@ -188,21 +188,21 @@ class AdmissionBook:
     # ---- peers
 
     def tokens_of(self, peer: PeerId) -> list[TokenEntry]:
-        """The tokens that have let it in."""
+        """The tokens that have admitted a peer."""
         return [self.tokens[token] for token in sorted(self._tokens_of.get(peer, ()))]
 
     def is_member(self, peer: PeerId) -> bool:
-        """Whether a token that is not revoked has let it in."""
+        """Whether a token that is not revoked has admitted the peer."""
         return any(token.revoked_at is None for token in self.tokens_of(peer))
 
     def members(self, mode: AdmissionMode) -> set[PeerId]:
-        """Those that may come without showing anything; in mode "open" nobody has to."""
+        """Peers that may join without presenting anything; in mode "open" no peer has to."""
         if mode == "allow-list":
             return self.allowed.keys() - self.bans.keys()
         return {peer for peer in self._tokens_of if self.is_member(peer)} - self.bans.keys()
 
     def refusal(self, mode: AdmissionMode, peer: PeerId) -> str | None:
-        """Why `peer` may not take part as things are; None when it may. A sentence to tell it."""
+        """Why `peer` may not take part now, as a sentence for it; None if it may."""
         ban = self.bans.get(peer)
         if ban is not None:
             why = f": {ban.reason}" if ban.reason else ""
@@ -225,7 +225,7 @@ class AdmissionBook:
         return None
 
     def affected_by(self, record: AdmissionRecord) -> tuple[PeerId, ...]:
-        """Peers whose right to take part may have changed with a record that was entered."""
+        """Peers whose right to take part may have changed with an entered record."""
         if isinstance(record, TokenRevoked):
             return tuple(self.admitted.get(record.token, ()))
         if isinstance(record, TokenCreated):

@@ -1,24 +1,23 @@
-"""Whose device each member is, as members say it in their hellos and as the database keeps it.
+"""The owners of member devices, as bound by the members' hellos and stored in the database.
 
-Owns which bindings the coordinator takes. The connection proves the device and the signature the
-owner, so that both have agreed; a device of a device is nobody's (decision 0019). Nothing but the
-leaderboard and the ledger depends on it.
+Owns which bindings the coordinator accepts. The connection proves the device and the signature the
+owner, so both have agreed; an owner must not itself be bound to another owner (decision 0019). Only
+the leaderboard and the ledger depend on bindings.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections import Counter
 from collections.abc import Mapping
 
-from swarm_shared.base.errors import ProtocolError, SignatureError
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import open_owner_binding
+from swarm_shared.identity.signing import decode_envelope
 
 
 class DeviceOwners:
-    """The bindings that stand. A member's newest hello is what counts, as with its name."""
+    """The bindings in effect. A member's latest hello decides, as for its name."""
 
     def __init__(self, bound: Mapping[PeerId, PeerId] | None = None) -> None:
         self._bound = dict(bound or {})
@@ -28,7 +27,10 @@ class DeviceOwners:
         return self._bound.get(peer)
 
     def enter(self, device: PeerId, owner: PeerId | None) -> None:
-        """ProtocolError, and nothing changed, where a chain of owners would come of it."""
+        """Bind a device to an owner, or unbind it.
+
+        ProtocolError, without a change, if a chain of owners would result.
+        """
         if owner is not None and owner in self._bound:
             raise ProtocolError(
                 f"{device} names {owner} as its owner, which is itself bound to "
@@ -50,14 +52,7 @@ class DeviceOwners:
 
 
 def named_owner(device: PeerId, binding: str | None) -> PeerId | None:
-    """Whom a hello's binding names; ProtocolError when it does not hold for that device."""
+    """The owner named by a hello's binding; ProtocolError if it is invalid for the device."""
     if binding is None:
         return None
-    return open_owner_binding(decoded(binding), device).owner
-
-
-def decoded(binding: str) -> bytes:
-    try:
-        return base64.b64decode(binding, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SignatureError("an owner binding is not base64") from error
+    return open_owner_binding(decode_envelope(binding, "an owner binding"), device).owner

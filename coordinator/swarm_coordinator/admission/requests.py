@@ -1,8 +1,9 @@
-"""What an organiser decides about admission: requests, what they change, and what is said of it.
+"""The organiser's admission requests: their effect, and the text that reports it.
 
-Owns the meaning of `token`, `allow`, `ban` and `unban`, beside a running coordinator (which carries
-the requests out, asked over the run folder's socket) as well as without one (the command does).
-Their words are in `commands_admission`, the rules in `admission_book`.
+Owns the meaning of `token`, `allow`, `ban` and `unban`, both with a running coordinator (which
+executes the requests, sent over the run folder's socket) and without one (the command executes them
+itself). The command line is in `swarm_coordinator.cli.admission`, the rules in
+`swarm_coordinator.admission.book`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ requests: TypeAdapter[Request] = TypeAdapter(Request)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionChange:
-    """What a request comes to. No record: it was so already."""
+    """The effect of a request. Without a record, nothing changes."""
 
     record: AdmissionRecord | None
     text: str
@@ -90,7 +91,7 @@ class AdmissionChange:
 
 @dataclass(slots=True)
 class Administration:
-    """Carries requests out, one after the other: `write` makes a record durable first."""
+    """Executes requests one after the other; `write` makes a record durable first."""
 
     folder: RunFolder
     mode: AdmissionMode
@@ -100,7 +101,8 @@ class Administration:
     clock: Callable[[], float]
 
     async def carry_out(self, request: Request) -> tuple[AdmissionChange, tuple[PeerId, ...]]:
-        """The change, and the peers whose right to take part may be another one now."""
+        """Execute a request; returns the change and the peers whose right to take part may be
+        affected."""
         change = plan(self.book, self.mode, self.organiser, request, self.clock())
         if change.record is None:
             return change, ()
@@ -111,7 +113,7 @@ class Administration:
         return change, self.book.affected_by(change.record)
 
     def _forget_standing_token(self, token: int) -> None:
-        """A secret that admits nobody must not be printed in invites any more."""
+        """Delete a revoked standing token, which must not be printed in invites any more."""
         if self.folder.token_file.exists():
             found = self.book.token_of(self.folder.admission_token())
             if found is not None and found.token == token:
@@ -125,7 +127,7 @@ def parse_request(question: dict[str, Any]) -> Request:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"that cannot be asked of a coordinator: {place}: {first['msg']}; is it of the same "
+            f"this is not an admission request: {place}: {first['msg']}; is it of the same "
             "version as this program?"
         ) from error
 
@@ -133,7 +135,7 @@ def parse_request(question: dict[str, Any]) -> Request:
 def plan(
     book: AdmissionBook, mode: AdmissionMode, organiser: PeerId, request: Request, now: float
 ) -> AdmissionChange:
-    """What the request changes, and the sentence about it. UsageError when it makes no sense."""
+    """What the request changes, and the text about it. UsageError if it is invalid."""
     match request:
         case CreateToken():
             return _create(book, mode, request, now)
@@ -166,7 +168,9 @@ def plan(
             )
         case UnbanPeer(peer=peer):
             if peer not in book.bans:
-                raise UsageError(f"{peer} is not banned; `swarm-coordinator status` shows who is")
+                raise UsageError(
+                    f"{peer} is not banned; `swarm-coordinator status` lists the banned peers"
+                )
             return AdmissionChange(PeerUnbanned(peer), f"{peer} is not banned any more")
         case _:
             assert_never(request)
@@ -181,12 +185,12 @@ def _create(
     warning = ""
     if mode != "token":
         warning = (
-            f'[admission] mode is "{mode}", so that no token is asked for; set it to "token" in '
+            f'[admission] mode is "{mode}", so no token is required; set it to "token" in '
             "run.toml and start the coordinator again"
         )
     return AdmissionChange(
         TokenCreated(number, hash_of(secret), request.note, request.uses, expires_at),
-        f"token {number} is made",
+        f"token {number} is created",
         {"token": number, "secret": secret, "uses": request.uses, "expires_at": expires_at},
         warning,
     )
@@ -202,7 +206,9 @@ def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> AdmissionC
     ended = f"; it had admitted {count} peer(s)" if count else ""
     warning = ""
     if count and mode != "token":
-        warning = f'[admission] mode is "{mode}": whom it had admitted may still take part'
+        warning = (
+            f'[admission] mode is "{mode}": the peers that it had admitted may still take part'
+        )
     return AdmissionChange(
         TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning
     )
@@ -212,7 +218,7 @@ def _unused_list_warning(mode: AdmissionMode) -> str:
     if mode == "allow-list":
         return ""
     return (
-        f'[admission] mode is "{mode}", so that the list is not looked at; set it to "allow-list" '
+        f'[admission] mode is "{mode}", so the list is not used; set it to "allow-list" '
         "in run.toml and start the coordinator again"
     )
 
@@ -220,10 +226,10 @@ def _unused_list_warning(mode: AdmissionMode) -> str:
 def _new_identity_warning(
     book: AdmissionBook, mode: AdmissionMode, peer: PeerId, now: float
 ) -> str:
-    """A new identity costs nothing: what lets the owner of a banned peer back in with one."""
+    """How the owner of a banned peer could join again with a new identity, which costs nothing."""
     if mode == "open":
         return (
-            '[admission] mode is "open", so that its owner can come back with a new identity; '
+            '[admission] mode is "open", so its owner can come back with a new identity; '
             'mode "token" or "allow-list" in run.toml keeps it out'
         )
     open_tokens = [
@@ -233,8 +239,8 @@ def _new_identity_warning(
     if mode == "token" and open_tokens:
         names = ", ".join(str(token.token) for token in open_tokens)
         return (
-            f"it came in by token {names}, which lets its owner in again with a new identity; "
-            "`swarm-coordinator token revoke` ends that, for everybody whom it has let in"
+            f"it came in by token {names}, which admits its owner again with a new identity; "
+            "`swarm-coordinator token revoke` ends that, for every peer that it has admitted"
         )
     return ""
 
@@ -258,9 +264,8 @@ def standing_token(
 ) -> tuple[str | None, TokenCreated | None]:
     """The secret that `invite` prints in mode "token", and its record if it is not written yet.
 
-    It lies in the run folder in clear, so that the same invite can be printed again. A run of an
-    earlier release has only this one; a run whose organiser revoked it, or made tokens of his own
-    before the first start, has none.
+    It is stored in the run folder in clear, so that the same invite can be printed again. A run
+    whose organiser revoked it, or created other tokens before the first start, has none.
     """
     if folder.token_file.exists():
         secret = folder.admission_token()
@@ -282,7 +287,7 @@ STANDING_NOTE = "the run's standing invite"
 
 
 def token_document(book: AdmissionBook, now: float) -> list[dict[str, Any]]:
-    """`token list --json`."""
+    """The document of `token list --json`."""
     return [
         {
             "token": token.token,
@@ -302,7 +307,7 @@ def token_document(book: AdmissionBook, now: float) -> list[dict[str, Any]]:
 def admission_document(
     book: AdmissionBook, mode: AdmissionMode, now: float, attached: int
 ) -> dict[str, Any]:
-    """What `status` says about admission. In mode "open" those are members that are attached."""
+    """The admission section of the status. In mode "open" the members are the attached peers."""
     valid = [t for t in book.tokens.values() if book.state_of(t, now) is TokenState.VALID]
     return {
         "mode": mode,

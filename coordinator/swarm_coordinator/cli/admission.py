@@ -1,7 +1,7 @@
-"""The commands about who may take part: token, allow, ban, unban.
+"""The commands of admission: token, allow, ban, unban.
 
-Owns their words, and how a decision gets to where it counts: a running coordinator is asked over
-its socket; without one the command writes to the run's database itself, under the folder's lock.
+Owns their output, and the way of a request: to the socket of a running coordinator, or, without
+one, directly to the run's database under the folder's lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from swarm_coordinator.durability.run_files import (
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.listen_addresses import invite_for
-from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
@@ -53,13 +52,15 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 
 CONNECT_SECONDS = 15.0
-"""A coordinator that is starting, or ending, takes commands or gives the folder free by then."""
+"""Seconds to wait for a coordinator that is starting or ending, until it accepts commands or
+releases the folder."""
 SHORTEST_SUFFIX = 6
-"""Of a peer ID: as long as those that the end of a run and `status` show, or nearly."""
+"""Least characters of the end of a peer ID, as shown by the demo's summary."""
 LONGEST_EXPIRY_SECONDS = 100 * 365 * 86_400.0
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -72,11 +73,12 @@ REASON = click.option("--reason", default="", help="Reason sent to the peer and 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-# ---------------------------------------------------------------- carrying a decision out
+# ---------------------------------------------------------------- executing a request
 
 
 def submit_request(folder: RunFolder, request: Request) -> dict[str, Any]:
-    """Have the request carried out, by the running coordinator or here; prints what came of it."""
+    """Execute the request, in the running coordinator or here; print its warning, return its
+    answer."""
     answer = _execute(folder, request)
     if not answer.get("ok"):
         kind = _ERRORS.get(answer.get("exit_code", 1), SwarmError)
@@ -87,7 +89,7 @@ def submit_request(folder: RunFolder, request: Request) -> dict[str, Any]:
 
 
 def _execute(folder: RunFolder, request: Request) -> dict[str, Any]:
-    patience_ends = time.monotonic() + CONNECT_SECONDS
+    deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             return admin_socket.send_request(folder.socket, request.model_dump())
@@ -95,7 +97,7 @@ def _execute(folder: RunFolder, request: Request) -> dict[str, Any]:
             try:
                 stack.enter_context(folder.lock())
             except UsageError as error:
-                if time.monotonic() > patience_ends:
+                if time.monotonic() > deadline:
                     raise NetworkError(
                         f"a process uses {folder.path} and takes no commands; wait until it is "
                         f"ready or has ended, and try again"
@@ -117,12 +119,12 @@ async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any
         store.close()
     said = change.text
     if concerned:
-        said += "; no coordinator is running, so that it holds from the next start on"
-    return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+        said += "; no coordinator is running, so it takes effect at the next start"
+    return {"ok": True, "text": said, "warning": change.warning, "details": change.details}
 
 
 def _peer_named(folder: RunFolder, text: str) -> PeerId:
-    """A peer by its ID, or by the end of the ID of a peer that the run knows."""
+    """Find a peer by its ID, or by the end of the ID of a peer that the run knows."""
     wanted = text.strip().removeprefix("…").removeprefix("...")
     try:
         public_key_of(PeerId(wanted))
@@ -137,17 +139,17 @@ def _peer_named(folder: RunFolder, text: str) -> PeerId:
             raise UsageError(f"{text} is the end of several peer IDs: {', '.join(found)}")
     example = load_identity(folder).peer_id
     raise UsageError(
-        f"{text!r} is no peer ID, nor the end ({SHORTEST_SUFFIX} characters or more) of one that "
-        f"has taken part in this run; `swarm-client join` prints a volunteer's, and "
+        f"{text!r} is neither a peer ID nor the end ({SHORTEST_SUFFIX} characters or more) of one "
+        f"that has taken part in this run; `swarm-client join` prints a volunteer's, and "
         f"it looks like {example}"
     )
 
 
 def _known_peers(folder: RunFolder) -> set[PeerId]:
-    place = database_location(folder)
-    if not database_exists(place):
+    location = database_location(folder)
+    if not database_exists(location):
         return set()
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         book = read_admission(connection)
         return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
 
@@ -156,7 +158,7 @@ def _known_peers(folder: RunFolder) -> set[PeerId]:
 
 
 class Duration(click.ParamType[float]):
-    """`90s`, `30m`, `12h`, `7d`, `2w` as seconds."""
+    """Converts `90s`, `30m`, `12h`, `7d`, `2w` to seconds."""
 
     name = "duration"
 
@@ -165,7 +167,7 @@ class Duration(click.ParamType[float]):
         seconds = float(match[1]) * _UNIT_SECONDS[match[2]] if match else math.nan
         if not 0 < seconds <= LONGEST_EXPIRY_SECONDS:
             self.fail(
-                f"{value!r} is no length of time; write a number and a unit, like 90s, 30m, 12h, "
+                f"{value!r} is not a duration; write a number and a unit, like 90s, 30m, 12h, "
                 "7d or 2w",
                 parameter,
                 context,
@@ -200,7 +202,7 @@ def token_create_command(
     folder, note = RunFolder.open(run_dir), _checked(note, "--note")
     settings, manifest = load_settings(folder), load_manifest(folder)
     addresses = run_addresses(folder, settings)
-    # Before the token is made: an address that is none must not cost one.
+    # Checked before the token is made, so that an invalid address does not use up a token.
     invite_for(manifest, addresses, None)
     made = submit_request(folder, CreateToken(uses=uses, expires_seconds=expires, note=note))
     details = made["details"]
@@ -251,7 +253,7 @@ def token_revoke_command(run_dir: Path, token: int) -> None:
 
     TOKEN is its number, as `list` shows it.
     """
-    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["said"])
+    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["text"])
 
 
 # ---------------------------------------------------------------- allow
@@ -268,7 +270,7 @@ def allow_command() -> None:
 def allow_add_command(run_dir: Path, peer: str) -> None:
     """Add PEER (its peer ID) to the list."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("remove")
@@ -277,7 +279,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 def allow_remove_command(run_dir: Path, peer: str) -> None:
     """Remove PEER from the list; in mode "allow-list" that ends its membership."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("list")
@@ -290,7 +292,7 @@ def allow_list_command(run_dir: Path, as_json: bool) -> None:
         rows = [{"peer": peer, "added_at": added} for peer, added in book.allowed.items()]
         click.echo(json.dumps(rows, indent=1))
     elif not book.allowed:
-        click.echo(f"nobody yet; `swarm-coordinator allow add {quoted(run_dir)} PEER` adds a peer")
+        click.echo(f"no peer yet; `swarm-coordinator allow add {quoted(run_dir)} PEER` adds a peer")
     else:
         for peer in book.allowed:
             click.echo(peer)
@@ -310,7 +312,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
     """
     folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
     request = BanPeer(peer=_peer_named(folder, peer), reason=reason)
-    click.echo(submit_request(folder, request)["said"])
+    click.echo(submit_request(folder, request)["text"])
 
 
 @click.command("unban")
@@ -319,10 +321,10 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 def unban_command(run_dir: Path, peer: str) -> None:
     """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["text"])
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- texts
 
 
 def _checked(text: str, what: str) -> str:

@@ -1,4 +1,4 @@
-"""`swarm-coordinator dashboard`: the link to the organiser's page."""
+"""`swarm-coordinator dashboard`: the link to the organiser's dashboard."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def dashboard_command(run_dir: Path) -> None:
     """
     folder = RunFolder.open(run_dir)
     status = read_status(folder.status) if folder.in_use() else None
-    if status is None or not status.get("running"):
+    if status is None or not status.running:
         raise NetworkError(
             f"no coordinator serves this run now; `swarm-coordinator start {quoted(run_dir)}` does"
         )
-    address = status.get("http", {}).get("address")
-    if address is None:
+    if status.http.address is None:
         raise NetworkError(
             "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
-            "is taken (the coordinator said so when it started)"
+            "is taken (the coordinator reported that when it started)"
         )
-    click.echo(f"{parse_address(address).url}#token={folder.dashboard_token()}")
+    click.echo(f"{parse_address(status.http.address).url}#token={folder.dashboard_token()}")

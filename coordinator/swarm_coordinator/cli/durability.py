@@ -1,6 +1,7 @@
-"""The commands that keep a run from being lost: verify, backup, restore.
+"""The commands of durability: verify, backup, restore.
 
-Owns their words. What is checked is in `run_check`, the copies are `backup`'s and `restore`'s.
+Owns their output. The work is done by `durability.integrity_check`, `durability.backup` and
+`durability.restore`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def verify_command(run_dir: Path, as_json: bool, aside: bool) -> None:
 
 
 def _is_still_damage(finding: IntegrityFinding) -> bool:
-    """After what is damaged was moved away, that it is not there any more is no news."""
+    """Return False for a checkpoint that is missing because it was moved away."""
     return not (finding.part == "checkpoint" and finding.version is None)
 
 
@@ -97,9 +98,12 @@ def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> Non
         f"({size / 2**20:.1f} MiB, read back and found whole)"
     )
     if no_key:
-        click.echo("without organiser.key: nobody can go on with the run without it, keep it apart")
+        click.echo(
+            "organiser.key is not in the backup, and the run cannot be continued without it; "
+            "keep a copy"
+        )
     else:
-        click.echo("it holds organiser.key: whoever has that can speak for this run")
+        click.echo("the backup holds organiser.key, which gives full control of this run")
 
 
 @click.command("restore")
@@ -119,14 +123,18 @@ def restore_command(backup: Path, run_dir: Path, force: bool, files_only: bool) 
     done = restore_backup(backup, run_dir, force=force, files_only=files_only)
     if files_only:
         click.echo(f"{run_dir} has the files of {done.summary.name}; its database is where it was")
-        click.echo(f"let it stand by with: swarm-coordinator start {quoted(run_dir)} --standby")
+        click.echo(
+            f"start it as a standby with: swarm-coordinator start {quoted(run_dir)} --standby"
+        )
         return
     click.echo(
-        f"{run_dir} is {done.summary.name} as it was at step {done.summary.version}; it goes on "
+        f"{run_dir} is {done.summary.name} as it was at step {done.summary.version}; it continues "
         f"from its checkpoint of step {done.version}, as generation {done.generation + 1}"
     )
     if done.replaced is not None:
-        click.echo(f"what was there is now {done.replaced}")
+        click.echo(f"the replaced folder is now {done.replaced}")
     for name in done.missing:
-        click.echo(f"put {name} back into {run_dir} before the next start: the backup has none")
+        click.echo(
+            f"put {name} back into {run_dir} before the next start; the backup does not have it"
+        )
     click.echo(f"start it with: swarm-coordinator start {quoted(run_dir)}")

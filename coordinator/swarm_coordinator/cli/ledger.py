@@ -1,4 +1,4 @@
-"""`swarm-coordinator ledger export`: the run's public ledger as a file that anybody can check."""
+"""`swarm-coordinator ledger export`: the run's public ledger as a file that can be verified."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from swarm_shared.credit.ledger_lines import StepLine
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
 
 STEPS_AT_ONCE = 500
+"""Steps read in one query, to bound memory."""
 
 
 @click.group("ledger")
@@ -40,20 +41,18 @@ def export_ledger_command(run_dir: Path, file: Path) -> None:
     folder = RunFolder.open(run_dir)
     load_manifest(folder)
     envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
-    place = database_location(folder)
-    if not database_exists(place):
-        raise UsageError(
-            f"the run in {run_dir} has not been started yet, so there is nothing in it"
-        )
+    location = database_location(folder)
+    if not database_exists(location):
+        raise UsageError(f"the run in {run_dir} has not been started yet, so its ledger is empty")
     lines = 0
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         begins = connection.execute(
             "SELECT min(step) FROM applied_steps WHERE superseded_by IS NULL"
         ).fetchone()[0]
         if begins not in (None, 1):
             raise StorageError(
                 f"the database knows no steps before {begins} (it is newer than the run), and a "
-                "ledger that begins there could not be checked"
+                "ledger that begins there could not be verified"
             )
         rows = connection.execute(
             "SELECT p.peer, p.name, t.team FROM peers p LEFT JOIN teams t ON t.peer = p.id"
@@ -67,13 +66,11 @@ def export_ledger_command(run_dir: Path, file: Path) -> None:
             for line in written:
                 out.write(line)
                 lines += 1
-    click.echo(
-        f"{lines} lines in {file}; anybody checks them with: swarm-client verify-ledger FILE"
-    )
+    click.echo(f"{lines} lines in {file}; verify them with: swarm-client verify-ledger FILE")
 
 
 def _steps(connection: Connection) -> Iterator[StepLine]:
-    """In their order, a part at a time: memory stays small."""
+    """Yield the applied steps in order, read in parts."""
     after = 0
     while rows := connection.execute(
         "SELECT id, step, written_at FROM applied_steps WHERE superseded_by IS NULL AND step > ? "

@@ -1,6 +1,6 @@
-"""The commands that hold a model in memory: export and reference.
+"""The commands that load a model: export and reference.
 
-Owns their words; torch is imported inside them, for it takes seconds.
+Owns their output. torch is imported inside them, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def export_command(run_dir: Path, out: Path) -> None:
 
 
 def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, list[Path]]:
-    """The newest checkpoint whose every byte is there, and its files, one per stage."""
+    """Return the newest checkpoint that verifies, and its files, one per stage."""
     checkpoints = CheckpointFolder(
         folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
     )
@@ -61,20 +61,20 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
 
 
 def _known(folder: RunFolder) -> dict[Version, CheckpointRecord] | None:
-    """Checkpoints of the run's own history; None, for any, when its database is lost."""
-    place = database_location(folder)
-    if not database_exists(place):
+    """Return the checkpoints of the run's history; None when its database is missing."""
+    location = database_location(folder)
+    if not database_exists(location):
         return None
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         return {record.version: record for record in read_checkpoints(connection)}
 
 
 def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is there already and no folder; choose another name")
+        raise UsageError(f"{out} exists and is not a folder; choose another name")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
         raise UsageError(
-            f"{out} holds other things than an exported model; choose another name, or empty it"
+            f"{out} holds files other than an exported model; choose another name, or empty it"
         )
 
 
@@ -97,7 +97,7 @@ def reference_command(
     wanted = min(steps or manifest.training.steps, manifest.training.steps)
     done: list[HistoryStep] = []
     if json_file is not None:
-        # Before hours of training, not after them: can it be written at all?
+        # Fails before hours of training, not after them, if it cannot be written.
         _write_steps(json_file, done)
     if threads is not None:
         # Libraries under torch read this once, when they are loaded.
@@ -109,20 +109,20 @@ def reference_command(
             _write_steps(json_file, done)
     if heldout is not None:
         click.echo(f"held-out loss: {heldout:.4f}")
-    place = database_location(folder)
-    if database_exists(place):
-        click.echo(compare_losses(history(place).steps, done, manifest))
+    location = database_location(folder)
+    if database_exists(location):
+        click.echo(compare_losses(history(location).steps, done, manifest))
 
 
 def compare_losses(
     run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest: Manifest
 ) -> str:
-    """What a person is told of a run's losses beside those of one process."""
+    """Compare a run's losses with those of one process, in one sentence."""
     of_run = {step.step: step.loss for step in run}
     both = [(step.step, of_run[step.step], step.loss) for step in alone if step.step in of_run]
     if not both:
-        return "the run itself has made none of these steps yet"
-    # A loss of 0 is no loss of a language model, and no reason to end with a traceback.
+        return "the run itself has applied none of these steps yet"
+    # `or 1.0`: a loss of 0 must not end in a division by zero.
     unequal = [
         (abs(found - loss) / (abs(loss) or 1.0), step)
         for step, found, loss in both
@@ -132,12 +132,18 @@ def compare_losses(
     if not unequal:
         return f"the run's losses are the same, to the bit, in all {count}"
     farthest, step = max(unequal)
-    said = f"the run's losses differ from these in {len(unequal)} of {count}, by {farthest:.1e} at "
-    said += f"most (step {step})"
+    text = f"the run's losses differ from these in {len(unequal)} of {count}, by {farthest:.1e} at "
+    text += f"most (step {step})"
     average = manifest.codecs.average
     if average == "exact":
-        return f"{said}: its machines compute unlike this one (another device or number of threads)"
-    return f'{said}; sums that no order changes need [codecs] average = "exact", not "{average}"'
+        return (
+            f"{text}: its machines compute differently from this one (another device or number of "
+            "threads)"
+        )
+    return (
+        f"{text}; sums that do not depend on the order need "
+        f'[codecs] average = "exact", not "{average}"'
+    )
 
 
 def _train(

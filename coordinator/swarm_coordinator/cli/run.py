@@ -1,6 +1,7 @@
-"""The commands around a run's life: init, start, invite, status, history.
+"""The commands of a run: init, start, invite, status, history, refresh.
 
-Owns their words. Making a run is `initialise_run`'s, serving it `server`'s.
+Owns their output, the log file, and following an edited run.toml at a start. A run is made by
+`run_creation.initialise` and served by `server.coordinator`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from swarm_coordinator.durability.run_files import (
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, invite_for, listen_address
-from swarm_coordinator.status.status_file import read_status, status_lines, without_nan
+from swarm_coordinator.status.document import AdmissionStatus, current_health
+from swarm_coordinator.status.status_file import read_status
+from swarm_coordinator.status.text import status_lines
 from swarm_coordinator.storage.history import history, steps_document
 from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
@@ -53,6 +56,7 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
 LOG_BYTES = 10 * 2**20
+"""Bytes of one log file; LOG_FILES older ones are kept."""
 LOG_FILES = 3
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
@@ -63,7 +67,7 @@ _CHANGEABLE = (
     "[limits] ",
     "[checkpoint] every_steps",
 )
-"""Settings that a run may change after it began; the run's id does not depend on them."""
+"""Settings that may change after the first step; the run's id does not depend on them."""
 
 
 # ---------------------------------------------------------------- init
@@ -158,8 +162,8 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
         parse_address(http)
     folder = RunFolder.open(run_dir)
     with folder.lock():
-        place = database_location(folder)
-        remote = isinstance(place, PostgresqlLocation)
+        location = database_location(folder)
+        remote = isinstance(location, PostgresqlLocation)
         if standby and not remote:
             raise UsageError(
                 "--standby needs a database that both coordinators reach; set [coordinator] store "
@@ -167,16 +171,16 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
             )
         _log_to(folder.log / "coordinator.log")
         while True:
-            if isinstance(place, PostgresqlLocation):
-                trio.run(partial(wait_for_leadership, place, _report, stand_by=standby))
-            if _serve(folder, place, port, http, standby):
+            if isinstance(location, PostgresqlLocation):
+                trio.run(partial(wait_for_leadership, location, _report, stand_by=standby))
+            if _serve(folder, location, port, http, standby):
                 return
 
 
 def _serve(
-    folder: RunFolder, place: DatabaseLocation, port: int | None, http: str | None, standby: bool
+    folder: RunFolder, location: DatabaseLocation, port: int | None, http: str | None, standby: bool
 ) -> bool:
-    """Until its end. False when another one that stood by was quicker to take over."""
+    """Serve the run to its end. False when another standby has taken over first."""
     from swarm_coordinator.server.context import CoordinatorContext
     from swarm_coordinator.server.coordinator import serve
     from swarm_coordinator.storage.open_store import open_store
@@ -184,8 +188,8 @@ def _serve(
     settings, manifest = load_settings(folder), load_manifest(folder)
     checkpoint, check = check_start(folder, manifest)
     if standby and check.findings:
-        # Nobody is there to decide, and volunteers hold newer state than any checkpoint.
-        _report(f"taking over all the same: {check.sentence}")
+        # No organiser is there to decide, and volunteers hold newer state than any checkpoint.
+        _report(f"taking over despite damage: {check.sentence}")
     else:
         refuse_damage(check)
     restored = read_progress(folder)
@@ -194,7 +198,7 @@ def _serve(
         _print_finished(folder, restored)
         return True
     identity = load_identity(folder)
-    store = open_store(place)
+    store = open_store(location)
     try:
         service = CoordinatorContext(
             folder=folder,
@@ -230,7 +234,7 @@ def _dashboard_process(folder: RunFolder, listen: str) -> DashboardProcess | Non
 def _follow_settings(
     folder: RunFolder, settings: RunSettings, manifest: Manifest, restored: Restored | None
 ) -> Manifest:
-    """run.toml may have been edited since the manifest was signed: sign it anew, or say no."""
+    """Follow an edited run.toml: sign the manifest anew, or raise ConfigurationError."""
     differences = changed_settings(folder, settings, manifest)
     if not differences:
         return manifest
@@ -244,8 +248,8 @@ def _follow_settings(
             stdin=subprocess.DEVNULL,
         )
         if done.returncode != 0:
-            words = done.stderr.strip().removeprefix("swarm-coordinator: error: ")
-            raise ConfigurationError(words or "the changed run.toml could not be followed")
+            text = done.stderr.strip().removeprefix("swarm-coordinator: error: ")
+            raise ConfigurationError(text or "the changed run.toml could not be followed")
         for line in done.stdout.splitlines():
             click.echo(line)
     elif all(difference.startswith(_CHANGEABLE) for difference in differences):
@@ -280,15 +284,15 @@ def _print_finished(folder: RunFolder, restored: Restored) -> None:
     if load_manifest(folder).model.bottlenecks:
         click.echo(f"the model is in {folder.checkpoints}, as safetensors files")
     else:
-        home = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
-        click.echo(f"take the model home: {home}")
+        command = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
+        click.echo(f"export the model with: {command}")
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
 
 
 def _print_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> Any:
     mode = settings.admission.mode
 
-    def say(invite: Invite) -> None:
+    def print_invite(invite: Invite) -> None:
         click.echo(
             f"serving {manifest.name}: {manifest.stage_count} stage(s), "
             f"{manifest.training.steps} steps, at {', '.join(invite.addresses)}"
@@ -296,15 +300,15 @@ def _print_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest)
         if mode == "token" and invite.token is None:
             click.echo(f"make invites with `swarm-coordinator token create {quoted(folder.path)}`")
         else:
-            listed = " and is on the list (`swarm-coordinator allow`)"
+            listed = " on the list (`swarm-coordinator allow`)"
             click.echo(
-                f"whoever wants to take part{listed if mode == 'allow-list' else ''} runs "
-                "`swarm-client join` with this invite:"
+                f"a volunteer{listed if mode == 'allow-list' else ''} joins with "
+                "`swarm-client join` and this invite:"
             )
             click.echo(invite.encode())
         sys.stdout.flush()
 
-    return say
+    return print_invite
 
 
 def _report(line: str) -> None:
@@ -313,7 +317,7 @@ def _report(line: str) -> None:
 
 
 def _log_to(path: Path) -> None:
-    """Machine details of this process, kept small by rotation."""
+    """Log this process to rotated files; without them if they cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.handlers.RotatingFileHandler(
@@ -362,17 +366,18 @@ def invite_command(run_dir: Path) -> None:
         token, _ = standing_token(folder, read_admission_book(folder))
         if token is None:
             raise UsageError(
-                "this run has no invite of its own: its token was revoked, or you have made "
-                f"others; `swarm-coordinator token create {quoted(run_dir)}` makes an invite"
+                "this run has no invite of its own: its token was revoked, or other tokens were "
+                f"made; `swarm-coordinator token create {quoted(run_dir)}` makes an invite"
             )
     click.echo(invite_for(manifest, addresses, token).encode())
 
 
 def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
-    """Where volunteers reach the coordinator: now if it runs, else at its next start."""
+    """Return the coordinator's addresses: the present ones if it runs, otherwise the next
+    start's."""
     document = read_status(folder.status) if folder.in_use() else None
-    if document is not None and document.get("running"):
-        return tuple(document["addresses"])
+    if document is not None and document.running:
+        return document.addresses
     network = settings.network
     port = network.listen_port or folder.remembered_port()
     listen_address(network.listen_host, port or 0)
@@ -390,7 +395,7 @@ def _free_port(host: str) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise NetworkError(
-            f"no port can be had on {host} ({error.strerror}); check [network] listen_host"
+            f"no free port on {host} ({error.strerror}); check [network] listen_host"
         ) from error
 
 
@@ -401,33 +406,39 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
     folder = RunFolder.open(run_dir)
     document = read_status(folder.status)
-    running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
-    if document is not None and not running:
-        document = {**document, **_admission_now(folder)}
+    running = folder.in_use() and document is not None and document.pid == _lock_holder(folder)
     if document is None:
-        document = {"run": load_manifest(folder).name, "phase": "never started"}
+        name = load_manifest(folder).name
+        if as_json:
+            never = {"run": name, "phase": "never started", "running": running}
+            click.echo(json.dumps(never, indent=1))
+        else:
+            how = f"swarm-coordinator start {quoted(run_dir)}"
+            click.echo(f"{name} has not been started yet: {how}")
+        return
+    if not running:
+        admission = _admission_now(folder) or document.admission
+        document = document.model_copy(update={"admission": admission, "running": False})
+        document = document.model_copy(update={"health": current_health(document, time.time())})
     if as_json:
-        click.echo(json.dumps(without_nan({**document, "running": running}), indent=1))
-    elif "time" not in document:
-        how = f"swarm-coordinator start {quoted(run_dir)}"
-        click.echo(f"{document['run']} has not been started yet: {how}")
+        click.echo(document.model_dump_json(indent=1))
     else:
         for line in status_lines(document, running, time.time()):
             click.echo(line)
 
 
-def _admission_now(folder: RunFolder) -> dict[str, Any]:
-    """What was decided since the coordinator last said how it stands.
+def _admission_now(folder: RunFolder) -> AdmissionStatus | None:
+    """Admission as the database and run.toml have it, newer than a stopped coordinator's status.
 
-    Nothing if run.toml is broken: that is no reason to show no status.
+    None if run.toml is broken, which is no reason to show no status.
     """
     try:
         mode = load_settings(folder).admission.mode
     except ConfigurationError:
-        return {}
-    return {
-        "admission": admission_document(read_admission_book(folder), mode, time.time(), attached=0)
-    }
+        return None
+    return AdmissionStatus.model_validate(
+        admission_document(read_admission_book(folder), mode, time.time(), attached=0)
+    )
 
 
 def _lock_holder(folder: RunFolder) -> int | None:

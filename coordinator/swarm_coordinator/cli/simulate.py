@@ -1,6 +1,6 @@
-"""`swarm-coordinator simulate`: what would this run do with that fleet?
+"""`swarm-coordinator simulate`: the run with a simulated fleet.
 
-Reads the run's manifest and settings; changes nothing in its folder.
+Reads the run's manifest; changes nothing in its folder.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.report import outcome_document, outcome_lines
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent, read_trace, write_trace
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import UsageError
 from swarm_shared.scheduling.placement import MovePolicy
 
 MAX_FOLLOWED_MACHINES = 200
-"""Machines up to which following every microbatch takes minutes, not hours."""
+"""Maximum number of machines for which every microbatch is simulated; minutes, not hours."""
 
 
 @click.command("simulate")
@@ -106,8 +107,8 @@ def simulate_command(
     with collect_rarely():
         swarm = Swarm(manifest, machines, changes, options, seed, plane)
         swarm.simulate(hours)
-    told = {"fleet": fleet, "trace": trace, "seed": seed, "level": level}
-    document = outcome_document(swarm, told, time.monotonic() - began)
+    parameters = {"fleet": fleet, "trace": trace, "seed": seed, "level": level}
+    document = outcome_document(swarm, parameters, time.monotonic() - began)
     for line in outcome_lines(document):
         click.echo(line)
     if out is not None:
@@ -116,7 +117,8 @@ def simulate_command(
 
 
 def trace_from(text: str, machines: int, hours: float, seed: int) -> list[TraceEvent]:
-    """`--trace`: a file if there is one of that name, else a model's changes."""
+    """Return the events of `--trace`: of a file if there is one of that name, otherwise of a
+    model."""
     path = Path(text)
     if path.is_file():
         return read_trace(path)

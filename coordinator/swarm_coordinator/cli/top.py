@@ -1,4 +1,5 @@
-"""`swarm-coordinator top`: the words of the command. It imports little: a view starts at once."""
+"""`swarm-coordinator top`: the command's options. Imports little, so that the view starts at
+once."""
 
 from __future__ import annotations
 

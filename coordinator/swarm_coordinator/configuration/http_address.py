@@ -1,7 +1,7 @@
-"""Where the pages are served: an address in run.toml's spelling, and a bound socket.
+"""The address of the dashboard, and its listening socket.
 
-The coordinator binds, before its process of pages exists: so it knows the port, says so, and keeps
-it over every restart of that process; who comes in between waits in the backlog.
+The coordinator binds the socket before it starts the dashboard process. So it knows and reports the
+port, and keeps it over restarts of that process; requests in between wait in the backlog.
 """
 
 from __future__ import annotations
@@ -14,38 +14,42 @@ from dataclasses import dataclass
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 BACKLOG = 128
+"""Connections that wait while the dashboard process is restarted."""
 _FORM = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
+    """A host and a port to listen on."""
+
     host: str
     port: int
-    """0: any free one."""
+    """0: any free port."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """As somebody on this machine would type it."""
+        """The URL by which a browser on this machine reaches the address."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{HttpAddress(host, self.port)}/"
 
 
 def parse_address(text: str) -> HttpAddress:
-    """`127.0.0.1:8080`, `[::1]:8080`, `localhost:0`. ConfigurationError for anything else."""
+    """Parse `127.0.0.1:8080`, `[::1]:8080` or `localhost:0`; ConfigurationError for anything
+    else."""
     found = _FORM.fullmatch(text.strip())
     if found is None or int(found["port"]) > 65_535:
         raise ConfigurationError(
-            f"{text!r} is no address to serve pages at; write HOST:PORT, for example "
+            f"{text!r} is not an address for the dashboard; write HOST:PORT, for example "
             "127.0.0.1:8080, or 127.0.0.1:0 for a free port"
         )
     return HttpAddress(found["six"] or found["host"], int(found["port"]))
 
 
 def listen(address: HttpAddress) -> socket.socket:
-    """A listening socket. NetworkError says why there is none."""
+    """Return a listening socket; NetworkError when the address cannot be used."""
     made: socket.socket | None = None
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -60,11 +64,12 @@ def listen(address: HttpAddress) -> socket.socket:
             with contextlib.suppress(OSError):
                 made.close()
         raise NetworkError(
-            f"the pages cannot be served at {address} ({error.strerror or error})"
+            f"the dashboard cannot be served at {address} ({error.strerror or error})"
         ) from error
     return made
 
 
 def address_of(listener: socket.socket) -> HttpAddress:
+    """Return the address of a bound socket."""
     host, port = listener.getsockname()[:2]
     return HttpAddress(str(host), int(port))

@@ -1,8 +1,8 @@
-"""`run.toml`: what the organiser edits.
+"""The settings of a run: the sections of `run.toml`, which the organiser edits.
 
-Owns the sections and their defaults, reading them with one clear sentence for every mistake,
-writing a commented file, and naming what a changed file would change in a run whose manifest is
-already signed. Does not touch the disk, and does not decide stage boundaries or make data.
+Owns the sections, their descriptions and defaults, parsing with one clear sentence for every
+mistake, and the differences between a changed file and a signed manifest. Does not access the disk;
+stage boundaries and data are made in `run_creation`, the file's text in `configuration.template`.
 """
 
 from __future__ import annotations
@@ -37,32 +37,53 @@ DEFAULT_SEED = 1
 SQLITE = "sqlite"
 POSTGRESQL_SCHEMES = ("postgresql://", "postgres://")
 PYTHON_STDLIB = "python-stdlib"
-"""The data source that needs no files: the source of Python's standard library."""
+"""Data source that needs no files: the source code of Python's standard library."""
 
 
 class RunSection(FrozenModel):
-    name: str = Field(min_length=1, max_length=100)
-    seed: int = Field(ge=0, lt=2**63)
+    name: str = Field(min_length=1, max_length=100, description="Shown to volunteers. (fixed)")
+    seed: int = Field(
+        ge=0,
+        lt=2**63,
+        description="Determines the initial parameters and the order of the data. (fixed)",
+    )
 
 
 class ModelSection(FrozenModel):
-    """A preset, and what is different from it; the sizes are checked as one ModelConfig."""
+    """A preset and the sizes that differ from it; all are checked as one ModelConfig."""
 
     preset: str
-    vocabulary_size: int | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
+    vocabulary_size: int | None = Field(
+        default=None, description="Token ids; a bpe tokenizer is trained to this size."
+    )
+    hidden_size: int | None = Field(
+        default=None, description="Width of the model, a multiple of 2 * heads."
+    )
+    intermediate_size: int | None = Field(
+        default=None, description="Width of the feed-forward layers."
+    )
     layers: int | None = None
-    heads: int | None = None
-    key_value_heads: int | None = None
-    sequence_length: int | None = None
-    rope_theta: float | None = None
+    heads: int | None = Field(default=None, description="Attention heads.")
+    key_value_heads: int | None = Field(
+        default=None, description="Heads of keys and values; a divisor of heads."
+    )
+    sequence_length: int | None = Field(
+        default=None, description="Tokens that the model sees at once."
+    )
+    rope_theta: float | None = Field(default=None, description="Base of the rotary positions.")
     norm_epsilon: float | None = None
-    tie_embeddings: bool | None = None
-    bottleneck_size: int | None = None
+    tie_embeddings: bool | None = Field(
+        default=None, description="Whether input embedding and output head share their weights."
+    )
+    bottleneck_size: int | None = Field(
+        default=None,
+        description="Width of what crosses a stage boundary, or 0 for all of hidden_size. With a "
+        "bottleneck the model is no longer a Llama and cannot be exported as one.",
+    )
 
     @property
     def config(self) -> ModelConfig:
+        """The preset's model with these sizes."""
         return ModelConfig.model_validate(
             preset(self.preset).model.model_dump()
             | self.model_dump(exclude={"preset"}, exclude_none=True)
@@ -70,40 +91,97 @@ class ModelSection(FrozenModel):
 
 
 class StagesSection(FrozenModel):
-    count: int = Field(ge=1, le=512)
+    count: int = Field(
+        ge=1, le=512, description="Stages without a layer are possible at the ends only."
+    )
 
 
 class DataSection(FrozenModel):
-    source: str = Field(min_length=1)
-    tokenizer: Literal["bytes", "bpe"]
-    heldout_share: float = Field(default=0.05, gt=0, le=0.5)
-    shards_url: str = Field(default="", pattern=r"^(https?://\S+)?$")
+    source: str = Field(
+        min_length=1,
+        description='Path of a text file, a folder of text files, a .jsonl with a field "text", '
+        'a folder of ready shards, or "python-stdlib".',
+    )
+    tokenizer: Literal["bytes", "bpe"] = Field(
+        description='"bytes", or "bpe": byte pairs learned from the training text.'
+    )
+    heldout_share: float = Field(
+        default=0.05, gt=0, le=0.5, description="Share of the text kept for measuring progress."
+    )
+    shards_url: str = Field(
+        default="",
+        pattern=r"^(https?://\S+)?$",
+        description="Web folder with copies of the files in data/, so that volunteers need not "
+        'fetch them from the coordinator; "" for none.',
+    )
 
 
 class TrainingSection(FrozenModel):
-    steps: int = Field(ge=1)
-    microbatches_per_step: int = Field(ge=1, le=65_536)
+    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
+    microbatches_per_step: int = Field(
+        ge=1,
+        le=65_536,
+        description="Microbatches averaged into one step; the unit of work that volunteers share.",
+    )
     sequences_per_microbatch: int = Field(ge=1, le=65_536)
-    dtype: ComputeDtype = "float32"
-    evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
-    staleness: Literal[0, 1] = 0
+    dtype: ComputeDtype = Field(
+        default="float32",
+        description='"float32", or "bfloat16" for computing in half the memory.',
+    )
+    evaluation_microbatches: int = Field(
+        default=8,
+        ge=0,
+        le=65_536,
+        description="Held-out microbatches measured after the last step.",
+    )
+    staleness: Literal[0, 1] = Field(
+        default=0,
+        description="1: gradients are one version late, and the pipeline never runs empty between "
+        "steps.",
+    )
 
 
 class NetworkSection(FrozenModel):
-    listen_host: str = Field(default="0.0.0.0", min_length=1)
-    listen_port: int = Field(default=0, ge=0, le=65_535)
-    announce: tuple[str, ...] = ()
-    relay: bool = True
+    listen_host: str = Field(
+        default="0.0.0.0",
+        min_length=1,
+        description='Address to listen on; "0.0.0.0" is every IPv4 address of this machine.',
+    )
+    listen_port: int = Field(
+        default=0,
+        ge=0,
+        le=65_535,
+        description="0 picks a free port at the first start and keeps it.",
+    )
+    announce: tuple[str, ...] = Field(
+        default=(),
+        description="Further addresses at which volunteers reach the coordinator, for example "
+        '["/dns4/train.example.org/tcp/4711"] behind a router.',
+    )
+    relay: bool = Field(
+        default=True,
+        description="Carry traffic of volunteers that cannot reach each other directly.",
+    )
 
 
 class CheckpointSection(FrozenModel):
-    every_steps: int = Field(default=50, ge=1)
-    keep: int = Field(default=3, ge=1)
+    every_steps: int = Field(default=50, ge=1, description="(fixed)")
+    keep: int = Field(default=3, ge=1, description="Number of newest checkpoints that are kept.")
 
 
 class CoordinatorSection(FrozenModel):
-    store: str = SQLITE
-    lease_seconds: float = Field(default=5.0, ge=1, le=600)
+    store: str = Field(
+        default=SQLITE,
+        description='"sqlite", in this folder; or "postgresql://user@host/database", a database '
+        "of the run's own on a server, which lets a standby coordinator take over.",
+    )
+    lease_seconds: float = Field(
+        default=5.0,
+        ge=1,
+        le=600,
+        description="With PostgreSQL: seconds without a renewal after which a standby takes over "
+        "from a coordinator.",
+    )
 
     @model_validator(mode="after")
     def _known_store(self) -> Self:
@@ -118,13 +196,41 @@ AUTO: Literal["auto"] = "auto"
 
 
 class CodecsSection(FrozenModel):
-    """`auto` is a request: making the run or its manifest puts names of codecs in its place."""
+    """`auto` is replaced by names of codecs when the run or its manifest is made."""
 
-    activation: Literal[ActivationCodec, "auto"] = "int8"
-    gradient: Literal[GradientCodec, "auto"] = "int8"
-    average: AverageCodec = "exact"
-    largest_loss_gap: float = Field(default_factory=measured_noise, ge=0, le=1)
-    up_mbit_per_second: float = Field(default=20.0, gt=0, le=1e6)
+    activation: Literal[ActivationCodec, "auto"] = Field(
+        default="int8",
+        description='"none", "float16", "bfloat16", "int8" (a quarter of the bytes) or "int4" (an '
+        'eighth); docs/benchmarks.md lists what each costs in loss: "int8" nothing that could be '
+        'measured. Or "auto", here and for the gradient: at the next start, until a step is '
+        "applied, it is replaced by the pair that is fastest by the settings below.",
+    )
+    gradient: Literal[GradientCodec, "auto"] = Field(
+        default="int8",
+        description='The same, and "topk": the largest sixteenth of a gradient.',
+    )
+    average: AverageCodec = Field(
+        default="exact",
+        description='"exact", "none", "float16" or "int8", for the sums of gradients among the '
+        'peers of a stage. "exact" rounds each microbatch\'s gradient once, far below what the '
+        "optimizer notices, and adds without rounding: on machines that compute alike the run "
+        'equals its reference to the bit, however the work is divided. "none" adds float32, up to '
+        "rounding. What a lossy one loses depends on how many peers average: replicas stay equal "
+        "to the bit, but the run is only near its reference, by about the codec's error.",
+    )
+    largest_loss_gap: float = Field(
+        default_factory=measured_noise,
+        ge=0,
+        le=1,
+        description='What "auto" may cost in held-out loss, relative; the default is the measured '
+        "noise from seed to seed.",
+    )
+    up_mbit_per_second: float = Field(
+        default=20.0,
+        gt=0,
+        le=1e6,
+        description='Uplink of volunteers in Mbit/s that "auto" assumes.',
+    )
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
@@ -138,7 +244,7 @@ class CodecsSection(FrozenModel):
 
     @property
     def config(self) -> CodecsConfig:
-        """What the manifest fixes; nothing may be left to be chosen."""
+        """The codecs that the manifest fixes; `auto` must have been replaced."""
         assert self.activation != AUTO
         assert self.gradient != AUTO
         return CodecsConfig(
@@ -147,17 +253,40 @@ class CodecsSection(FrozenModel):
 
 
 class AdmissionSection(FrozenModel):
-    mode: AdmissionMode = "open"
+    mode: AdmissionMode = Field(
+        default="open",
+        description='"open": everyone with the invite. "token": everyone with an invite that '
+        'carries a valid token (`swarm-coordinator token`). "allow-list": peers on the list '
+        "(`swarm-coordinator allow`).",
+    )
 
 
 class RebalancingSection(FrozenModel):
-    rule: Literal["throughput", "none"] = "throughput"
-    period_seconds: float = Field(default=60.0, ge=1, le=86_400)
-    minimum_replicas: int = Field(default=1, ge=1, le=10_000)
+    rule: Literal["throughput", "none"] = Field(
+        default="throughput",
+        description='"throughput": a move must gain more than it costs. "none": volunteers keep '
+        "the stage that they joined with.",
+    )
+    period_seconds: float = Field(
+        default=60.0,
+        ge=1,
+        le=86_400,
+        description="Seconds in which a stage takes part in at most one move.",
+    )
+    minimum_replicas: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="A move never leaves a stage with fewer volunteers.",
+    )
 
 
 class HttpSection(FrozenModel):
-    listen: str = "127.0.0.1:0"
+    listen: str = Field(
+        default="127.0.0.1:0",
+        description='HOST:PORT. "127.0.0.1:0" serves this machine only, at a free port that is '
+        'kept; "0.0.0.0:8080" serves every machine (no peer\'s address is shown); "" for none.',
+    )
 
     @model_validator(mode="after")
     def _an_address(self) -> Self:
@@ -172,20 +301,49 @@ class HttpSection(FrozenModel):
 class RunSettings(FrozenModel):
     """All of run.toml, with every default filled in."""
 
-    run: RunSection
-    model: ModelSection
-    stages: StagesSection
-    data: DataSection
-    training: TrainingSection
-    optimizer: OptimizerConfig
-    network: NetworkSection = NetworkSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    limits: LimitsConfig = LimitsConfig()
-    codecs: CodecsSection = Field(default_factory=CodecsSection)
-    admission: AdmissionSection = AdmissionSection()
-    coordinator: CoordinatorSection = CoordinatorSection()
-    rebalancing: RebalancingSection = RebalancingSection()
-    http: HttpSection = HttpSection()
+    run: RunSection = Field(description="Name and seed of the run.")
+    model: ModelSection = Field(
+        description="The model: a preset, and the sizes that differ from it. (fixed)"
+    )
+    stages: StagesSection = Field(
+        description="Into how many stages the model is cut; each volunteer holds one. (fixed)"
+    )
+    data: DataSection = Field(description="Training text. (fixed)")
+    training: TrainingSection = Field(description="Length of the run, and sizes. (fixed)")
+    optimizer: OptimizerConfig = Field(
+        description="AdamW with linear warm-up, cosine decay and global-norm clipping. (fixed)"
+    )
+    network: NetworkSection = Field(
+        default=NetworkSection(), description="Where volunteers reach the coordinator."
+    )
+    checkpoint: CheckpointSection = Field(
+        default=CheckpointSection(),
+        description="Saved states, from which a run continues when no peer has its state any more.",
+    )
+    limits: LimitsConfig = Field(
+        default=LimitsConfig(),
+        description="Bounds that every peer enforces, so that no remote decides how much memory "
+        "is taken. (fixed)",
+    )
+    codecs: CodecsSection = Field(
+        default_factory=CodecsSection,
+        description="How tensors are encoded between stages, for slow uplinks. What a codec loses "
+        "is part of what the run computes. (fixed)",
+    )
+    admission: AdmissionSection = Field(
+        default=AdmissionSection(), description="Which peers may join."
+    )
+    coordinator: CoordinatorSection = Field(
+        default=CoordinatorSection(), description="Where the coordinator keeps its database."
+    )
+    rebalancing: RebalancingSection = Field(
+        default=RebalancingSection(),
+        description="Moving volunteers to the slowest stage, while training continues.",
+    )
+    http: HttpSection = Field(
+        default=HttpSection(),
+        description="The dashboard, its API and metrics, in a process of their own.",
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -202,17 +360,14 @@ class RunSettings(FrozenModel):
 
 
 _SECTIONS: dict[str, type[FrozenModel]] = {
-    "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
-    "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
-    "checkpoint": CheckpointSection, "limits": LimitsConfig, "codecs": CodecsSection,
-    "admission": AdmissionSection,
-    "coordinator": CoordinatorSection,
-    "rebalancing": RebalancingSection, "http": HttpSection,
-}  # fmt: skip
+    name: field.annotation
+    for name, field in RunSettings.model_fields.items()
+    if isinstance(field.annotation, type)
+}
 
 
 def parse_run_toml(text: str, where: str = FILE_NAME) -> RunSettings:
-    """The settings in a file's text; ConfigurationError names what is wrong in `where`."""
+    """Parse the text of a run.toml; ConfigurationError names what is wrong in `where`."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -231,7 +386,7 @@ def default_settings(
     stages: int | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> RunSettings:
-    """A preset's settings; `overrides` maps dotted names (`training.steps`) to values."""
+    """Return a preset's settings; `overrides` maps dotted names (`training.steps`) to values."""
     values: dict[str, dict[str, object]] = {
         "run": {"name": name}, "model": {"preset": preset_name}, "data": {"source": source},
     }  # fmt: skip
@@ -248,7 +403,7 @@ def default_settings(
 
 
 def settings_from(values: Mapping[str, object], where: str) -> RunSettings:
-    """Checks names, fills defaults from the preset, checks values."""
+    """Check names, fill in the preset's defaults, and check values."""
     sections = _checked_names(values, where)
     chosen = preset(_preset_name(sections, where))
     filled = _with_defaults(sections, chosen)
@@ -285,7 +440,7 @@ def _checked_names(values: Mapping[str, object], where: str) -> dict[str, dict[s
                 raise ConfigurationError(
                     f"{where}: [{section}] {key} must be a finite number, not {value}"
                 )
-        # TOML knows lists only, strict checking wants the tuple that it is.
+        # TOML has lists only, strict validation needs tuples.
         sections[section] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in content.items()
@@ -303,7 +458,7 @@ def _preset_name(sections: Mapping[str, Mapping[str, object]], where: str) -> st
 def _with_defaults(
     sections: Mapping[str, Mapping[str, object]], chosen: Preset
 ) -> dict[str, dict[str, object]]:
-    """What the file says, over the defaults that depend on the preset or on another setting."""
+    """Merge the file's values over the defaults that depend on the preset or on other settings."""
     defaults: dict[str, dict[str, object]] = {
         "run": {"name": "my-run", "seed": DEFAULT_SEED},
         "model": {"preset": DEFAULT_PRESET},
@@ -328,11 +483,11 @@ def default_warmup_steps(steps: int) -> int:
 
 
 def _sentences(error: ValidationError, where: str, section: str | None = None) -> str:
-    """Every complaint as a sentence, in the words of run.toml and not of the checking library."""
+    """Return every validation error as a sentence in the terms of run.toml."""
     return "; ".join(
         _sentence(detail, where, section)
         for detail in error.errors(include_url=False)
-        # What depends on a section that is wrong itself.
+        # A missing value follows from a section that is reported itself.
         if detail["type"] != "missing"
     )
 
@@ -349,10 +504,10 @@ def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
 
 
 def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]:
-    """Settings that the signed manifest fixes and that run.toml now says otherwise.
+    """Return a sentence for each setting in which run.toml differs from the signed manifest.
 
-    `[data] source` and `heldout_share` are not in the manifest; `stored_run` compares them with
-    what the run folder's data was made from.
+    `[data] source` and `heldout_share` are not in the manifest; `durability.run_files` compares
+    them with what the run folder's data was made from.
     """
     pairs: list[tuple[str, object, object]] = [
         ("[run] name", settings.run.name, manifest.name),
@@ -360,14 +515,14 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         ("[data] tokenizer", settings.data.tokenizer, manifest.data.tokenizer),
         ("[checkpoint] every_steps", settings.checkpoint.every_steps, manifest.checkpoint_steps),
     ]
-    # Where the bottlenecks are follows from the stages.
+    # The positions of the bottlenecks follow from the stages.
     places = {"bottlenecks": manifest.model.bottlenecks}
     for section, now, fixed in (
         ("model", settings.model.config.model_copy(update=places), manifest.model),
         ("training", settings.training_config, manifest.training),
         ("optimizer", settings.optimizer, manifest.optimizer),
         ("limits", settings.limits, manifest.limits),
-        # What `auto` chooses by is not in the manifest.
+        # The settings behind `auto` are not in the manifest.
         ("codecs", settings.codecs, manifest.codecs),
     ):
         for field in type(fixed).model_fields:
@@ -381,7 +536,7 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
 
 
 def parse_codec(text: str) -> dict[str, str]:
-    """`int8/int4` of a command line, or one name for both, as settings."""
+    """Convert `int8/int4` of a command line, or one name for both directions, to settings."""
     activation, slash, gradient = (part.strip() for part in text.partition("/"))
     return {
         "codecs.activation": activation,
@@ -390,14 +545,14 @@ def parse_codec(text: str) -> dict[str, str]:
 
 
 def parse_override(text: str) -> tuple[str, object]:
-    """`training.steps=20` of a command line as ("training.steps", 20); a bare word is text."""
-    name, equals, spelt = text.partition("=")
+    """Convert `training.steps=20` to ("training.steps", 20); an unquoted word is text."""
+    name, equals, value = text.partition("=")
     if not equals or "." not in name:
         raise ConfigurationError(
             f"{text!r} is not a setting; write SECTION.NAME=VALUE, for example training.steps=20"
         )
     try:
-        parsed = tomllib.loads(f"value = {spelt.strip()}")
+        parsed = tomllib.loads(f"value = {value.strip()}")
     except tomllib.TOMLDecodeError:
-        return name.strip(), spelt.strip()
+        return name.strip(), value.strip()
     return name.strip(), parsed["value"]

@@ -3,5 +3,5 @@
 transition  the function
 rules       one concern each: microbatches, step close, membership, recovery, ...
 state       the values that the rules change
-events      what goes in (events) and what comes out (commands)
+events      the input (events) and the output (commands)
 """

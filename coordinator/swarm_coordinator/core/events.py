@@ -1,8 +1,8 @@
-"""What goes into the coordinator's pure core and what comes out of it.
+"""The events that the coordinator's pure core takes and the commands that it returns.
 
-The shell (`server`) turns network messages into events after it has checked signatures, and
-carries out commands in their order. A `Persist` is durable before the next command is carried
-out: that order is what makes a decision survive a crash before anybody has heard of it.
+The shell (`swarm_coordinator.server`) checks signatures, turns network messages into events, and
+carries out commands in their order. A `Persist` is durable before the next command is carried out:
+a decision survives a crash before any peer receives it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from swarm_shared.protocol import (
 )
 
 SessionNumber = NewType("SessionNumber", int)
-"""One attachment of one client; grows, so that words of an older attachment are known as stale."""
+"""Number of one attachment of one client. It grows, so that messages of an older attachment are
+recognised as stale."""
 
 
 # ---------------------------------------------------------------- events
@@ -31,7 +32,7 @@ SessionNumber = NewType("SessionNumber", int)
 
 @dataclass(frozen=True, slots=True)
 class PeerAttached:
-    """A client said Hello and was admitted: certificate and receipts are already verified."""
+    """A client sent Hello and was admitted; its certificate and receipts are verified."""
 
     session: SessionNumber
     peer: PeerId
@@ -50,7 +51,7 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptsVerified:
-    """Receipts whose signatures hold, from a Receipts message; reporter is the session's peer."""
+    """Receipts with valid signatures, from a Receipts message of the session's peer."""
 
     session: SessionNumber
     peer: PeerId
@@ -75,7 +76,7 @@ class LeaseResolved:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """Any other message of an attached client; a heartbeat comes in `HeartbeatsReceived`."""
+    """Any other message of an attached client; heartbeats arrive in `HeartbeatsReceived`."""
 
     session: SessionNumber
     peer: PeerId
@@ -83,7 +84,7 @@ class MessageReceived:
 
 
 class PeerHeartbeat(NamedTuple):
-    """What one of them said. Thousands are made every second."""
+    """One heartbeat of one peer. A named tuple, because thousands are created every second."""
 
     session: SessionNumber
     peer: PeerId
@@ -92,9 +93,9 @@ class PeerHeartbeat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatsReceived:
-    """All that were heard since the last event of this kind.
+    """All heartbeats since the last event of this kind.
 
-    Thousands beat every second, and no rule depends on one of them alone.
+    They are batched because thousands arrive every second and no rule depends on a single one.
     """
 
     heartbeats: Sequence[PeerHeartbeat]
@@ -102,7 +103,7 @@ class HeartbeatsReceived:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStored:
-    """Every stage of `version` lies in the run folder, complete, hashed and durable."""
+    """Every stage of `version` is in the run folder: complete, hashed and durable."""
 
     version: Version
     stages: tuple[StoredStage, ...]
@@ -110,7 +111,7 @@ class CheckpointStored:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """A checkpoint could not be stored (disk full, holder gone); training goes on without it."""
+    """A checkpoint could not be stored (disk full, holder lost); training goes on without it."""
 
     version: Version
     reason: str
@@ -118,28 +119,29 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeersRevoked:
-    """These may not take part any more: the organiser has banned them, or revoked what let them in.
+    """Peers that may no longer take part: banned, or admitted by something that was revoked.
 
-    The shell lets no PeerAttached of theirs through after this, until they are let in again.
+    The shell passes on no PeerAttached of these peers until they are reinstated.
     """
 
     peers: tuple[PeerId, ...]
     reason: str
-    """A sentence, for the peers themselves as well."""
+    """A sentence, also sent to the peers themselves."""
     until: float
-    """When the last certificate that one can have has expired: then nobody need be told."""
+    """When the last certificate that these peers can hold expires; members need no notice after
+    that."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeersReinstated:
-    """These may take part again, and others may serve them."""
+    """Peers that may take part and be served again."""
 
     peers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateIssued:
-    """A newer certificate for a member, or for the coordinator itself."""
+    """A renewed certificate of a member, or of the coordinator itself."""
 
     peer: PeerId
     certificate: str
@@ -147,7 +149,7 @@ class CertificateIssued:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The organiser pressed Ctrl-C: finish the step, write a checkpoint, say goodbye."""
+    """The organiser stops the run: finish the close, store a checkpoint, disconnect the peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class StoredStage:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put a message into a peer's outbox; never blocks; dropped when the session is gone."""
+    """Put a message into a peer's outbox. Never blocks; dropped when the session has ended."""
 
     peer: PeerId
     message: CoordinatorMessage
@@ -185,8 +187,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send one message to many peers. It may reach them one after the other, over a second or so;
-    what a peer is sent after it comes after it."""
+    """Send one message to many peers.
+
+    Delivery may be spread over about a second; each peer receives it before any later message.
+    """
 
     peers: tuple[PeerId, ...]
     message: CoordinatorMessage
@@ -194,7 +198,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class StageShare:
-    """How many microbatches a peer counted in one stage of one applied step."""
+    """Number of microbatches that a peer counted in one stage of one applied step."""
 
     peer: PeerId
     stage: StageIndex
@@ -204,11 +208,11 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class AppliedStep:
-    """The durable record of one optimizer step, written before anybody is told to apply it."""
+    """The durable record of one optimizer step, written before any Apply is sent."""
 
     step: Step
     attempt: int
-    """The latest one."""
+    """Number of the latest attempt."""
     loss: float
     """Mean cross entropy per token over the step, in nats."""
     tokens: int
@@ -217,16 +221,17 @@ class AppliedStep:
     learning_rate: float
     shares: tuple[StageShare, ...]
     attempts: tuple[int, ...] = ()
-    """Of each stage, where not all have averaged in the same one; empty: all in `attempt`."""
+    """Attempt number by stage, if the stages averaged in different attempts; empty: all in
+    `attempt`."""
 
     def attempt_of(self, stage: StageIndex) -> int:
-        """In which attempt a stage has averaged what was applied."""
+        """The attempt in which a stage averaged the applied gradient."""
         return self.attempts[stage] if self.attempts else self.attempt
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The run goes on from `version`; later steps no longer belong to its history."""
+    """The run continues from `version`; later steps no longer belong to its history."""
 
     version: Version
     reason: str
@@ -247,7 +252,7 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something a person should be able to read later: joins, deaths, decisions, errors."""
+    """A line of the run's event log for people: joins, losses, decisions, errors."""
 
     text: str
     peer: PeerId | None = None
@@ -260,7 +265,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Durable before the next command is carried out."""
+    """Make a record durable before the next command is carried out."""
 
     record: AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
 
@@ -269,8 +274,8 @@ class Persist:
 class FetchSnapshot:
     """Fetch one stage's snapshot for a checkpoint from its holder.
 
-    When all stages of the version are in the folder the shell answers CheckpointStored; when one
-    cannot be had, CheckpointFailed.
+    The shell answers CheckpointStored once all stages of the version are in the folder, and
+    CheckpointFailed if one cannot be fetched.
     """
 
     holder: PeerRecord
@@ -279,7 +284,7 @@ class FetchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """End a peer's session after what is in its outbox has been sent."""
+    """End a peer's session after its outbox has been sent."""
 
     peer: PeerId
     reason: str
@@ -287,7 +292,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class ShutDown:
-    """Everything is durable and everybody has been told; the shell may exit."""
+    """Everything is durable and every peer has its Goodbye in its outbox; the shell may exit."""
 
 
 Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | ShutDown
@@ -295,7 +300,7 @@ Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | Shu
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What the store knows at start; the pure core begins from it."""
+    """What the store holds of the run when the coordinator starts."""
 
     generation: int
     version: Version
@@ -304,6 +309,7 @@ class Restored:
     finished: bool
     heldout_loss: float | None
     rolled_back: bool = False
-    """Whether a version's number may also mean a state of a history that was given up."""
+    """Whether a version number may also denote a state of an abandoned history."""
     on_current_history: frozenset[PeerId] = frozenset()
-    """After a roll-back: who has counted in a step since, and so holds no state of before."""
+    """Peers that have counted in a step since the last roll-back, and so hold no state from before
+    it."""

@@ -1,19 +1,28 @@
 """The coordinator as a state machine: `transition(state, event, now)` returns commands.
 
-Rules, in the order in which they are applied after every event:
+The phases of a run (`RunPhase`), what ends each, and the phase that follows:
 
-    WAITING     every stage has a ready peer               → COLLECT (or EVALUATING at the end)
-    COLLECT     the table is complete, nobody is syncing   → CLOSING
-    CLOSING     every member of every stage has averaged   → durable, then APPLYING
-                a member failed, or died before the others
-                of its stage had averaged                  → COLLECT; the other stages go on
-    APPLYING    every living member has applied, or time's up → WAITING; who has not is synced
-    EVALUATING  all held-out microbatches have a loss      → checkpoint → FINISHED
-    any of the standing phases: a stage has nobody         → WAITING, at the checkpoint's version
-    any         the organiser stops                        → checkpoint → STOPPING
+    WAITING     every stage has a ready peer                → COLLECT, or EVALUATING after the
+                                                              last step
+                the last step is evaluated, and its
+                checkpoint is stored or given up            → FINISHED
+    COLLECT     the table is complete, and no joining peer,
+                move or failed attempt delays the close     → CLOSING
+    CLOSING     every member of every round has averaged    → durable, then APPLYING
+                a member fails, or leaves before the rest
+                of its round has averaged                   → COLLECT; the other rounds stand
+    APPLYING    every remaining member has applied, or the
+                time limit has passed                       → WAITING; a member that has not
+                                                              applied is synced anew
+    EVALUATING  every held-out microbatch has a loss        → WAITING
+    WAITING, COLLECT, EVALUATING
+                a stage has lost its state with its last
+                holder                                      → WAITING, at the checkpoint's version
+    any         the organiser stops the run: a close under
+                way ends, a checkpoint is stored            → STOPPING
 
-No I/O, no clock, no randomness: the same events at the same times give the same commands, which
-is what the simulator and the tests rely on.
+No I/O, no clock, no randomness: the same events at the same times give the same commands. The
+simulator (`swarm_coordinator.simulator`) and the tests rely on that.
 """
 
 from __future__ import annotations
@@ -80,9 +89,10 @@ from swarm_shared.protocol import (
 from swarm_shared.run.manifest import Manifest
 
 STOP_TIMEOUT_SECONDS = 30.0
-"""After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
+"""Seconds that the checkpoint of a stopping run may take; the one before it is always safe."""
 
 NUMBERS_PER_GENERATION = 2**24
+"""Distance between the first attempt and lease numbers of two generations of the coordinator."""
 
 
 def begin(
@@ -94,9 +104,9 @@ def begin(
     revoked: Mapping[PeerId, float] | None = None,
     moves: RebalancingSettings | None = None,
 ) -> RunState:
-    """The state a coordinator starts with, from its manifest and what its store remembers.
+    """Return the initial state of a coordinator, from the manifest and what its store has restored.
 
-    `moves` says whether and when peers are moved between stages; None: never.
+    `moves` configures whether and when peers move between stages; without it they never do.
     """
     stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
     return RunState(
@@ -109,7 +119,7 @@ def begin(
         last_applied=restored.last_applied,
         checkpoint=restored.checkpoint,
         checkpoint_overdue=restored.version - stored_version > manifest.checkpoint_steps,
-        # Words of earlier generations are still on their way: no number is used a second time.
+        # Messages of earlier generations may still arrive, so numbers are never reused.
         attempt_counter=restored.generation * NUMBERS_PER_GENERATION,
         lease_counter=restored.generation * NUMBERS_PER_GENERATION,
         # A run whose steps were raised after its end is evaluated again at its new end.
@@ -126,7 +136,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     phase = run.phase
     _dispatch(run, event, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
-        # Most words are of work done. They change the table and the leases, nothing else.
+        # Most events report finished microbatches; they change only the table and the leases.
         _advance_step(run, now)
     elif not isinstance(event, HeartbeatsReceived) and not (
         run.phase is phase and _is_intermediate_answer(run, event)
@@ -139,8 +149,11 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
 
 
 def _is_intermediate_answer(run: RunState, event: Event) -> bool:
-    """Everybody answers a close and an apply, within a second. Nothing follows from any answer
-    before the last one, with which the phase changes, or before the next tick."""
+    """Whether the event is an answer to a close or an apply that is not the last one awaited.
+
+    All members answer within about a second. No rule depends on an answer before the last one,
+    which changes the phase, or before the next tick.
+    """
     if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING):
         return False
     message = event.message if isinstance(event, MessageReceived) else None
@@ -151,7 +164,7 @@ _ROSTER_KINDS = frozenset({"roster", "roster_change"})
 
 
 def _order_roster_first(run: RunState) -> None:
-    """Rosters go before the work that relies on them, and after Welcome and records."""
+    """Move rosters ahead of the work that relies on them, and behind Welcome and records."""
     rosters = [c for c in run.commands if _kind(c) in _ROSTER_KINDS]
     if not rosters:
         return
@@ -167,7 +180,7 @@ def _kind(command: Command) -> str:
 
 
 def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None:
-    """The peer, if these words come from its current attachment."""
+    """The peer, if the event belongs to its current attachment."""
     state = run.peers.get(peer)
     return state if state is not None and state.session == session else None
 
@@ -175,10 +188,11 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _drop_silent_peers(run, now)
-        step_close.give_up_catching_up(run, now)
+        if run.peers.syncing:
+            step_close.give_up_catching_up(run, now)
         roster.drop_expired_revocations(run, now)
     elif isinstance(event, PeerAttached):
-        # Whatever the older attachment held is either told again in this Hello or gone.
+        # What the older attachment held is either reported again in this Hello or lost.
         drop(run, event.peer, "attached anew", now, announce=False)
         membership.attach(run, event, now)
     elif isinstance(event, CheckpointStored):
@@ -261,12 +275,13 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 
 
 def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
-    """A peer is gone: its cells, its leases, and what depended on it of the close."""
+    """Remove a peer, its cells, its leases and its part in the close."""
     membership.remove(run, peer, reason, now, announce=announce)
     step_close.advance_close(run, now)
 
 
 def _drop_silent_peers(run: RunState, now: float) -> None:
+    """Close the sessions of peers without a message for `dead_after_seconds`."""
     limit = run.manifest.limits.dead_after_seconds
     for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
         run.commands.append(CloseSession(peer.peer, "silent for too long"))
@@ -274,7 +289,7 @@ def _drop_silent_peers(run: RunState, now: float) -> None:
 
 
 def _advance(run: RunState, now: float) -> None:
-    """Apply the rules until nothing changes any more."""
+    """Apply the rules of the current phase; called after every event that may change the phase."""
     checkpoints.check(run, now)
     stage_recovery.recover_lost_stages(run, now)
     if run.peers.movers:
@@ -294,7 +309,7 @@ def _advance(run: RunState, now: float) -> None:
 
 
 def _advance_step(run: RunState, now: float) -> None:
-    """The rules of a step that is being worked on."""
+    """Apply the rules of the step in progress."""
     accumulate_masks.answer_masks(run, now)
     if run.ahead is not None and run.stop_requested_at is None:
         microbatches.lease_open_microbatches(run, run.ahead, now)
@@ -324,7 +339,7 @@ def _collect(run: RunState, now: float) -> None:
 
 
 def _joining_peer_delays_close(run: RunState, now: float) -> bool:
-    """A newcomer that is downloading this version may hold the close, for a bounded time."""
+    """Whether a peer that downloads the current version delays the close, for a bounded time."""
     return any(
         not peer.leaving and now < peer.close_delayed_until and run.round_of(peer.stage) is None
         for peer in run.peers.syncing.values()
@@ -332,7 +347,7 @@ def _joining_peer_delays_close(run: RunState, now: float) -> bool:
 
 
 def _next(run: RunState, now: float) -> None:
-    """From WAITING to the next step, to the evaluation, or to the end."""
+    """Go from WAITING to the next step, to the evaluation, or to the end."""
     if run.stop_requested_at is not None:
         return
     at_end = run.version >= run.manifest.training.steps
@@ -373,7 +388,7 @@ def _evaluate(run: RunState, now: float) -> None:
 
 
 def _finish(run: RunState) -> None:
-    """The last version is on disk, or cannot be: say so, and let everybody go."""
+    """End the run once its last checkpoint is stored or given up, and disconnect every peer."""
     if not checkpoints.stored(run) and not checkpoints.refused(run):
         run.waiting_reason = "writing the last checkpoint"
         return
@@ -391,7 +406,8 @@ def _finish(run: RunState) -> None:
 
 
 def _stop(run: RunState, now: float) -> None:
-    """Ctrl-C at the coordinator: a step in its close ends first, then a checkpoint, then out."""
+    """Stop on the organiser's request: let a close end, store a checkpoint, disconnect the
+    peers."""
     assert run.stop_requested_at is not None
     if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
         return

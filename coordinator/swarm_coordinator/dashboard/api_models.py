@@ -1,28 +1,36 @@
-"""What the HTTP API answers, in full: `/api/v1/openapi.json` is made from these.
+"""The HTTP API's responses; `/api/v1/openapi.json` is generated from these models.
 
-Public documents name a peer by its own choice of name and the end of its ID; they never hold an
-address. A newer release may add fields; a field's meaning changes only with the path's version.
-Times are Unix seconds, losses nats per token, rates per second.
+Where a response shows a part of the status document it inherits that part (`status.document`), so a
+field is defined once. What these models do not inherit or define is never published: public
+responses name a peer by the name that it chose and the end of its ID, and never hold an address. A
+newer release may add fields; a field's meaning changes only with the version in the path. Times are
+Unix seconds, losses nats per token, rates per second.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swarm_coordinator.status.document import (
+    AdmissionOverview,
+    AppliedStepRow,
+    Health,
+    HealthState,
+    NoteRow,
+    PathRow,
+    PeerRow,
+    PeerSummary,
+    RunProgress,
+    StageTiming,
+)
+
+__all__ = ["AdmissionOverview", "AppliedStepRow", "Health", "HealthState"]
+
 API_VERSION = 1
-
-
-class HealthState(StrEnum):
-    """The run's health, in one word."""
-
-    HEALTHY = "healthy"
-    """Every stage has a peer that can be reached, and steps can be made."""
-    DEGRADED = "degraded"
-    WAITING = "waiting"
-    """For peers: training has not begun, or cannot go on."""
-    FINISHED = "finished"
+ID_END = 8
+"""Characters of a peer ID that the public sees, as in the coordinator's own lines."""
 
 
 class ApiModel(BaseModel):
@@ -30,76 +38,49 @@ class ApiModel(BaseModel):
 
 
 class ErrorBody(ApiModel):
-    """Every answer that is no success."""
+    """Every response that reports a failure."""
 
-    error: str = Field(description="What was seen, and what is needed.")
-
-
-class Health(ApiModel):
-    state: HealthState
-    sentence: str
-    unreachable_stages: tuple[int, ...] = Field(description="Stages without a reachable peer.")
+    error: str = Field(description="What was found, and what is needed.")
 
 
-class RunStatus(ApiModel):
+class RunStatus(RunProgress):
     api_version: int = API_VERSION
     name: str
     software: str
-    time: float = Field(description="When the coordinator said all this.")
-    health: Health
-    phase: str
-    waiting_for: str
-    version: int = Field(description="Applied optimizer steps.")
-    steps: int = Field(description="Optimizer steps of the whole run.")
-    cells_done: int = Field(description="Microbatches times stages of the step under way.")
-    cells_total: int
-    loss: float | None = Field(description="Of the last applied step.")
-    heldout_loss: float | None
-    tokens: int = Field(description="Of all applied steps.")
-    tokens_per_second: float | None = Field(description="In the last applied step.")
-    checkpoint_version: int | None
-    uptime_seconds: float
+    tokens: int = Field(description="Tokens of all applied steps.")
     stages: int
     peers: int = Field(description="Attached now.")
-    contributors: int = Field(description="People who have counted in any applied step.")
+    contributors: int = Field(description="Owners with a share in any applied step.")
     bubble_share: float | None = Field(
-        description="Of the time for which peers hold stages while steps are made: how much of it "
-        "they have nothing to compute, 0 to 1, in the last minute or two."
+        description="Share of the time for which peers hold stages while steps are made that they "
+        "have nothing to compute, 0 to 1, in the last minute or two."
     )
     rejected: dict[str, int] = Field(
         description="What did not count since the start of the coordinator, by reason."
     )
 
 
-class StageStatus(ApiModel):
+class StageStatus(StageTiming):
     stage: int
     first_layer: int
     end_layer: int
-    work_share: float = Field(description="Of the model's arithmetic, 0 to 1.")
+    work_share: float = Field(description="Share of the model's arithmetic, 0 to 1.")
     ready: int = Field(description="Peers that hold it at the run's version.")
-    syncing: int = Field(description="Peers on their way to it.")
+    syncing: int = Field(description="Peers that download its state.")
     microbatches_per_second: float
     relative_rate: float = Field(description="Its rate over the fastest stage's, 0 to 1.")
-    idle_share: float | None = Field(description="Like the run's `bubble_share`.")
-    p50_seconds: float | None = Field(
-        description="Half of the microbatches of the last minute or two took no longer to compute."
-    )
-    p95_seconds: float | None
 
 
 class Stages(ApiModel):
     stages: tuple[StageStatus, ...]
     rebalancing: tuple[str, ...] = Field(description="The newest decisions, oldest first.")
-    no_move_reason: str = Field(description="Why nobody moves now; empty if somebody does.")
+    no_move_reason: str = Field(description="Why no peer moves now; empty while one does.")
 
 
-class PublicPeer(ApiModel):
-    id_end: str = Field(description="The end of its peer ID.")
-    name: str | None
-    stage: int | None
-    phase: str
-    leaving: bool
-    microbatches_per_second: float
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicPeer(PeerSummary):
+    id_end: str
+    """The end of its peer ID."""
 
 
 class Peers(ApiModel):
@@ -108,16 +89,8 @@ class Peers(ApiModel):
     peers: tuple[PublicPeer, ...]
 
 
-class StepRow(ApiModel):
-    step: int
-    loss: float | None
-    tokens: int
-    seconds: float
-    written_at: float
-
-
 class Steps(ApiModel):
-    steps: tuple[StepRow, ...]
+    steps: tuple[AppliedStepRow, ...]
     next_after: int | None = Field(description="The next page's `after`; null at the end.")
 
 
@@ -138,20 +111,20 @@ class Curve(ApiModel):
 
 
 class ContributionRow(ApiModel):
-    """What one person gave: of all devices that prove to be the same owner's."""
+    """The contribution of one owner: of all devices that are bound to its key."""
 
     rank: int
     id_end: str = Field(description="The end of the owner's peer ID.")
     name: str | None
     team: str | None
-    devices: int = Field(description="Peers that have counted, and count in this row.")
+    devices: int = Field(description="Its peers with a share in any applied step.")
     stages: tuple[int, ...]
     steps: int = Field(
-        description="Steps in which it counted; of several devices, those of the busiest one."
+        description="Steps in which it has a share; of several devices, those of the busiest one."
     )
     microbatches: int
-    tokens: int = Field(description="Summed over the stages that it held.")
-    credit: float = Field(description="Tokens times the work share of the stage they passed.")
+    tokens: int = Field(description="Summed over the stages that its devices held.")
+    credit: float = Field(description="Tokens times the work share of the stage that they passed.")
     credit_per_day: float = Field(description="Recent average, with a half-life of 7 days.")
 
 
@@ -164,7 +137,7 @@ class Contributions(ApiModel):
 class Team(ApiModel):
     rank: int
     team: str
-    members: int = Field(description="People who are in it now and have counted in a step.")
+    members: int = Field(description="Owners that are in it now and have a share in a step.")
     tokens: int
     credit: float
     credit_per_day: float
@@ -176,69 +149,34 @@ class Teams(ApiModel):
     teams: tuple[Team, ...]
 
 
-class EventRow(ApiModel):
+class EventRow(NoteRow):
     id: int
-    written_at: float
-    text: str
 
 
 class Events(ApiModel):
     events: tuple[EventRow, ...] = Field(description="Oldest first.")
-    next_after: int = Field(description="The `after` that gives what comes later.")
+    next_after: int = Field(description="The `after` that returns later events.")
 
 
-# ---------------------------------------------------------------- the organiser's
+# ---------------------------------------------------------------- for the organiser only
 
 
-class PeerPath(ApiModel):
-    """The best connection of one peer to another, as the peer reports it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullPeer(PeerRow):
+    """All that the coordinator knows of an attached peer."""
 
-    remote: str
-    kind: str
-    relay: str | None
-    rtt_seconds: float
-    bytes_per_second: float
-
-
-class FullPeer(ApiModel):
-    peer: str
-    name: str | None
-    stage: int | None
-    phase: str
-    version: int
-    leaving: bool
-    device: str
-    reachability: str
-    offers_relay: bool
-    microbatches_per_second: float
-    queued: int
-    silent_seconds: float
-    flagged_times: int = Field(description="How often it has computed something wrong.")
-    flagged_reason: str
-    paths: tuple[PeerPath, ...]
+    paths: tuple[PathRow, ...]
 
 
 class FullPeers(ApiModel):
-    coordinator: str = Field(description="Its own peer ID, which paths may name.")
+    coordinator: str = Field(description="The coordinator's peer ID, which paths may name.")
     total: int
     offset: int
     peers: tuple[FullPeer, ...]
 
 
-class BanItem(ApiModel):
-    peer: str
-    reason: str
-    banned_at: float
-
-
-class AdmissionOverview(ApiModel):
-    mode: str
-    members: int
-    bans: tuple[BanItem, ...]
-
-
 class TokenItem(ApiModel):
-    """Of its secret there is only a hash anywhere."""
+    """An invite token. Only a hash of its secret is stored."""
 
     token: int
     note: str

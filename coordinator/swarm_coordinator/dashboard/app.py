@@ -1,8 +1,8 @@
-"""The paths: `/api/v1`, the page, health and metrics, as one ASGI application.
+"""The HTTP paths as one ASGI application: `/api/v1`, the web page, health and metrics.
 
-Every answer is one of `documents`, encoded from the newest snapshot; nothing here reads a disk.
-FastAPI makes the OpenAPI document from the same models. It gives its own pages for that document
-no place here, because they load scripts from elsewhere.
+Every response is one of `dashboard.api_models`, encoded from the newest snapshot; nothing here
+reads files. FastAPI generates the OpenAPI document from the same models. Its own pages for that
+document are disabled because they load scripts from elsewhere.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from swarm_coordinator.dashboard.api_models import (
 )
 from swarm_coordinator.dashboard.http_server import Message
 from swarm_coordinator.dashboard.middleware import is_organiser
-from swarm_coordinator.dashboard.snapshot import STALE_SECONDS, Snapshot
+from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.dashboard.sse import encode_event
+from swarm_coordinator.status.document import STALE_SECONDS
 
 MAX_PAGE = 500
 MAX_STEPS = 1_000
 PING_SECONDS = 15.0
-"""Between two comments on a stream without events, so that nobody on the way takes it for dead."""
+"""Seconds between comments on a stream without events, so that proxies keep it open."""
 MAX_INTEGER = 2**53 - 1
 
 BEARER = HTTPBearer(auto_error=False, description="Made by `start`, printed by `dashboard`.")
@@ -56,11 +57,11 @@ After = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """What the paths answer from."""
+    """What the paths need."""
 
     snapshot_loop: SnapshotLoop
     token: str
-    """The organiser's."""
+    """The organiser's token."""
     metrics: Callable[[Snapshot], bytes]
 
 
@@ -68,7 +69,7 @@ def build_app(context: AppContext) -> FastAPI:
     app = FastAPI(
         title="swarmtrain coordinator",
         version="1",
-        summary="How a run stands. Losses are in nats per token, times in Unix seconds.",
+        summary="The state of a run. Losses are in nats per token, times in Unix seconds.",
         openapi_url="/api/v1/openapi.json",
         docs_url=None,
         redoc_url=None,
@@ -77,7 +78,7 @@ def build_app(context: AppContext) -> FastAPI:
             429: {"model": ErrorBody, "description": "Too many requests."},
             503: {
                 "model": ErrorBody,
-                "description": "Too many connections, or nothing to say yet.",
+                "description": "Too many connections, or no status yet.",
             },
         },
     )
@@ -87,7 +88,7 @@ def build_app(context: AppContext) -> FastAPI:
     _add_organiser_paths(app, context)
     _add_monitoring_paths(app, context)
     page.add_to(app)
-    app.openapi()  # made once, and now: it is no request that finds a mistake in it
+    app.openapi()  # made once, at the start: a mistake in it must not appear in a request
     return app
 
 
@@ -97,12 +98,12 @@ def answer(document: BaseModel, status: int = 200) -> Response:
 
 def _current_snapshot(context: AppContext) -> Snapshot:
     if context.snapshot_loop.snapshot is None:
-        raise HTTPException(503, "the coordinator has not said anything yet; come again")
+        raise HTTPException(503, "the coordinator has written no status yet; try again")
     return context.snapshot_loop.snapshot
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every error has the form of `ErrorBody`."""
+    """Answer every error with an `ErrorBody`."""
 
     @app.exception_handler(StarletteHTTPException)
     async def answer_http_error(request: Request, error: StarletteHTTPException) -> Response:
@@ -111,8 +112,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def answer_unexpected_error(request: Request, error: Exception) -> Response:
-        """Only the answer: the server logs and counts what happened."""
-        return answer(ErrorBody(error="this should not have happened; the log says more"), 500)
+        """Answer an unexpected error, which the server logs and counts."""
+        return answer(ErrorBody(error="unexpected error; details are in the log"), 500)
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid_parameter(request: Request, error: RequestValidationError) -> Response:
@@ -122,29 +123,29 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 _INVALID_PARAMETER: dict[int | str, dict[str, Any]] = {
-    422: {"model": ErrorBody, "description": "A parameter that cannot be."}
+    422: {"model": ErrorBody, "description": "An invalid parameter."}
 }
 
 
 def _add_public_paths(app: FastAPI, context: AppContext) -> None:
     @app.get("/api/v1/run", response_model=RunStatus)
     async def run() -> Response:
-        """How the run stands."""
+        """The state of the run."""
         return answer(_current_snapshot(context).run)
 
     @app.get("/api/v1/health", response_model=Health)
     async def health() -> Response:
-        """The run's health in one word, and a sentence."""
+        """The run's health and its reason."""
         return answer(_current_snapshot(context).health)
 
     @app.get("/api/v1/stages", response_model=Stages)
     async def stages() -> Response:
-        """The pipeline, stage by stage, and what rebalancing decided lately."""
+        """The pipeline by stage, and the newest decisions of rebalancing."""
         return answer(_current_snapshot(context).stages)
 
     @app.get("/api/v1/peers", response_model=Peers, responses=_INVALID_PARAMETER)
     async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:
-        """Who takes part now, without addresses."""
+        """The attached peers, without addresses."""
         found = _current_snapshot(context).peers
         return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
 
@@ -153,7 +154,7 @@ def _add_public_paths(app: FastAPI, context: AppContext) -> None:
         """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
         snapshot = _current_snapshot(context)
         if context.snapshot_loop.hub.full:
-            raise HTTPException(503, "too many readers; come again", {"Retry-After": "30"})
+            raise HTTPException(503, "too many readers; try again", {"Retry-After": "30"})
         return EventStream(context.snapshot_loop, snapshot)
 
 
@@ -162,7 +163,7 @@ def _add_history_paths(app: FastAPI, context: AppContext) -> None:
     async def steps(
         after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 100
     ) -> Response:
-        """Applied steps, oldest first, beginning after step `after`."""
+        """Applied steps, oldest first, after step `after`."""
         read = _current_snapshot(context).database
         # Steps of a run's history are numbered without gaps.
         first = read.steps.step[0] if read.step_count else 1
@@ -180,21 +181,21 @@ def _add_history_paths(app: FastAPI, context: AppContext) -> None:
 
     @app.get("/api/v1/contributions", response_model=Contributions, responses=_INVALID_PARAMETER)
     async def contributions(offset: Offset = 0, limit: Limit = 100) -> Response:
-        """Who has contributed what, the most credit first."""
+        """The contributions by owner, the most credit first."""
         found = _current_snapshot(context).database.contributions
         part = found[offset : offset + limit]
         return answer(Contributions(total=len(found), offset=offset, contributions=part))
 
     @app.get("/api/v1/teams", response_model=Teams, responses=_INVALID_PARAMETER)
     async def teams(offset: Offset = 0, limit: Limit = 100) -> Response:
-        """Teams that volunteers have named, the most credit first."""
+        """The contributions by team, the most credit first."""
         found = _current_snapshot(context).database.teams
         part = found[offset : offset + limit]
         return answer(Teams(total=len(found), offset=offset, teams=part))
 
     @app.get("/api/v1/events", response_model=Events, responses=_INVALID_PARAMETER)
     async def events(after: After = 0, limit: Limit = 100) -> Response:
-        """What happened, of the newest few hundred: those after `after`, the newest `limit`."""
+        """The newest `limit` of the last few hundred events after `after`."""
         found = [event for event in _current_snapshot(context).events if event.id > after][-limit:]
         return answer(Events(events=tuple(found), next_after=found[-1].id if found else after))
 
@@ -208,7 +209,7 @@ def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
             raise HTTPException(
                 401,
                 "this is for the run's organiser; `swarm-coordinator dashboard RUN_DIR` prints a "
-                "link that holds the token",
+                "link with the token",
                 {"WWW-Authenticate": "Bearer"},
             )
 
@@ -222,12 +223,12 @@ def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
         responses={**refused, **_INVALID_PARAMETER},
     )  # fmt: skip
     async def full_peers(offset: Offset = 0, limit: Limit = 100) -> Response:
-        """Who takes part now, with everything that is known of them."""
+        """The attached peers, with all that is known of them."""
         snapshot = _current_snapshot(context)
         found = snapshot.full_peers
         return answer(
             FullPeers(
-                coordinator=snapshot.status["coordinator"],
+                coordinator=snapshot.status.coordinator,
                 total=len(found),
                 offset=offset,
                 peers=found[offset : offset + limit],
@@ -241,35 +242,35 @@ def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
         responses=refused,
     )
     async def bans() -> Response:
-        """Who may join, and who may not."""
+        """The admission mode and the bans."""
         return answer(_current_snapshot(context).admission)
 
     @app.get(
         "/api/v1/organiser/tokens", response_model=Tokens, dependencies=guarded, responses=refused
     )
     async def tokens() -> Response:
-        """Invites that carry a token. Their secrets are not kept."""
+        """Invite tokens. Their secrets are not stored."""
         return answer(_current_snapshot(context).tokens)
 
 
 def _add_monitoring_paths(app: FastAPI, context: AppContext) -> None:
     @app.get("/healthz", response_model=Health, responses={503: {"model": Health | ErrorBody}})
     async def healthz() -> Response:
-        """200 while the coordinator speaks."""
+        """200 while the coordinator writes its status."""
         snapshot = _current_snapshot(context)
-        fresh = snapshot.taken_at - snapshot.status["time"] <= STALE_SECONDS
+        fresh = snapshot.taken_at - snapshot.status.time <= STALE_SECONDS
         return answer(snapshot.health, 200 if fresh else 503)
 
     @app.get("/readyz", response_model=Health, responses={503: {"model": Health | ErrorBody}})
     async def readyz() -> Response:
-        """200 while the run trains, or is finished."""
+        """200 while the run trains or is finished."""
         health = _current_snapshot(context).health
         ready = health.state in (HealthState.HEALTHY, HealthState.FINISHED)
         return answer(health, 200 if ready else 503)
 
     @app.get("/metrics", response_class=MetricsText)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return MetricsText(context.metrics(_current_snapshot(context)))
 
 
@@ -278,7 +279,7 @@ class MetricsText(Response):
 
 
 class EventStream(Response):
-    """Runs until the reader goes, or is too slow to be waited for."""
+    """A response that lasts until the reader disconnects or is too slow."""
 
     media_type = "text/event-stream"
 

@@ -1,6 +1,6 @@
 """Loss and throughput of any number of steps in a bounded number of points.
 
-When there are too many points, two neighbours become one, everywhere. So each new step costs the
+When there are too many points, every two neighbours are merged. Each new step therefore costs the
 same however long the run is, and the curve is exact at its resolution.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from swarm_coordinator.dashboard.api_models import Curve, CurvePoint
 
 MAX_POINTS = 400
-"""About one per two pixels of the plot."""
+"""Points of a curve: about one per two pixels of the plot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Bucket:
 
 
 class CurveBuilder:
-    """Steps go in, in order; a curve of at most `max_points` comes out."""
+    """Takes steps in order; makes a curve of at most `max_points` points."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_points = max_points

@@ -1,8 +1,8 @@
-"""The run's database, read beside the coordinator, only what has come since the last look.
+"""Reads the run's database beside the coordinator: at each turn only what is new.
 
-Owns the queries, and the sums over all steps that would cost too much to make again each second.
-A rollback takes steps out of the history: then everything is read once more. Used from one thread
-at a time; what it hands out is not changed afterwards.
+Owns the queries, and what is accumulated over all steps because it would cost too much to make
+anew each second. A rollback removes steps from the history: then everything is read again. Used by
+one thread at a time; what it returns is not changed afterwards.
 """
 
 from __future__ import annotations
@@ -10,30 +10,27 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.dashboard.api_models import ContributionRow, Curve, StepRow, Team
+from swarm_coordinator.dashboard.api_models import ID_END, ContributionRow, Curve, Team
 from swarm_coordinator.dashboard.curve import CurveBuilder
-from swarm_coordinator.status.status_file import printable
+from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
-from swarm_shared.base.types import PeerId
-from swarm_shared.credit.credit import RecentCredit, credit_of
-from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
+from swarm_shared.base.text import printable
+from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 
 STEPS_PER_QUERY = 5_000
-"""Steps of one query: a long run is read in parts, and memory stays small."""
+"""Steps of one query: a long run is read in parts, which bounds memory."""
 EVENTS_KEPT = 500
-"""The newest; `swarm-coordinator` keeps all of them in its log and database."""
-ID_END = 8
-"""Characters of a peer ID that the public sees, as in the coordinator's own lines."""
+"""The newest notes kept; the coordinator keeps all of them in its log and database."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredNote:
-    """A line of the run's diary as it stands in the database."""
+    """A note of the run as the database holds it."""
 
     id: int
     written_at: float
@@ -41,9 +38,9 @@ class StoredNote:
 
 
 class StepColumns:
-    """Applied steps in columns: 48 bytes a step, so that a million of them fit anywhere.
+    """Applied steps in columns: 40 bytes a step, so a million of them take 40 MB.
 
-    Only grows; a view of its first `count` rows stays true for ever.
+    Only grows, so its first `count` rows never change.
     """
 
     def __init__(self) -> None:
@@ -56,16 +53,16 @@ class StepColumns:
     def __len__(self) -> int:
         return len(self._written_at)
 
-    def append(self, row: StepRow) -> None:
+    def append(self, row: AppliedStepRow) -> None:
         self.step.append(row.step)
         self._loss.append(float("nan") if row.loss is None else row.loss)
         self._tokens.append(row.tokens)
         self._seconds.append(row.seconds)
         self._written_at.append(row.written_at)  # last: `len` counts whole rows only
 
-    def row(self, index: int) -> StepRow:
+    def row(self, index: int) -> AppliedStepRow:
         loss = self._loss[index]
-        return StepRow(
+        return AppliedStepRow(
             step=self.step[index],
             loss=None if loss != loss else loss,
             tokens=self._tokens[index],
@@ -74,27 +71,15 @@ class StepColumns:
         )
 
 
-@dataclass(slots=True)
-class _PeerTotals:
-    """One peer's work over all steps."""
-
-    steps: int = 0
-    last_step_row: int = -1
-    microbatches: int = 0
-    tokens: dict[int, int] = field(default_factory=dict)
-    """By stage."""
-    recent: RecentCredit = field(default_factory=RecentCredit)
-
-
 @dataclass(frozen=True, slots=True)
 class DatabaseView:
-    """Everything the database told, as of one look."""
+    """Everything read of the database, as of one turn."""
 
     steps: StepColumns
     step_count: int
     tokens: int
     seconds: float
-    """Of all applied steps together."""
+    """Duration of all applied steps together."""
     curve: Curve
     contributions: tuple[ContributionRow, ...]
     """The most credit first."""
@@ -104,23 +89,20 @@ class DatabaseView:
     """The newest, oldest first."""
     rollbacks: int
     durations: tuple[int, ...]
-    """Steps that took at most as long as each of `STEP_SECONDS`, and all of them at the end."""
+    """Steps that took at most each of `STEP_SECONDS`, and all steps at the end."""
     book: AdmissionBook
 
 
 STEP_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Bounds of the histogram of step durations."""
+"""Bounds of the histogram of step durations, in seconds."""
 
 
 class DatabaseReader:
-    """Keeps what it has read. `look` reads on."""
+    """Keeps what it has read; `refresh` reads what is new."""
 
     def __init__(self, place: DatabaseLocation, work_shares: Sequence[float]) -> None:
         self._place = place
-        self._work_shares = work_shares
-        self._names: dict[PeerId, str | None] = {}
-        self._teams: dict[PeerId, str | None] = {}
-        self._owners: dict[PeerId, PeerId] = {}
+        self._contributions = ContributionSums(work_shares)
         self._names_until = -1.0
         self._notes: list[StoredNote] = []
         self._reset_steps()
@@ -135,10 +117,10 @@ class DatabaseReader:
         self._seconds = 0.0
         self._durations = [0] * (len(STEP_SECONDS) + 1)
         self._curve = CurveBuilder()
-        self._peer_totals: dict[PeerId, _PeerTotals] = {}
+        self._contributions.clear()
 
     def refresh(self, now: float) -> DatabaseView:
-        """StorageError where the database cannot be read."""
+        """Read what is new. StorageError if the database cannot be read."""
         if database_exists(self._place):
             with open_for_reading(self._place) as connection:
                 rollbacks = int(_one(connection, "SELECT coalesce(max(id), 0) FROM rollbacks"))
@@ -170,7 +152,7 @@ class DatabaseReader:
     # ---------------------------------------------------------------- steps and shares
 
     def _read_steps(self, connection: Connection) -> bool:
-        """Whether there may be more."""
+        """Read the next steps and their shares. Returns whether there may be more."""
         rows = connection.execute(
             "SELECT id, step, loss, tokens, seconds, written_at FROM applied_steps "
             "WHERE id > ? AND superseded_by IS NULL ORDER BY id LIMIT ?",
@@ -182,7 +164,7 @@ class DatabaseReader:
         for row, *values in rows:
             step, loss, tokens, seconds, at = values
             self._enter_step(
-                StepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
+                AppliedStepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
             )
             written[row] = at
         shares = connection.execute(
@@ -194,11 +176,13 @@ class DatabaseReader:
         )
         for row, peer, stage, microbatches, tokens in shares:
             if row in written:
-                self._enter_share(row, peer, stage, microbatches, tokens, written[row])
+                self._contributions.add(
+                    peer, stage, microbatches, tokens, step=row, applied_at=written[row]
+                )
         self._last_row = rows[-1][0]
         return len(rows) == STEPS_PER_QUERY
 
-    def _enter_step(self, row: StepRow) -> None:
+    def _enter_step(self, row: AppliedStepRow) -> None:
         self._steps.append(row)
         self._tokens += row.tokens
         self._seconds += row.seconds
@@ -207,70 +191,30 @@ class DatabaseReader:
         self._durations[-1] += 1
         self._curve.add(row.step, row.loss, row.tokens, row.seconds)
 
-    def _enter_share(
-        self, row: int, peer: PeerId, stage: int, microbatches: int, tokens: int, at: float
-    ) -> None:
-        tally = self._peer_totals.setdefault(peer, _PeerTotals())
-        tally.steps += tally.last_step_row != row
-        tally.last_step_row = row
-        tally.microbatches += microbatches
-        tally.tokens[stage] = tally.tokens.get(stage, 0) + tokens
-        credit = credit_of([(stage, tokens)], self._work_shares)
-        tally.recent = tally.recent.with_credit(credit, at)
-
     def _rank(self, now: float) -> tuple[ContributionRow, ...]:
-        """Made again only when a step or a name came; the averages are as of then."""
+        """Rank the owners, anew only after a new step or name; recent averages are as of then."""
         of = (self._rollbacks, len(self._steps), self._names_until)
         if of == self._ranked_for:
             return self._ranked
-        devices_of = group_by_owner(self._peer_totals, effective_bindings(self._owners))
-        rows = [(self._credit(devices), person, devices) for person, devices in devices_of.items()]
-        rows.sort(key=lambda row: (-row[0], row[1]))
         self._ranked_for = of
         self._ranked = tuple(
-            self._row(place, credit, person, devices, now)
-            for place, (credit, person, devices) in enumerate(rows, start=1)
+            _contribution_row(rank, sums, now)
+            for rank, sums in enumerate(self._contributions.ranked(), start=1)
         )
         return self._ranked
-
-    def _credit(self, devices: Sequence[PeerId]) -> float:
-        done = (part for one in devices for part in self._peer_totals[one].tokens.items())
-        return credit_of(done, self._work_shares)
-
-    def _row(
-        self, place: int, credit: float, person: PeerId, devices: Sequence[PeerId], now: float
-    ) -> ContributionRow:
-        tallies = [self._peer_totals[one] for one in devices]
-        return ContributionRow(
-            rank=place,
-            id_end=person[-ID_END:],
-            name=owner_display(person, devices, self._names),
-            team=owner_display(person, devices, self._teams),
-            devices=len(devices),
-            stages=tuple(sorted({stage for tally in tallies for stage in tally.tokens})),
-            steps=max(tally.steps for tally in tallies),
-            microbatches=sum(tally.microbatches for tally in tallies),
-            tokens=sum(sum(tally.tokens.values()) for tally in tallies),
-            credit=credit,
-            credit_per_day=math.fsum(tally.recent.per_day(now) for tally in tallies),
-        )
 
     # ---------------------------------------------------------------- names and notes
 
     def _read_names(self, connection: Connection) -> None:
-        # Whoever gives another name is seen at that moment. Again from the last moment itself:
-        # others may have been seen in it, too.
+        # A peer that changes its name has a new `last_seen`. The last time itself is read again:
+        # other peers may have the same one.
         for peer, name, team, owner, seen in connection.execute(
             "SELECT p.peer, p.name, t.team, o.owner, p.last_seen FROM peers p "
             "LEFT JOIN teams t ON t.peer = p.id LEFT JOIN owners o ON o.peer = p.id "
             "WHERE p.last_seen >= ? ORDER BY p.last_seen",
             (self._names_until,),
         ):
-            self._names[peer] = None if name is None else printable(name)
-            self._teams[peer] = team or None
-            self._owners.pop(peer, None)
-            if owner:
-                self._owners[peer] = owner
+            self._contributions.describe(peer, name and printable(name), team, owner or None)
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:
@@ -283,8 +227,25 @@ class DatabaseReader:
         del self._notes[:-EVENTS_KEPT]
 
 
+def _contribution_row(rank: int, sums: OwnerSums, now: float) -> ContributionRow:
+    return ContributionRow(
+        rank=rank,
+        id_end=sums.owner[-ID_END:],
+        name=sums.name,
+        team=sums.team,
+        devices=len(sums.devices),
+        stages=sums.stages,
+        steps=sums.steps,
+        microbatches=sums.microbatches,
+        tokens=sums.tokens,
+        credit=sums.credit,
+        credit_per_day=sums.credit_per_day(now),
+    )
+
+
 def teams_of(contributions: Sequence[ContributionRow]) -> tuple[Team, ...]:
-    """Whoever is in a team now counts for it with everything, as in other such projects."""
+    """Sum the contributions by team. An owner's whole contribution counts for its present team, as
+    in other such projects."""
     members: dict[str, list[ContributionRow]] = {}
     for one in contributions:
         if one.team is not None:

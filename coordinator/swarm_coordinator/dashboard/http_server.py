@@ -1,15 +1,15 @@
 """HTTP/1.1 over trio for an ASGI application: every connection has deadlines and bounds.
 
-h11 speaks the protocol, this file owns sockets and time. A ready-made server was measured against
-what a public port needs and does not fit: it shields its writes from cancellation, so that a reader
-that never reads holds its connection for ever, it cannot count connections, and it offers HTTP/2
-and websockets that nothing here uses.
+h11 implements the protocol; this module owns sockets and time. A ready-made server was measured
+against the needs of a public port and does not fit: it shields writes from cancellation, so a
+client that never reads holds its connection forever, it cannot limit connections, and it offers
+HTTP/2 and websockets, which are not needed here.
 
-    who is slow at                  is let go after
-    sending a request's head        HEAD_SECONDS, however it trickles in
-    sending a body                  BODY_SECONDS; more than MAX_BODY_BYTES is refused at once
-    taking what we send             SEND_SECONDS for each piece
-    the next request                HEAD_SECONDS
+    a client that is slow at    is disconnected after
+    sending a request's head    HEAD_SECONDS, even if bytes keep arriving
+    sending a body              BODY_SECONDS; more than MAX_BODY_BYTES is refused at once
+    reading a response          SEND_SECONDS for each part
+    sending the next request    HEAD_SECONDS
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SEND_SECONDS = 20.0
 MAX_HEAD_BYTES = 16 * 1024
 MAX_BODY_BYTES = 64 * 1024
 MAX_REQUESTS = 1_000
-"""Of one connection: so that nobody keeps one for ever."""
+"""Requests on one connection, so that no client keeps one forever."""
 MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
-"""A browser opens six. Not asked of this machine itself: all of a reverse proxy's visitors come
-from there."""
+"""A browser opens six. Does not apply to this machine, from which all clients of a reverse proxy
+connect."""
 _RECEIVE_BYTES = 16 * 1024
 
 Message = MutableMapping[str, Any]
@@ -51,20 +51,22 @@ Application = Callable[
 
 
 class ClientDisconnected(OSError):
-    """The other side is not there any more, or takes nothing."""
+    """The client has disconnected or does not read."""
 
 
 @dataclass(slots=True)
 class ServerCounters:
-    """For metrics: what came of connections and requests."""
+    """Counters of connections and requests, for the metrics."""
 
     refused_connections: int = 0
     bad_requests: int = 0
     failures: int = 0
-    """Requests that ended in an error of ours."""
+    """Requests that ended in an unexpected error."""
 
 
 class HttpServer:
+    """Serves an ASGI application on a listener, with bounded connections."""
+
     def __init__(
         self,
         application: Application,
@@ -87,11 +89,11 @@ class HttpServer:
         return self._open.total()
 
     async def serve(self, listener: trio.SocketListener) -> None:
-        """Until cancelled."""
+        """Accept connections until cancelled."""
         await trio.serve_listeners(self.handle, [listener])
 
     async def handle(self, stream: trio.SocketStream) -> None:
-        """One connection, to its end. Its trouble is its own."""
+        """Serve one connection to its end. Its errors affect no other connection."""
         try:
             address = str(stream.socket.getpeername()[0])
         except OSError:
@@ -107,7 +109,7 @@ class HttpServer:
                 await _Connection(self, stream, address).run()
             except (ClientDisconnected, trio.BrokenResourceError, trio.ClosedResourceError):
                 pass
-            except Exception:  # a supervisor: one request's trouble must not end the others
+            except Exception:  # a supervisor: an error in one request must not end the others
                 self.counts.failures += 1
                 log.exception("a request could not be answered")
             finally:
@@ -154,7 +156,7 @@ class _Connection:
             self._http.start_next_cycle()
 
     async def _head(self) -> h11.Request | None:
-        """None when there is no further request, or it takes too long to come."""
+        """The next request; None when there is none in time."""
         with trio.move_on_after(self._server.head_seconds):
             event = await self._next_event()
             return event if isinstance(event, h11.Request) else None
@@ -185,12 +187,12 @@ class _Connection:
             self._http.receive_data(await self._stream.receive_some(_RECEIVE_BYTES))
 
     async def watch(self) -> None:
-        """Returns when the other side has gone. What it says meanwhile is the next request."""
+        """Return when the client has disconnected. Data received meanwhile is the next request."""
         data = await self._stream.receive_some(_RECEIVE_BYTES)
         while data and len(self._http.trailing_data[0]) < MAX_HEAD_BYTES:
             self._http.receive_data(data)
             data = await self._stream.receive_some(_RECEIVE_BYTES)
-        if data:  # more than one request ahead: not listened to until this one is answered
+        if data:  # more than one request ahead: not read until this one is answered
             self._http.receive_data(data)
             await trio.sleep_forever()
 
@@ -206,12 +208,12 @@ class _Connection:
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 raise ClientDisconnected("the connection is closed") from error
             return
-        raise ClientDisconnected("it takes nothing")
+        raise ClientDisconnected("the client does not read")
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
-        text = b'{"error":"this is no request that can be answered"}'
+        text = b'{"error":"this request cannot be answered"}'
         await self.send(
             h11.Response(
                 status_code=error.error_status_hint,
@@ -244,7 +246,7 @@ class _Connection:
 
 
 class _Exchange:
-    """One request and its answer, in ASGI's words."""
+    """One request and its response, as ASGI messages."""
 
     def __init__(self, connection: _Connection, request: h11.Request, body: bytes) -> None:
         self._connection = connection
@@ -254,7 +256,7 @@ class _Exchange:
         self._ended = False
 
     async def run(self, scope: Message) -> None:
-        """The application is ended when the other side goes away before the answer is complete."""
+        """Run the application; cancel it if the client disconnects before the response ends."""
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery.cancel_scope)
@@ -266,7 +268,7 @@ class _Exchange:
         if failure is not None:
             raise failure
         if not self._ended:
-            raise ClientDisconnected("it went away before its answer was complete")
+            raise ClientDisconnected("the client left before its response was complete")
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         with suppress(h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
@@ -277,7 +279,7 @@ class _Exchange:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        # Whoever waits for the other side's end is cancelled by it.
+        # An application that waits for the disconnect is cancelled by it.
         await trio.sleep_forever()
 
     async def _send(self, message: Message) -> None:

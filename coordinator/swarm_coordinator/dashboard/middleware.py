@@ -1,4 +1,4 @@
-"""What stands before every path: rates, headers that browsers heed, and the organiser's token."""
+"""Checks before every path: rate limits, security headers, and the organiser's token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from swarm_shared.base.rate_limit import RateLimit
 
 BURST = 120.0
 PER_SECOND = 30.0
-"""Of one address: a page asks for a dozen things when it opens, then two a second."""
+"""Requests of one address: the page makes a dozen when it opens, then two a second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
-"""Of everybody together. This machine counts here only: a reverse proxy's visitors are many."""
+"""Requests of all addresses together. This machine counts only here: all clients of a reverse proxy
+connect from it."""
 
 _HEADERS = (
     (
@@ -34,7 +35,7 @@ _HEADERS = (
 
 
 class GuardMiddleware:
-    """An ASGI application around another one."""
+    """An ASGI middleware: limits rates, adds headers, counts responses."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class GuardMiddleware:
         self._per_address = per_address or RateLimit(BURST, PER_SECOND)
         self._overall = overall or RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
         self.answers: Counter[str] = Counter()
-        """By class of status: 2xx and so on."""
+        """Responses by status class, like 2xx."""
 
     async def __call__(
         self,
@@ -68,7 +69,7 @@ class GuardMiddleware:
 
     def _wait_seconds(self, address: str) -> float:
         wait = 0.0 if is_this_machine(address) else self._per_address.take(address)
-        return wait or self._overall.take("everybody")
+        return wait or self._overall.take("all")
 
 
 def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
@@ -89,9 +90,9 @@ async def _refuse(send: Callable[[Message], Awaitable[None]], wait_seconds: floa
 
 
 def is_organiser(authorization: str | None, token: str) -> bool:
-    """Whether a request's Authorization header holds the organiser's token.
+    """Whether a request's Authorization header contains the organiser's token.
 
-    Compared in constant time: how long a wrong one takes tells nothing about the right one.
+    Compared in constant time, so that timing reveals nothing about the token.
     """
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() != "bearer":

@@ -1,7 +1,8 @@
-"""The pages' process: what the coordinator's folder says, over HTTP, until the coordinator is gone.
+"""The dashboard's process: serves the coordinator's folder over HTTP until the coordinator ends.
 
-Started by `companion` with a listening socket, and with a pipe as its standard input that ends when
-the coordinator does, however it ends. It reads the run folder and never writes to it but its log.
+Started by `server.dashboard_process` with a listening socket, and with a pipe as standard input
+that closes when the coordinator ends, however it ends. Reads the run folder and writes only its log
+there.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from swarm_shared.credit.credit import work_shares
 log = logging.getLogger(__name__)
 
 NICE = 5
-"""Training comes first on a machine that is busy."""
+"""Niceness of the process: on a busy machine training comes first."""
 LOG_BYTES, LOG_FILES = 2 * 2**20, 2
 
 
 class Dashboard:
-    """Everything that one process of pages consists of, wired together."""
+    """The parts of the process, wired together."""
 
     def __init__(self, folder: RunFolder) -> None:
         manifest = load_manifest(folder)
@@ -70,16 +71,16 @@ class Dashboard:
         return exposition(snapshot, serving)
 
     async def serve(self, listener: trio.SocketListener) -> None:
-        """Until cancelled."""
+        """Read snapshots and answer requests until cancelled."""
         async with trio.open_nursery() as nursery:
             first_read = trio.Event()
             nursery.start_soon(self.snapshot_loop.run, first_read)
-            await first_read.wait()  # so that the first visitor is not sent away
+            await first_read.wait()  # so that the first request is not refused
             nursery.start_soon(self.server.serve, listener)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """RUN_DIR and the number of the listening socket's descriptor."""
+    """Run the process. `arguments` are RUN_DIR and the listening socket's descriptor."""
     folder = RunFolder(Path(arguments[0]))
     _log_to(folder.log / "http.log")
     with contextlib.suppress(OSError):

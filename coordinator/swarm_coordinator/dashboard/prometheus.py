@@ -1,8 +1,8 @@
-"""The run for Prometheus: prefix `swarm_`, base units, and never a peer's ID as a label.
+"""The run's metrics for Prometheus: prefix `swarm_`, base units, and never a peer ID as a label.
 
-`METRICS` lists every name with its meaning; `docs/monitoring` documents them, and a test holds the
-two and what is really emitted together. Labels take few values, all of them this program's own
-words. Counters that say "since the start" begin at zero with each start of the coordinator.
+`METRICS` lists every name with its meaning. `docs/monitoring` documents them; a test compares the
+list, the documentation and what is emitted. Labels take few values, all of them this program's own.
+Counters "since the start" begin at zero with each start of the coordinator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -25,7 +24,8 @@ from prometheus_client.registry import Collector
 from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
-from swarm_coordinator.dashboard.snapshot import Snapshot, figures_of
+from swarm_coordinator.dashboard.snapshot import Snapshot
+from swarm_coordinator.status.document import PathRow, RunFigures, StatusDocument
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
@@ -42,29 +42,34 @@ METRICS: dict[str, MetricSpec] = {
         GAUGE, "1 for the state that the run is in, 0 for every other state.", ("state",)
     ),
     "swarm_run_phase": MetricSpec(GAUGE, "1 for the phase the run is in.", ("phase",)),
-    "swarm_status_age_seconds": MetricSpec(GAUGE, "Since the coordinator last said how it stands."),
-    "swarm_coordinator_uptime_seconds": MetricSpec(GAUGE, "Since this start of the coordinator."),
+    "swarm_status_age_seconds": MetricSpec(GAUGE, "Age of the coordinator's status."),
+    "swarm_coordinator_uptime_seconds": MetricSpec(
+        GAUGE, "Time since this start of the coordinator."
+    ),
     "swarm_applied_steps": MetricSpec(GAUGE, "Optimizer steps in the run's history."),
     "swarm_target_steps": MetricSpec(GAUGE, "Optimizer steps of the whole run."),
     "swarm_checkpoint_step": MetricSpec(GAUGE, "The step of the newest checkpoint; 0 for none."),
-    "swarm_rollbacks_total": MetricSpec(COUNTER, "Returns to a checkpoint, ever."),
+    "swarm_rollbacks_total": MetricSpec(COUNTER, "Rollbacks to a checkpoint, over the whole run."),
     "swarm_loss_nats": MetricSpec(GAUGE, "Mean loss per token in the last applied step."),
-    "swarm_heldout_loss_nats": MetricSpec(GAUGE, "Mean loss per held-out token, once measured."),
-    "swarm_trained_tokens": MetricSpec(GAUGE, "Of all steps in the run's history."),
-    "swarm_tokens_per_second": MetricSpec(GAUGE, "In the last applied step."),
-    "swarm_step_seconds": MetricSpec(
-        HISTOGRAM, "How long the steps took that are in the run's history."
+    "swarm_heldout_loss_nats": MetricSpec(
+        GAUGE, "Mean loss per held-out token, once it is measured."
     ),
-    "swarm_step_cells_done": MetricSpec(GAUGE, "Microbatches times stages of the step under way."),
+    "swarm_trained_tokens": MetricSpec(GAUGE, "Tokens of all steps in the run's history."),
+    "swarm_tokens_per_second": MetricSpec(GAUGE, "Tokens per second in the last applied step."),
+    "swarm_step_seconds": MetricSpec(HISTOGRAM, "Duration of the steps in the run's history."),
+    "swarm_step_cells_done": MetricSpec(
+        GAUGE, "Microbatches times stages done of the step in progress."
+    ),
     "swarm_step_cells": MetricSpec(GAUGE, "Microbatches times stages of one step."),
     "swarm_microbatches_counted_total": MetricSpec(
-        COUNTER, "Microbatches times stages entered since the start."
+        COUNTER, "Microbatches times stages counted since the start."
     ),
     "swarm_microbatches_duplicated_total": MetricSpec(
-        COUNTER, "Of these, counted by a second peer too and taken out, since the start."
+        COUNTER, "Microbatches times stages counted twice and taken out, since the start."
     ),
     "swarm_microbatches_cleared_total": MetricSpec(
-        COUNTER, "Of these, lost with their peer, to be computed again, since the start."
+        COUNTER,
+        "Microbatches times stages lost with their peer and computed again, since the start.",
     ),
     "swarm_stage_ready_peers": MetricSpec(GAUGE, "Peers that hold the stage.", ("stage",)),
     "swarm_stage_microbatches_per_second": MetricSpec(
@@ -72,60 +77,70 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "swarm_stage_microbatch_seconds": MetricSpec(
         HISTOGRAM,
-        "How long microbatches took to compute in the stage, since the start.",
+        "Computing time of a microbatch in the stage, since the start.",
         ("stage",),
     ),
     "swarm_stage_held_seconds_total": MetricSpec(
-        COUNTER, "Peers' time at the stage while steps were made, since the start.", ("stage",)
+        COUNTER,
+        "Time for which peers held the stage while steps were made, since the start.",
+        ("stage",),
     ),
     "swarm_stage_idle_ratio": MetricSpec(
-        GAUGE, "Share of that time without anything to compute, in the last minutes.", ("stage",)
+        GAUGE,
+        "Share of that time without anything to compute, in the last minute or two.",
+        ("stage",),
     ),
-    "swarm_bubble_ratio": MetricSpec(GAUGE, "The same of all stages together."),
+    "swarm_bubble_ratio": MetricSpec(GAUGE, "The idle share over all stages together."),
     "swarm_rejected_total": MetricSpec(
         COUNTER, "Gradients, states and receipts that did not count, since the start.", ("reason",)
     ),
     "swarm_unreachable_stages": MetricSpec(GAUGE, "Stages without a reachable peer."),
     "swarm_peers": MetricSpec(GAUGE, "Attached peers.", ("phase",)),
     "swarm_peers_reachability": MetricSpec(
-        GAUGE, "Attached peers, by whether others can dial them.", ("reachability",)
+        GAUGE, "Attached peers, by whether other peers can dial them.", ("reachability",)
     ),
-    "swarm_flagged_peers": MetricSpec(GAUGE, "Attached peers that have computed something wrong."),
-    "swarm_joins_total": MetricSpec(COUNTER, "Peers that came while these pages were served."),
-    "swarm_departures_total": MetricSpec(COUNTER, "Peers that went while these pages were served."),
-    "swarm_paths": MetricSpec(GAUGE, "Connections between peers, as these report them.", ("kind",)),
+    "swarm_flagged_peers": MetricSpec(GAUGE, "Attached peers flagged for wrong results."),
+    "swarm_joins_total": MetricSpec(
+        COUNTER, "Peers that attached, since the start of the dashboard."
+    ),
+    "swarm_departures_total": MetricSpec(
+        COUNTER, "Peers that detached, since the start of the dashboard."
+    ),
+    "swarm_paths": MetricSpec(
+        GAUGE, "Connections between peers, as the peers report them.", ("kind",)
+    ),
     "swarm_path_bytes_per_second": MetricSpec(
-        GAUGE, "The highest rates seen lately, added up.", ("kind",)
+        GAUGE, "Sum of the highest recent rates of these connections.", ("kind",)
     ),
-    "swarm_sessions": MetricSpec(GAUGE, "Control streams."),
+    "swarm_sessions": MetricSpec(GAUGE, "Open control streams."),
     "swarm_sessions_ended_total": MetricSpec(
         COUNTER, "Control streams that ended without a goodbye, since the start.", ("reason",)
     ),
     "swarm_rebalancing_moves_total": MetricSpec(
-        COUNTER, "Moves to another stage since the start.", ("outcome",)
+        COUNTER, "Moves to another stage, since the start.", ("outcome",)
     ),
     "swarm_rebalancing_bytes_total": MetricSpec(
-        COUNTER, "State downloaded for moves since the start."
+        COUNTER, "State downloaded for moves, since the start."
     ),
-    "swarm_bans": MetricSpec(GAUGE, "Peers that are banned."),
-    "swarm_valid_tokens": MetricSpec(GAUGE, "Invite tokens that still let somebody in."),
-    "swarm_contributors": MetricSpec(GAUGE, "People who have counted in any applied step."),
+    "swarm_bans": MetricSpec(GAUGE, "Banned peers."),
+    "swarm_valid_tokens": MetricSpec(GAUGE, "Invite tokens that still admit a peer."),
+    "swarm_contributors": MetricSpec(GAUGE, "Owners with a share in any applied step."),
     "swarm_http_requests_total": MetricSpec(
-        COUNTER, "Requests answered, by class of status, since these pages began.", ("status",)
+        COUNTER,
+        "Requests answered, by status class, since the start of the dashboard.",
+        ("status",),
     ),
     "swarm_http_failures_total": MetricSpec(
-        COUNTER, "What went wrong in serving pages, since these pages began.", ("kind",)
+        COUNTER, "Failures in serving the dashboard, since its start.", ("kind",)
     ),
-    "swarm_http_restarts_total": MetricSpec(
-        COUNTER, "Times that the process of the pages had to be started again."
-    ),
-    "swarm_http_connections": MetricSpec(GAUGE, "Open connections to these pages."),
-    "swarm_http_event_readers": MetricSpec(GAUGE, "Browsers that follow events live."),
+    "swarm_http_restarts_total": MetricSpec(COUNTER, "Restarts of the dashboard's process."),
+    "swarm_http_connections": MetricSpec(GAUGE, "Open connections to the dashboard."),
+    "swarm_http_event_readers": MetricSpec(GAUGE, "Browsers that receive live events."),
 }
 
 Values = Mapping[tuple[str, ...], float]
 Buckets = Mapping[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]]
-"""Of a histogram, by labels: bounds, counts up to each and of all, and the sum of what was seen."""
+"""Histograms by labels: bounds, cumulative counts (up to each bound, and of all), sum of values."""
 PHASES = (
     "waiting for peers", "collecting", "closing", "applying", "evaluating", "stopping", "finished",
 )  # fmt: skip
@@ -133,7 +148,7 @@ PHASES = (
 
 @dataclass(slots=True)
 class HttpStatistics:
-    """What the pages' process knows about itself."""
+    """Counters of the dashboard's process."""
 
     requests: Mapping[str, int]
     failures: Mapping[str, int]
@@ -144,7 +159,7 @@ class HttpStatistics:
 
 
 def exposition(snapshot: Snapshot, serving: HttpStatistics) -> bytes:
-    """The text that Prometheus reads."""
+    """Encode the metrics in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot, serving))
     return generate_latest(registry)
@@ -178,12 +193,12 @@ class _SnapshotCollector(Collector):
 
 
 def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
-    """By name. Every second bound of a stage's histogram: the others are for quantiles here."""
+    """Histograms by name, with every second bound; the other bounds serve the quantiles only."""
     read = snapshot.database
     stages: dict[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]] = {}
-    for stage, told in enumerate(figures_of(snapshot.status).get("stages", ())):
-        counts = list(accumulate(told["microbatches"]))
-        stages[str(stage),] = BOUNDS[::2], [*counts[:-1:2], counts[-1]], told["busy_seconds"]
+    for stage, figures in enumerate(snapshot.status.figures.stages):
+        counts = list(accumulate(figures.microbatches))
+        stages[str(stage),] = BOUNDS[::2], [*counts[:-1:2], counts[-1]], figures.busy_seconds
     return {
         "swarm_step_seconds": {(): (STEP_SECONDS, read.durations, read.seconds)},
         "swarm_stage_microbatch_seconds": stages,
@@ -191,19 +206,18 @@ def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
 
 
 def values_of(snapshot: Snapshot, serving: HttpStatistics) -> dict[str, Values]:
-    """By name; what has no value now is left out."""
+    """Values by name; a metric without a value now is left out."""
     return {
         **_of_the_run(snapshot),
-        **_of_figures(figures_of(snapshot.status)),
+        **_of_figures(snapshot.status.figures),
         **_of_peers(snapshot),
-        **_of_paths(snapshot.status),
+        **_of_paths(snapshot.status.paths),
         **_of_serving(snapshot.status, serving),
     }
 
 
 def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
     status, run, read = snapshot.status, snapshot.run, snapshot.database
-    work = status["work"]
     return {
         "swarm_run_health": {
             (state.value,): float(state is run.health.state) for state in HealthState
@@ -221,9 +235,9 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
         "swarm_tokens_per_second": _one(run.tokens_per_second),
         "swarm_step_cells_done": _one(run.cells_done),
         "swarm_step_cells": _one(run.cells_total),
-        "swarm_microbatches_counted_total": _one(work["counted"]),
-        "swarm_microbatches_duplicated_total": _one(work["duplicated"]),
-        "swarm_microbatches_cleared_total": _one(work["cleared"]),
+        "swarm_microbatches_counted_total": _one(status.work.counted),
+        "swarm_microbatches_duplicated_total": _one(status.work.duplicated),
+        "swarm_microbatches_cleared_total": _one(status.work.cleared),
         "swarm_stage_ready_peers": {(str(s.stage),): s.ready for s in snapshot.stages.stages},
         "swarm_stage_microbatches_per_second": {
             (str(s.stage),): s.microbatches_per_second for s in snapshot.stages.stages
@@ -233,57 +247,57 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
     }
 
 
-def _of_figures(figures: Mapping[str, Any]) -> dict[str, Values]:
-    stages = list(enumerate(figures.get("stages", ())))
-    idle = {(str(stage),): told["idle_share"] for stage, told in stages}
+def _of_figures(figures: RunFigures) -> dict[str, Values]:
+    stages = list(enumerate(figures.stages))
+    idle = {(str(stage),): row.idle_share for stage, row in stages}
     return {
         "swarm_stage_held_seconds_total": {
-            (str(stage),): told["held_seconds"] for stage, told in stages
+            (str(stage),): row.held_seconds for stage, row in stages
         },
         "swarm_stage_idle_ratio": {labels: i for labels, i in idle.items() if i is not None},
-        "swarm_bubble_ratio": _one(figures.get("bubble_share")),
-        "swarm_rejected_total": _labelled(figures.get("rejected", {})),
+        "swarm_bubble_ratio": _one(figures.bubble_share),
+        "swarm_rejected_total": _labelled(figures.rejected),
     }
 
 
 def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
-    peers, book = snapshot.status["peers"], snapshot.database.book
+    peers, book = snapshot.status.peers, snapshot.database.book
     phases = Counter({"admitted": 0, "syncing": 0, "ready": 0})
-    phases.update(peer["phase"] for peer in peers)
+    phases.update(peer.phase for peer in peers)
     reachability = Counter({"unknown": 0, "public": 0, "mapped": 0, "behind_nat": 0})
-    reachability.update(peer["reachability"] for peer in peers)
+    reachability.update(peer.reachability for peer in peers)
     return {
         "swarm_peers": _labelled(phases),
         "swarm_peers_reachability": _labelled(reachability),
-        "swarm_flagged_peers": _one(sum("flagged_reason" in peer for peer in peers)),
+        "swarm_flagged_peers": _one(sum(peer.flagged_times > 0 for peer in peers)),
         "swarm_bans": _one(len(book.bans)),
         "swarm_valid_tokens": _one(sum(token.state == "valid" for token in snapshot.tokens.tokens)),
     }
 
 
-def _of_paths(status: Mapping[str, Any]) -> dict[str, Values]:
+def _of_paths(paths: Iterable[PathRow]) -> dict[str, Values]:
     count = Counter({"direct": 0, "punched": 0, "relayed": 0})
     rates = dict.fromkeys(count, 0.0)
-    for path in status.get("paths", ()):
-        count[path["kind"]] += 1
-        rates[path["kind"]] = rates.get(path["kind"], 0.0) + path["bytes_per_second"]
+    for path in paths:
+        count[path.kind] += 1
+        rates[path.kind] = rates.get(path.kind, 0.0) + path.bytes_per_second
     return {"swarm_paths": _labelled(count), "swarm_path_bytes_per_second": _labelled(rates)}
 
 
-def _of_serving(status: Mapping[str, Any], serving: HttpStatistics) -> dict[str, Values]:
-    told = status["rebalancing"]
+def _of_serving(status: StatusDocument, serving: HttpStatistics) -> dict[str, Values]:
+    rebalancing = status.rebalancing
     return {
         "swarm_joins_total": _one(serving.joined),
         "swarm_departures_total": _one(serving.left),
-        "swarm_sessions": _one(status["sessions"]),
-        "swarm_sessions_ended_total": _labelled(status["sessions_ended"]),
+        "swarm_sessions": _one(status.sessions),
+        "swarm_sessions_ended_total": _labelled(status.sessions_ended),
         "swarm_rebalancing_moves_total": {
-            ("made",): told["made"], ("given up",): told["dropped"],
+            ("made",): rebalancing.made, ("given up",): rebalancing.dropped,
         },
-        "swarm_rebalancing_bytes_total": _one(told["bytes_moved"]),
+        "swarm_rebalancing_bytes_total": _one(rebalancing.bytes_moved),
         "swarm_http_requests_total": _labelled(serving.requests),
         "swarm_http_failures_total": _labelled(serving.failures),
-        "swarm_http_restarts_total": _one(status.get("http", {}).get("restarts", 0)),
+        "swarm_http_restarts_total": _one(status.http.restarts),
         "swarm_http_connections": _one(serving.connections),
         "swarm_http_event_readers": _one(serving.readers),
     }  # fmt: skip
@@ -298,7 +312,7 @@ def _labelled(values: Mapping[str, float]) -> Values:
 
 
 def sample_names(name: str) -> Iterable[str]:
-    """The names under which a metric's samples are asked for in a query."""
+    """The names of a metric's samples in a query."""
     if METRICS[name].kind == HISTOGRAM:
         return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
     return (name,)

@@ -1,8 +1,8 @@
-"""Takes network addresses out of a sentence before everybody may read it.
+"""Removes network addresses from text before it is published.
 
-Notes are written for the organiser, and an error may name the address that could not be reached.
-What looks like an address is taken out even where it is none: a version number with four parts is
-no loss.
+Notes are written for the organiser, and an error may contain the address that could not be reached.
+Text that looks like an address is removed even if it is none, such as a version number with four
+parts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _IPV6 = re.compile(r"\[?[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?\]?(?
 
 
 def without_addresses(text: str) -> str:
+    """Replace everything in `text` that looks like an address."""
     text = _MULTIADDR.sub(REPLACEMENT, text)
-    # Six before four: an IPv6 address may end in an IPv4 one.
+    # IPv6 first: an IPv6 address may end in an IPv4 one.
     text = _IPV6.sub(_redact_ipv6, text)
     return _IPV4.sub(REPLACEMENT, text)
 
 
 def _redact_ipv6(found: re.Match[str]) -> str:
-    """Clock times such as 12:03:44 have colons as well."""
+    """Replace an IPv6 address; keep a clock time such as 12:03:44, which has colons too."""
     text = found.group()
     core = text.strip("[]").split("%")[0]
     for candidate in (core, core.rstrip(".:"), core.lstrip(":"), core.rsplit("]", 1)[0]):
@@ -34,6 +35,6 @@ def _redact_ipv6(found: re.Match[str]) -> str:
         except ValueError:
             continue
         return REPLACEMENT
-    # Not one address by itself: part of one, or several run together. Letters and colons beside
-    # each other are no clock time.
+    # Not a single address, but maybe part of one or several joined. A clock time has no letters
+    # beside its colons.
     return text if re.fullmatch(r"[\d:]*\d:\d\d", text) and "::" not in text else REPLACEMENT

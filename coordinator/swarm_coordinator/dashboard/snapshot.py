@@ -1,28 +1,24 @@
-"""From what the coordinator wrote to what the API answers: pure functions, once a second.
+"""From the status document and the database to the API's responses: pure functions.
 
-`status.json` is the coordinator's own word and is trusted for what it says, not for being there:
-`Told` takes what it needs and leaves the rest. Everything in it that comes from volunteers is text
-to be shown, and loses what steers a terminal.
+Text that comes from volunteers loses control characters here, and published text loses network
+addresses.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.admission.requests import admission_document, token_document
 from swarm_coordinator.dashboard.api_models import (
+    ID_END,
     AdmissionOverview,
     EventRow,
     FullPeer,
     Health,
-    HealthState,
-    PeerPath,
     PublicPeer,
     RunStatus,
     Stages,
@@ -30,27 +26,29 @@ from swarm_coordinator.dashboard.api_models import (
     TokenItem,
     Tokens,
 )
-from swarm_coordinator.dashboard.database_reader import ID_END, DatabaseView, StoredNote
+from swarm_coordinator.dashboard.database_reader import DatabaseView, StoredNote
 from swarm_coordinator.dashboard.redact import without_addresses
-from swarm_coordinator.status.status_file import printable
+from swarm_coordinator.status.document import (
+    SYNCING,
+    PathRow,
+    PeerRow,
+    PeerSummary,
+    RunProgress,
+    StageTiming,
+    StatusDocument,
+    current_health,
+)
+from swarm_shared.base.text import printable
 from swarm_shared.credit.credit import work_shares
 from swarm_shared.protocol import SOFTWARE_VERSION
 from swarm_shared.run.manifest import Manifest
-
-STALE_SECONDS = 15.0
-"""A coordinator that has said nothing for so long has trouble. In a run of ten thousand it writes
-its status every ten seconds."""
-
-FINISHED, WAITING, APPLYING = "finished", "waiting for peers", "applying"
-"""Phases as `status.json` spells them."""
-READY, SYNCING = "ready", "syncing"
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One moment of the run, from which every request is answered until the next one."""
 
-    status: Mapping[str, Any]
+    status: StatusDocument
     database: DatabaseView
     manifest: Manifest
     taken_at: float
@@ -58,7 +56,8 @@ class Snapshot:
 
     @cached_property
     def health(self) -> Health:
-        return health_of(self.status, self.manifest, self.taken_at)
+        health = current_health(self.status, self.taken_at)
+        return health.model_copy(update={"sentence": _public_text(health.sentence)})
 
     @cached_property
     def run(self) -> RunStatus:
@@ -70,21 +69,11 @@ class Snapshot:
 
     @cached_property
     def peers(self) -> tuple[PublicPeer, ...]:
-        return tuple(
-            PublicPeer(
-                id_end=peer["peer"][-ID_END:],
-                name=_printable_name(peer["name"]),
-                stage=peer["stage"],
-                phase=peer["phase"],
-                leaving=peer["leaving"],
-                microbatches_per_second=peer["microbatches_per_second"],
-            )
-            for peer in self.status["peers"]
-        )
+        return tuple(public_peer(peer) for peer in self.status.peers)
 
     @cached_property
     def events(self) -> tuple[EventRow, ...]:
-        return tuple(public_event(noted) for noted in self.database.notes)
+        return tuple(public_event(note) for note in self.database.notes)
 
     @cached_property
     def full_peers(self) -> tuple[FullPeer, ...]:
@@ -92,181 +81,89 @@ class Snapshot:
 
     @cached_property
     def admission(self) -> AdmissionOverview:
-        mode = self.status.get("admission", {}).get("mode", "open")
-        told = admission_document(
-            self.database.book, mode, self.taken_at, attached=len(self.status["peers"])
+        document = admission_document(
+            self.database.book,
+            self.status.admission.mode,
+            self.taken_at,
+            attached=len(self.status.peers),
         )
-        return AdmissionOverview(mode=told["mode"], members=told["members"], bans=told["bans"])
+        return AdmissionOverview.model_validate(document)
 
     @cached_property
     def tokens(self) -> Tokens:
         return tokens_of(self.database.book, self.taken_at)
 
 
-def parse_status(content: bytes) -> Mapping[str, Any]:
-    """ValueError for what is no status; it is rewritten as a whole, so that is a fault."""
-    status = json.loads(content)
-    if not isinstance(status, dict) or not isinstance(status.get("peers"), list):
-        raise ValueError("status.json does not hold a status")
-    return status
-
-
-def health_of(status: Mapping[str, Any], manifest: Manifest, now: float) -> Health:
-    """Healthy only if every stage has a reachable peer."""
-    alone = unreachable_stages(status, manifest)
-
-    def say(state: HealthState, sentence: str) -> Health:
-        return Health(state=state, sentence=sentence, unreachable_stages=alone)
-
-    if status["phase"] == FINISHED:
-        return say(HealthState.FINISHED, f"all {status['steps']} steps are made")
-    age_seconds = now - status["time"]
-    if age_seconds > STALE_SECONDS:
-        return say(
-            HealthState.DEGRADED, f"the coordinator has said nothing for {age_seconds:.0f} seconds"
-        )
-    if status["phase"] == WAITING:
-        return say(
-            HealthState.WAITING, printable(status["waiting_for"]) or "training has not begun"
-        )
-    if alone:
-        names = ", ".join(str(stage) for stage in alone)
-        return say(HealthState.DEGRADED, f"nobody who can be reached holds stage {names}")
-    if status["version"] > 0 and _number(status["loss"]) is None:
-        return say(
-            HealthState.DEGRADED, "the loss is not a number any more: the training has diverged"
-        )
-    thin = [row["stage"] for row in status["stages"] if row["peers"] == 1]
-    if thin:
-        names = ", ".join(str(stage) for stage in thin)
-        return say(
-            HealthState.HEALTHY,
-            f"every stage has a peer that can be reached, stage {names} only one",
-        )
-    return say(HealthState.HEALTHY, "every stage has peers that can be reached")
-
-
-def unreachable_stages(status: Mapping[str, Any], manifest: Manifest) -> tuple[int, ...]:
-    """Stages of which no peer that is ready has been heard of lately.
-
-    While a step is applied its members turn to the next version one after the other.
-    """
-    version, silent = status["version"], manifest.limits.dead_after_seconds
-    oldest = version - 1 if status["phase"] == APPLYING else version
-    reachable = {
-        peer["stage"]
-        for peer in status["peers"]
-        if peer["phase"] == READY and peer["version"] >= oldest and peer["silent_seconds"] <= silent
-    }
-    return tuple(stage for stage in range(manifest.stage_count) if stage not in reachable)
-
-
 def run_of(snapshot: Snapshot) -> RunStatus:
-    status, read = snapshot.status, snapshot.database
+    status, database = snapshot.status, snapshot.database
+    published = {name: getattr(status, name) for name in RunProgress.model_fields}
     return RunStatus(
-        name=printable(status["run"]),
+        **{**published, "health": snapshot.health, "waiting_for": _public_text(status.waiting_for)},
+        name=printable(status.run),
         software=SOFTWARE_VERSION,
-        time=status["time"],
-        health=snapshot.health,
-        phase=status["phase"],
-        waiting_for=printable(status["waiting_for"]),
-        version=status["version"],
-        steps=status["steps"],
-        cells_done=status["cells_done"],
-        cells_total=status["cells_total"],
-        loss=_number(status["loss"]),
-        heldout_loss=_number(status["heldout_loss"]),
-        tokens=read.tokens,
-        tokens_per_second=_number(status["tokens_per_second"]),
-        checkpoint_version=status["checkpoint_version"],
-        uptime_seconds=status["uptime_seconds"],
+        tokens=database.tokens,
         stages=snapshot.manifest.stage_count,
-        peers=len(status["peers"]),
-        contributors=len(read.contributions),
-        bubble_share=figures_of(status).get("bubble_share"),
-        rejected=figures_of(status).get("rejected", {}),
+        peers=len(status.peers),
+        contributors=len(database.contributions),
+        bubble_share=status.figures.bubble_share,
+        rejected=status.figures.rejected,
     )
 
 
-def figures_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Empty in what an older coordinator wrote."""
-    told: Mapping[str, Any] = status.get("figures", {})
-    return told
-
-
-def stage_figures(status: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
-    told: Sequence[Mapping[str, Any]] = figures_of(status).get("stages", ())
-    return told[stage] if stage < len(told) else {}
-
-
-def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
+def stages_of(status: StatusDocument, manifest: Manifest) -> Stages:
     shares = work_shares([stage.work_flops for stage in manifest.stages])
-    fastest = max((row["microbatches_per_second"] for row in status["stages"]), default=0.0)
-    syncing: dict[int, int] = {}
-    for peer in status["peers"]:
-        if peer["phase"] == SYNCING and peer["stage"] is not None:
-            syncing[peer["stage"]] = syncing.get(peer["stage"], 0) + 1
-    told = status.get("rebalancing") or {}
+    fastest = max((row.microbatches_per_second for row in status.stages), default=0.0)
+    syncing = Counter(peer.stage for peer in status.peers if peer.phase == SYNCING)
     return Stages(
         stages=tuple(
             StageStatus(
-                stage=row["stage"],
+                stage=row.stage,
                 first_layer=layers.first_layer,
                 end_layer=layers.end_layer,
-                work_share=shares[row["stage"]],
-                ready=row["peers"],
-                syncing=syncing.get(row["stage"], 0),
-                microbatches_per_second=row["microbatches_per_second"],
-                relative_rate=row["microbatches_per_second"] / fastest if fastest > 0 else 0.0,
-                **{
-                    key: stage_figures(status, row["stage"]).get(key)
-                    for key in ("idle_share", "p50_seconds", "p95_seconds")
-                },
+                work_share=shares[row.stage],
+                ready=row.peers,
+                syncing=syncing[row.stage],
+                microbatches_per_second=row.microbatches_per_second,
+                relative_rate=row.microbatches_per_second / fastest if fastest > 0 else 0.0,
+                **status.figures.timing(row.stage).model_dump(include=set(_TIMING_FIELDS)),
             )
-            for row, layers in zip(status["stages"], manifest.stages, strict=True)
+            for row, layers in zip(status.stages, manifest.stages, strict=True)
         ),
-        rebalancing=tuple(
-            without_addresses(printable(decision["text"])) for decision in told.get("decisions", [])
-        ),
-        no_move_reason=printable(told.get("reason", "")),
+        rebalancing=tuple(_public_text(decision.text) for decision in status.rebalancing.decisions),
+        no_move_reason=_public_text(status.rebalancing.reason),
     )
 
 
-def public_event(noted: StoredNote) -> EventRow:
-    return EventRow(
-        id=noted.id, written_at=noted.written_at, text=without_addresses(printable(noted.text))
-    )
+def public_peer(peer: PeerRow) -> PublicPeer:
+    shown = {name: getattr(peer, name) for name in _SUMMARY_FIELDS}
+    return PublicPeer(**{**shown, "name": _printable_name(peer.name)}, id_end=peer.peer[-ID_END:])
 
 
-def full_peers(status: Mapping[str, Any]) -> tuple[FullPeer, ...]:
-    paths: dict[str, list[PeerPath]] = {}
-    for path in status.get("paths", []):
-        paths.setdefault(path["reporter"], []).append(
-            PeerPath(
-                remote=path["remote"],
-                kind=path["kind"],
-                relay=path["relay"],
-                rtt_seconds=path["rtt_seconds"],
-                bytes_per_second=path["bytes_per_second"],
-            )
-        )
+_TIMING_FIELDS = tuple(StageTiming.model_fields)
+_SUMMARY_FIELDS = tuple(field.name for field in fields(PeerSummary))
+_PEER_FIELDS = tuple(field.name for field in fields(PeerRow))
+
+
+def public_event(note: StoredNote) -> EventRow:
+    return EventRow(id=note.id, written_at=note.written_at, text=_public_text(note.text))
+
+
+def full_peers(status: StatusDocument) -> tuple[FullPeer, ...]:
+    paths: dict[str, list[PathRow]] = {}
+    for path in status.paths:
+        paths.setdefault(path.reporter, []).append(path)
     return tuple(
         FullPeer(
             **{
-                key: peer[key]
-                for key in (
-                    "peer", "stage", "phase", "version", "leaving", "reachability",
-                    "offers_relay", "microbatches_per_second", "queued", "silent_seconds",
-                )
+                **{name: getattr(peer, name) for name in _PEER_FIELDS},
+                "name": _printable_name(peer.name),
+                "device": printable(peer.device),
+                "flagged_reason": printable(peer.flagged_reason),
             },
-            name=_printable_name(peer["name"]),
-            device=printable(peer["device"]),
-            flagged_times=peer.get("flagged_times", 0),
-            flagged_reason=printable(peer.get("flagged_reason", "")),
-            paths=tuple(paths.get(peer["peer"], ())),
+            paths=tuple(paths.get(peer.peer, ())),
         )
-        for peer in status["peers"]
-    )  # fmt: skip
+        for peer in status.peers
+    )
 
 
 def tokens_of(book: AdmissionBook, now: float) -> Tokens:
@@ -279,14 +176,14 @@ def tokens_of(book: AdmissionBook, now: float) -> Tokens:
 
 
 def joined_and_left(before: Sequence[PublicPeer], after: Sequence[PublicPeer]) -> tuple[int, int]:
-    """Between two moments: how many came and how many went."""
+    """Count the peers that joined and left between two snapshots."""
     old, new = {peer.id_end for peer in before}, {peer.id_end for peer in after}
     return len(new - old), len(old - new)
 
 
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _printable_name(name: str | None) -> str | None:
     return None if name is None else printable(name)
+
+
+def _public_text(text: str) -> str:
+    return without_addresses(printable(text))

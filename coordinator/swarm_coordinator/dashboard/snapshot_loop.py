@@ -1,24 +1,23 @@
-"""Once a second: read what the coordinator wrote, make a snapshot, tell who listens.
+"""Once a second: reads what the coordinator wrote, makes a snapshot and publishes events.
 
-The only task of the pages' process that reads disks. Requests are answered from the newest
-snapshot; when nothing can be read any more it grows old, which `/healthz` shows.
+The only task of the dashboard's process that reads files. Requests are answered from the newest
+snapshot; when nothing can be read it grows old, which `/healthz` shows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import trio
 import trio.to_thread
 
 from swarm_coordinator.dashboard.api_models import EventRow, RunStatus
 from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
-from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left, parse_status
+from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.document import StatusDocument
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.manifest import Manifest
@@ -27,13 +26,13 @@ log = logging.getLogger(__name__)
 
 READ_INTERVAL_SECONDS = 1.0
 MAX_STATUS_BYTES = 64 * 2**20
-"""Ten thousand volunteers with their paths come to some megabytes."""
+"""Limit of status.json; ten thousand peers with ten paths each come to 24 MB."""
 MAX_STEPS_PUBLISHED = 20
-"""In one look: a run that makes more steps a second than that is no sight for eyes."""
+"""Steps published in one turn; more of them a second cannot be read."""
 
 
 class SnapshotLoop:
-    """`snapshot` is None until the coordinator has written its first status."""
+    """Keeps the newest snapshot; None until the coordinator has written its first status."""
 
     def __init__(
         self, folder: RunFolder, manifest: Manifest, reader: DatabaseReader, clock: Clock = wall
@@ -45,20 +44,20 @@ class SnapshotLoop:
         self.hub = EventHub()
         self.snapshot: Snapshot | None = None
         self.failures = 0
-        """Looks that found something unreadable."""
+        """Turns that found something unreadable."""
         self.joined = 0
         self.left = 0
 
     async def run(self, first_read: trio.Event) -> None:
-        """Until cancelled. `first_read` is set when it has done so once."""
+        """Refresh the snapshot until cancelled. `first_read` is set after the first turn."""
         failing = False
         while True:
             try:
                 await self.refresh()
                 failing = False
-            except (SwarmError, OSError, ValueError, KeyError) as error:
+            except (SwarmError, OSError, ValueError) as error:
                 self.failures += 1
-                if not failing:  # once, not every second
+                if not failing:  # log once, not every second
                     log.warning("what the coordinator wrote cannot be read: %s", error)
                 failing = True
             first_read.set()
@@ -86,7 +85,7 @@ class SnapshotLoop:
             self.hub.publish(encode_event("run", after.run))
             self.hub.publish(encode_event("stages", after.stages))
         if before is None or before.database.steps is not after.database.steps:
-            return  # the first look, or a rollback: who listens reads the steps anew
+            return  # the first turn, or a rollback: readers fetch the steps anew
         first = max(before.database.step_count, after.database.step_count - MAX_STEPS_PUBLISHED)
         for index in range(first, after.database.step_count):
             self.hub.publish(encode_event("step", after.database.steps.row(index)))
@@ -105,8 +104,8 @@ def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:
 
 def _read_all(
     folder: RunFolder, reader: DatabaseReader, now: float
-) -> tuple[Mapping[str, Any], DatabaseView] | None:
-    """In a thread. None before the coordinator's first word."""
+) -> tuple[StatusDocument, DatabaseView] | None:
+    """Read the status and the database, in a thread. None before the first status."""
     try:
         with folder.status.open("rb") as file:
             content = file.read(MAX_STATUS_BYTES + 1)
@@ -114,4 +113,4 @@ def _read_all(
         return None
     if len(content) > MAX_STATUS_BYTES:
         raise ValueError(f"status.json is longer than {MAX_STATUS_BYTES} bytes")
-    return parse_status(content), reader.refresh(now)
+    return StatusDocument.model_validate_json(content), reader.refresh(now)

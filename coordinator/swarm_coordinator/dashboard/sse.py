@@ -1,7 +1,7 @@
-"""Live events to browsers: server-sent events, with a bounded queue for each reader.
+"""Live events for browsers: server-sent events, with a bounded queue for each reader.
 
-Who reads slower than things happen is let go and may come back; its queue never grows, and nobody
-else waits for it.
+A reader that is slower than the events is disconnected and may reconnect; its queue never grows,
+and no other reader waits for it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import trio
 from pydantic import BaseModel
 
 QUEUE_EVENTS = 64
-"""Events that wait for one reader: half a minute of a busy run."""
+"""Capacity of a reader's queue: half a minute of a busy run."""
 MAX_READERS = 200
 
 
 def encode_event(event: str, document: BaseModel) -> bytes:
-    """One event as it goes over the wire. JSON has no line breaks, which would end the field."""
+    """Encode one event. JSON has no line breaks, which would end the field."""
     return f"event: {event}\ndata: {document.model_dump_json()}\n\n".encode()
 
 
 class EventHub:
+    """Publishes events to all readers."""
+
     def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE_EVENTS) -> None:
         self._max_readers = max_readers
         self._queue = queue
         self._readers: set[trio.MemorySendChannel[bytes]] = set()
         self.dropped = 0
-        """Readers that were too slow, ever."""
+        """Readers disconnected because they were too slow, since the start."""
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -39,7 +41,7 @@ class EventHub:
 
     @contextmanager
     def reader(self) -> Iterator[trio.MemoryReceiveChannel[bytes]]:
-        """What is published from now on. The channel ends when the reader is too slow."""
+        """A channel of the events published from now on; it ends when the reader is too slow."""
         put, take = trio.open_memory_channel[bytes](self._queue)
         self._readers.add(put)
         try:

@@ -1,8 +1,8 @@
-"""`swarm-coordinator demo`: a whole run on this machine, from nothing to a summary.
+"""`swarm-coordinator demo`: a whole run on this machine, from its creation to a summary.
 
-Owns the order of events and what a person sees of them. Everything that trains is a real
-process started as an organiser and volunteers would start it (`local_swarm`); the numbers come
-from the run's database, the words from `summary` and `demo_progress`.
+Owns the order of the work and its output. Coordinator and volunteers are real processes, started as
+organisers and volunteers start them (`demo.local_swarm`); the figures come from the run's database,
+their presentation from `demo.run_summary` and `demo.progress_line`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ DEFAULT_FOLDER = "demo-run"
 CHART_NAME = "loss.png"
 
 DEMO_STEPS = {"tiny": 60}
-"""Steps that keep the whole demo below three minutes on two cores; other presets: their own."""
+"""Steps per preset that keep the whole demo below three minutes on two cores; other presets use
+their own number."""
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = {"bytes": 320, "bpe": 120}
@@ -50,6 +51,8 @@ SAMPLE_TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
+    """The options of the command."""
+
     volunteers: int
     stages: int
     steps: int
@@ -113,7 +116,7 @@ def demo_command(
     """Train a small model across processes of this machine and show the result."""
     if volunteers < stages:
         raise UsageError(
-            f"{volunteers} volunteer(s) cannot hold {stages} stages, each needs one at least; "
+            f"{volunteers} volunteer(s) cannot hold {stages} stages, one each is needed; "
             f"give --volunteers {stages} or more, or fewer --stages"
         )
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -137,8 +140,8 @@ def demo_command(
 
 
 def run_demo(options: DemoOptions) -> None:
-    """Make the run, train it, say what came of it. All processes have ended when it returns."""
-    # A sampled text may hold what this terminal's encoding cannot say.
+    """Make the run, train it and print a summary. All processes have ended when it returns."""
+    # A sampled text may have characters that the terminal's encoding lacks.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     with _sigterm_as_interrupt():
@@ -147,7 +150,7 @@ def run_demo(options: DemoOptions) -> None:
         except KeyboardInterrupt:
             click.echo(
                 f"\nstopped. All processes have ended; run and logs are in {options.run_dir}. "
-                f"`swarm-coordinator start {quoted(options.run_dir)}` goes on with it.",
+                f"`swarm-coordinator start {quoted(options.run_dir)}` continues it.",
                 err=True,
             )
             raise SystemExit(130) from None
@@ -186,7 +189,7 @@ def _run(options: DemoOptions) -> None:
 
 
 def _make_run(options: DemoOptions) -> Manifest:
-    # Brings torch, which takes seconds; a mistyped option should not wait for it.
+    # Imports torch, which takes seconds; a mistyped option should not wait for it.
     from swarm_coordinator.run_creation.initialise import initialise_run
 
     return initialise_run(
@@ -196,9 +199,9 @@ def _make_run(options: DemoOptions) -> Manifest:
         overrides={
             "training.steps": options.steps,
             "run.seed": options.seed,
-            # Everybody is here in a moment: nobody's first step is alone.
+            # All volunteers start together, so the first step waits for all of them.
             "limits.starting_peers_per_stage": options.volunteers // options.stages,
-            # All of the demo happens on this machine: nobody else needs to reach it.
+            # No other machine needs to reach the demo.
             "network.listen_host": "127.0.0.1",
         },
         progress=lambda line: click.echo(f"  {line}"),
@@ -206,7 +209,7 @@ def _make_run(options: DemoOptions) -> Manifest:
 
 
 def _train(options: DemoOptions) -> History:
-    """Start everybody, show progress, wait until all have ended."""
+    """Start all processes, show progress, and wait until they have ended."""
     with Subprocesses() as children:
         swarm = LocalSwarm(options.run_dir, children, options.threads)
         try:
@@ -217,7 +220,7 @@ def _train(options: DemoOptions) -> History:
             click.echo(f"started {options.volunteers} volunteers, {options.stages} stages")
             finished = _watch(swarm, options)
         except KeyboardInterrupt:
-            click.echo("stopping: the coordinator stores what there is (once more: at once)")
+            click.echo("stopping: the coordinator stores a checkpoint (Ctrl-C again stops at once)")
             swarm.stop()
             raise
         for child in swarm.wait_for_exit():
@@ -229,7 +232,7 @@ def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
     peers: list[int] = []
 
     def show(seen: History, status: Mapping[str, Any]) -> None:
-        # After the last step everybody leaves: who was there until then is what is worth seeing.
+        # After the last step all peers leave; the line keeps the counts from before.
         if len(seen.steps) < options.steps or not peers:
             peers[:] = peers_per_stage(status)
         display.show(Progress(options.steps, seen.steps, tuple(peers), _note(seen, status)))
@@ -246,13 +249,13 @@ def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
 
 
 def peers_per_stage(status: Mapping[str, Any]) -> list[int]:
-    """Peers that hold their stage; also while a step is being applied one after another."""
+    """Return the number of peers per stage, also while they apply a step one after another."""
     holding = [peer["stage"] for peer in status.get("peers", ()) if peer["phase"] == "ready"]
     return [holding.count(row["stage"]) for row in status.get("stages", ())]
 
 
 def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int) -> str:
-    """A few lines by the trained model, from the run's last checkpoint; empty without one."""
+    """Sample a text from the run's last checkpoint; empty without one."""
     checkpoint = finished.restored.checkpoint
     if checkpoint is None:
         return ""
@@ -263,7 +266,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
     from swarm_shared.data.tokenizer import load_tokenizer
     from swarm_shared.model.initialise import build_whole
 
-    # One token at a time is too little work to share: threads would only wait for each other.
+    # One token at a time is too little work for several threads.
     torch.set_num_threads(1)
     checkpoints = CheckpointFolder(
         folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
@@ -279,7 +282,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
 
 
 def free_folder(wanted: Path) -> Path:
-    """`wanted`, or with the first number that makes it a new name."""
+    """Return `wanted`, or that name with the first number that is free."""
     names = itertools.chain(
         [wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     )
@@ -296,7 +299,7 @@ def _remove(run_dir: Path) -> None:
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: with all of its children."""
+    """Treat SIGTERM like Ctrl-C, which ends all subprocesses."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

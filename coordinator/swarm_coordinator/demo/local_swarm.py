@@ -1,8 +1,8 @@
 """A whole swarm on this machine: one coordinator and volunteers, each a real process.
 
-Owns how they are started, where their logs and homes lie and how one waits for the run's end.
-The demo, the integration tests and the benchmarks use it. Nothing here is a short cut: the
-programs are those that an organiser and volunteers start by hand, and they talk over the network.
+Owns how they are started, where their logs and homes are, and the wait for the end of the run. Used
+by the demo, the integration tests and the benchmarks. The programs are those that organisers and
+volunteers start by hand, and they communicate over the network.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from swarm_shared.base.errors import SwarmError
 COORDINATOR_NAME = "coordinator"
 
 COORDINATOR_START_SECONDS = 60.0
+"""Seconds for the coordinator to start serving."""
 INVITE_SECONDS = 30.0
+"""Seconds for the `invite` command."""
 
 EXIT_SECONDS = 60.0
-"""After the last step everybody says goodbye by itself; whoever has not by then is ended."""
+"""Seconds for processes to end by themselves after the last step."""
 
 STOP_SECONDS = 20.0
-"""The coordinator finishes a step and stores a checkpoint before it goes."""
+"""Seconds for the coordinator to finish a step and store a checkpoint before it ends."""
 
 WATCH_SECONDS = 0.25
+"""Seconds between two looks at the run's progress."""
 
 
 @dataclass(slots=True)
@@ -53,9 +56,10 @@ class LocalSwarm:
     """Compute threads of each volunteer."""
     volunteers: list[Subprocess] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    """Added to the environment of what is started next."""
+    """Variables added to the environment of processes started from now on."""
     prefix: tuple[str, ...] = ()
-    """Put before the command of what is started next: what leads to another network stack."""
+    """Words put before the commands of processes started from now on, for another network
+    namespace."""
     coordinator: Subprocess | None = None
 
     @property
@@ -65,13 +69,12 @@ class LocalSwarm:
     def start_coordinator(self) -> str:
         """Start it, wait until it serves, and return the invite."""
         before = _modified(self.folder.status)
-        # Nobody looks at these runs in a browser.
-        words = ("start", str(self.run_dir), "--http", "")
+        arguments = ("start", str(self.run_dir), "--http", "")
         self.coordinator = self.children.start(
             COORDINATOR_NAME,
             (
                 *self.prefix,
-                *module_command(COORDINATOR_MODULE, *words),
+                *module_command(COORDINATOR_MODULE, *arguments),
             ),
             self._log(COORDINATOR_NAME),
             self._environment(),
@@ -85,6 +88,7 @@ class LocalSwarm:
         return self.invite()
 
     def invite(self) -> str:
+        """Return the invite, from the `invite` command."""
         command = module_command(COORDINATOR_MODULE, "invite", str(self.run_dir))
         words = run_to_end("swarm-coordinator invite", command, INVITE_SECONDS).split()
         invites = [word for word in words if word.startswith("swarm1")]
@@ -93,13 +97,13 @@ class LocalSwarm:
         return invites[0]
 
     def start_volunteer(self, invite: str, stage: int | None = None) -> Subprocess:
-        """One more volunteer with a home, and so an identity, of its own."""
+        """Start one more volunteer with its own home, and so its own identity."""
         name = f"volunteer-{len(self.volunteers) + 1}"
-        words = ["join", invite, "--home", str(self.home(name)), "--device", "cpu"]
-        words += ["--threads", str(self.threads), "--name", name]
+        arguments = ["join", invite, "--home", str(self.home(name)), "--device", "cpu"]
+        arguments += ["--threads", str(self.threads), "--name", name]
         if stage is not None:
-            words += ["--stage", str(stage)]
-        command = (*self.prefix, *module_command(CLIENT_MODULE, *words))
+            arguments += ["--stage", str(stage)]
+        command = (*self.prefix, *module_command(CLIENT_MODULE, *arguments))
         child = self.children.start(name, command, self._log(name), self._environment())
         self.volunteers.append(child)
         return child
@@ -108,21 +112,22 @@ class LocalSwarm:
         return self.run_dir / "volunteers" / name
 
     def history(self) -> History | None:
-        """What the database says; None while the coordinator has not made it yet."""
+        """Read the run's history; None while there is no database yet."""
         return history(self.folder.database) if self.folder.database.exists() else None
 
     def status(self) -> Mapping[str, Any]:
         """What the coordinator says about itself, at most a second old; empty before it does."""
-        return read_status(self.folder.status) or {}
+        document = read_status(self.folder.status)
+        return {} if document is None else document.model_dump(mode="json")
 
     def expect_exit(self, child: Subprocess) -> None:
-        """This one may end before the run does: its end is somebody's purpose."""
+        """Allow a process to end before the run does, because the caller ends it on purpose."""
         self.children.exit_expected.append(child)
 
     def watch(self, on_change: Callable[[History, Mapping[str, Any]], None]) -> History:
-        """Follow the run until it is finished; SwarmError when a process ends before that."""
+        """Follow the run until it is finished; SwarmError when a process ends earlier."""
         while True:
-            # Who has ended is asked before the database: the last step may fall between.
+            # Exit codes are read before the database: the last step may be written in between.
             ended = [
                 child
                 for child in self.children.started
@@ -138,26 +143,26 @@ class LocalSwarm:
             time.sleep(WATCH_SECONDS)
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """End the run before its end as an organiser would, with a checkpoint; then everybody."""
+        """Stop the coordinator in order, with a checkpoint, and then all other processes."""
         if self.coordinator is not None:
             self.coordinator.signal(signal.SIGTERM)
             self.coordinator.wait(timeout_seconds)
         self.children.end(self.children.grace_seconds)
 
     def wait_for_exit(self, timeout_seconds: float = EXIT_SECONDS) -> list[Subprocess]:
-        """Everybody leaves a finished run by itself; those that have not, or not in peace."""
+        """Wait for all processes to end; return those still running and those that failed."""
         still_running = self.children.wait(timeout_seconds)
         return still_running + self.children.failed()
 
     def _log(self, name: str) -> Path:
-        # Not .log: that is what the programs themselves may call their log files.
+        # Not .log, which the programs may use for their own log files.
         return self.folder.log / f"{name}.out"
 
     def _environment(self) -> dict[str, str]:
-        # Libraries under torch make a thread per core in every process if they are not told.
+        # Libraries under torch otherwise start a thread per core in every process.
         count = str(self.threads)
         quiet = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
-        # What is measured and tested here goes first like any other program of this machine.
+        # Measurements and tests run at normal priority.
         quiet["SWARM_NICE"] = "0"
         return {**quiet, **self.environment}
 

@@ -1,7 +1,7 @@
-"""The live progress of a run: one line that stays in place, or plain lines in a log.
+"""The live progress of a run: one line updated in place, or plain lines in a log.
 
-Owns the words of the line, the estimate behind its ETA, and how often it is written. Where the
-numbers come from is `demo`'s business; the clock and the stream are parameters.
+Owns the text of the line, the estimate of the remaining time, and how often the line is written.
+The caller supplies figures, clock and stream.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Self, TextIO
 
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.base.clock import Clock
+from swarm_shared.base.units import duration_text
 
 RECENT_STEPS = 10
-"""The rate and the ETA follow so many steps: the first are slower, while peers still arrive."""
+"""Number of last steps behind the rate and the ETA; the first ones are slower, while peers join."""
 
 PLAIN_INTERVAL_SECONDS = 5.0
-"""Least distance between lines where output goes to a file or a pipe."""
+"""Least seconds between two lines where output goes to a file or a pipe."""
 
 BAR_CHARACTERS = 20
 CLEAR_TO_END_OF_LINE = "\x1b[K"
@@ -33,11 +34,11 @@ class Progress:
     steps: Sequence[HistoryStep]
     peers_per_stage: Sequence[int]
     note: str = ""
-    """What is going on before the first step and after the last."""
+    """Activity before the first step and after the last."""
 
 
 def progress_line(progress: Progress) -> str:
-    """Step, loss, tokens/s, peers per stage and the time left, in one line."""
+    """Return step, loss, tokens/s, peers per stage and remaining time in one line."""
     peers = "+".join(str(count) for count in progress.peers_per_stage) or "-"
     done = len(progress.steps)
     parts = [f"step {done}/{progress.steps_wanted} {_bar(done, progress.steps_wanted)}"]
@@ -53,30 +54,22 @@ def progress_line(progress: Progress) -> str:
 
 
 def recent_tokens_per_second(steps: Sequence[HistoryStep]) -> float:
+    """Return the throughput of the last RECENT_STEPS steps."""
     recent = steps[-RECENT_STEPS:]
     seconds = sum(step.seconds for step in recent)
     return sum(step.tokens for step in recent) / seconds if seconds > 0 else 0.0
 
 
 def eta_seconds(progress: Progress) -> float:
-    """The median step is what the others will take: one step with a late peer says nothing."""
+    """Estimate the remaining seconds from the median step, which one slow step does not affect."""
     recent = [step.seconds for step in progress.steps[-RECENT_STEPS:]]
     return median(recent) * (progress.steps_wanted - len(progress.steps))
 
 
-def duration_text(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-
-
 class ProgressDisplay:
-    """Writes progress to a terminal in place, elsewhere as a line now and then.
+    """Writes progress in place on a terminal, and elsewhere as a line every few seconds.
 
-    Leaving its `with` block writes the last state whole and puts the cursor on a new line.
+    Leaving its `with` block writes the last state in full and starts a new line.
     """
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:

@@ -1,7 +1,7 @@
-"""What a run came to, as a text for people and as JSON for programs.
+"""The summary of a finished run, as text and as JSON.
 
-Owns the words, the tables and the arithmetic behind them. Pure: what the run's database says
-comes in as `History`, nothing is read here. Losses are in nats per token.
+Owns the texts, the tables and their arithmetic. Pure: the run's database arrives as a `History`.
+Losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_coordinator.storage.history import History, LinkTotal, steps_document
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 
 CLEARLY_BELOW_NATS = 0.1
-"""A model that predicts single tokens only stays above the unigram entropy, whatever it learns;
-a tenth of a nat is far outside the noise of the held-out sample."""
+"""Nats below the unigram entropy that count as clear. A model of single tokens cannot get below it,
+and a tenth of a nat is far outside the noise of the held-out sample."""
 
 SHORT_ID_CHARACTERS = 6
-"""Of the end of a peer ID: all Ed25519 IDs begin alike."""
+"""Characters shown of the end of a peer ID; all Ed25519 IDs begin alike."""
 
 LINK_ROWS = 24
-"""The largest links are listed, the others summed up: volunteers make n² of them."""
+"""Number of largest links that are listed; the others are summed, because there are n² links."""
 
 BYTES_PER_MEGABYTE = 1_000_000
 
@@ -36,7 +37,7 @@ _PROTOCOL_LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """A finished run: what its database says, and what is known beside it."""
+    """A finished run: its history, and figures that are not in the database."""
 
     history: History
     coordinator: PeerId
@@ -46,7 +47,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that went one way over one link."""
+    """Bytes sent in one direction over one link."""
 
     source: PeerId
     target: PeerId
@@ -55,13 +56,13 @@ class Traffic:
 
 
 def tokens_per_second(history: History) -> float:
-    """All tokens over all seconds of the applied steps: waiting for peers counts."""
+    """Return all tokens over all seconds of the applied steps, including waits for peers."""
     seconds = sum(step.seconds for step in history.steps)
     return sum(step.tokens for step in history.steps) / seconds if seconds > 0 else 0.0
 
 
 def result_document(result: RunResult) -> dict[str, Any]:
-    """The form of `demo --json`."""
+    """Return the document of `demo --json`."""
     return {
         **steps_document(result.history.steps),
         "heldout_loss": result.history.heldout_loss,
@@ -82,10 +83,9 @@ def result_document(result: RunResult) -> dict[str, Any]:
 
 
 def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
-    """What went from whom to whom, the largest first.
+    """Return the traffic by sender and receiver, the largest first.
 
-    Both ends of a link may report it, at slightly different moments: the larger count is the
-    later one.
+    Both ends of a link may report it at different moments; the larger count is the later one.
     """
     totals: dict[tuple[PeerId, PeerId, str], int] = {}
     for link in links:
@@ -94,7 +94,7 @@ def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
             ((link.remote, link.reporter, link.protocol), link.received),
         ):
             totals[key] = max(totals.get(key, 0), count)
-    # A trainer may use its own stage server: that is no link.
+    # A trainer may use its own stage server, which is not a link.
     found = [
         Traffic(source, target, protocol, count)
         for (source, target, protocol), count in totals.items()
@@ -104,10 +104,10 @@ def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
 
 
 def summary_text(result: RunResult) -> str:
-    """Everything worth knowing at the end of a run, in a few short blocks."""
+    """Return the summary in a few short blocks."""
     history = result.history
     if not history.steps:
-        return "No step was applied: there is nothing to sum up."
+        return "No step was applied, so there is no summary."
     blocks = [
         _figures(result),
         "Who contributed\n" + _contributions(history.contributions),
@@ -119,7 +119,7 @@ def summary_text(result: RunResult) -> str:
 
 
 def heldout_verdict(heldout_loss: float | None, unigram_entropy: float) -> str:
-    """One sentence: did the model learn more than how often each token occurs?"""
+    """Compare the held-out loss with the unigram entropy in one sentence."""
     if heldout_loss is None:
         return f"not measured (unigram entropy of the text: {unigram_entropy:.3f})"
     distance = unigram_entropy - heldout_loss
@@ -133,7 +133,7 @@ def heldout_verdict(heldout_loss: float | None, unigram_entropy: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    """Columns as wide as they need to be; those in `right` hold numbers and align right."""
+    """Format a table; the columns in `right` hold numbers and align right."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     text = [
@@ -167,7 +167,7 @@ def _contributions(parts: Sequence[StageContribution]) -> str:
     rows = [
         (
             f"…{part.peer[-SHORT_ID_CHARACTERS:]}",
-            _printable(part.name or ""),
+            printable(part.name or "", ""),
             str(part.stage),
             f"{part.microbatches:,}",
             f"{part.tokens:,}",
@@ -182,7 +182,7 @@ def _contributions(parts: Sequence[StageContribution]) -> str:
 def _links(result: RunResult) -> str:
     traffic = directed_traffic(result.history.links)
     if not traffic:
-        return "  (nobody has reported any)"
+        return "  (no peer has reported any)"
     names = _names(result)
     rows = [
         (names(one.source), names(one.target), protocol_label(one.protocol), _megabytes(one.bytes))
@@ -195,30 +195,22 @@ def _links(result: RunResult) -> str:
 
 
 def _names(result: RunResult) -> Callable[[PeerId], str]:
-    """A short name for every peer: its own, the coordinator's, or the end of its ID."""
-    known = {peer.peer: _printable(peer.name) for peer in result.history.peers if peer.name}
+    """Return a function from a peer to its name, or to the end of its ID."""
+    known = {peer.peer: printable(peer.name, "") for peer in result.history.peers if peer.name}
     known[result.coordinator] = "coordinator"
     return lambda peer: known.get(peer) or f"…{peer[-SHORT_ID_CHARACTERS:]}"
 
 
 def protocol_label(protocol: str) -> str:
-    """What a protocol carries; a name this version does not know is shown as it is."""
-    return _PROTOCOL_LABELS.get(protocol) or _printable(protocol.strip("/"))
+    """Return what a protocol carries; an unknown protocol is shown by its name."""
+    return _PROTOCOL_LABELS.get(protocol) or printable(protocol.strip("/"), "")
 
 
 def _megabytes(count: int) -> str:
     return f"{count / BYTES_PER_MEGABYTE:,.2f}"
 
 
-def _printable(text: str) -> str:
-    """A volunteer chose this text: no control characters reach the organiser's terminal."""
-    return "".join(letter for letter in text if letter.isprintable())
-
-
 def _indented(text: str) -> str:
-    """The sample line by line; bytes that are no letters are shown, not sent to the terminal."""
+    """Indent the sample; characters that are not printable are replaced."""
     lines = text.replace("\t", "    ").splitlines()
-    return "\n".join(
-        "  | " + "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
-        for line in lines
-    )
+    return "\n".join(f"  | {printable(line)}" for line in lines)

@@ -1,11 +1,10 @@
-"""Starting other programs of this project, watching them, and making sure that they end.
+"""Subprocesses of the demo, the integration tests and the benchmarks.
 
-Owns: the life of child processes that the demo, the integration tests and the benchmarks run:
-a log file each, a session of their own, bounded waits, termination by process id. Does not own
-what they run. The client's own workers are not its business (`swarm_client.ipc.child_process`).
+Owns their lifetime: a log file and a session each, bounded waits, and termination by process id.
+The client's own workers are started by `swarm_client.ipc.child_process`.
 
-A child gets a session of its own so that Ctrl-C in a terminal reaches only us and we decide in
-which order everybody leaves; and Linux is asked to terminate it when we die without a word.
+A subprocess has a session of its own, so that Ctrl-C in a terminal reaches only the parent, which
+decides the order of termination. Linux terminates it when the parent dies.
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ COORDINATOR_MODULE = "swarm_coordinator"
 CLIENT_MODULE = "swarm_client"
 
 POLL_SECONDS = 0.05
+"""Seconds between two polls of a condition."""
 TAIL_BYTES = 64 * 2**10
-"""How much of the end of a log is read to show its last lines, however long the log is."""
+"""Bytes read from the end of a log to show its last lines."""
 
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """The words that run one of our modules with this very interpreter and its packages."""
+    """Return the command that runs a module of this project with this interpreter."""
     return (sys.executable, "-m", module, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Subprocess:
-    """One running program. Its process id is also the id of its session and process group."""
+    """One started program. Its process id is also the id of its session and process group."""
 
     name: str
     log: Path
@@ -55,25 +55,25 @@ class Subprocess:
         return self.popen.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative when a signal ended it, as in `subprocess`."""
+        """Return the exit code; None while it runs, negative when a signal ended it."""
         return self.popen.poll()
 
     def wait(self, timeout_seconds: float) -> int | None:
-        """Its exit code, or None when it still runs after that long."""
+        """Wait for the exit code; None when it still runs after the timeout."""
         try:
             return self.popen.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: int) -> None:
-        """To the process itself, not to its children: how it ends them is part of what we run."""
+        """Send a signal to the process, not to its children, which it must end itself."""
         if self.popen.poll() is None:
             self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """At once and with everything in its process group; for tests of sudden death, too.
+        """Kill the whole process group at once.
 
-        One that has ended is left alone: its number may belong to a stranger by now.
+        Nothing is done when the process has ended, because its id may have been reused.
         """
         if self.popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -94,12 +94,12 @@ class Subprocess:
 
 @dataclass(slots=True)
 class Subprocesses:
-    """The programs that one caller started; leaving the `with` block ends those still running."""
+    """The programs started by one caller; leaving the `with` block ends those still running."""
 
     grace_seconds: float = 10.0
     started: list[Subprocess] = field(default_factory=list)
     exit_expected: list[Subprocess] = field(default_factory=list)
-    """These may end as they like: it is somebody's purpose."""
+    """Programs that the caller ends on purpose; their exit is not a failure."""
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +119,7 @@ class Subprocesses:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> Subprocess:
-        """Run `command` with output appended to `log`; `environment` is added to our own."""
+        """Run `command` with output appended to `log` and variables added to the environment."""
         child = start(name, command, log, environment)
         self.started.append(child)
         return child
@@ -128,19 +128,19 @@ class Subprocesses:
         return [child for child in self.started if child.exit_code() is None]
 
     def failed(self) -> list[Subprocess]:
-        """Those that have ended with anything but success and without an expect_exit."""
+        """Return the programs that failed and were not expected to end."""
         ended = [child for child in self.started if child.exit_code() not in (None, 0)]
         return [child for child in ended if child not in self.exit_expected]
 
     def wait(self, timeout_seconds: float) -> list[Subprocess]:
-        """Wait for all to end by themselves; returns those that have not in that time."""
+        """Wait for all programs to end by themselves; return those still running."""
         deadline = time.monotonic() + timeout_seconds
         while (running := self.running()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return running
 
     def end(self, grace_seconds: float) -> None:
-        """Ask everybody to leave (SIGTERM), the last started first, then kill who has not."""
+        """Send SIGTERM to all, the last started first, and kill those still running afterwards."""
         for child in reversed(self.started):
             child.signal(signal.SIGTERM)
         self.wait(grace_seconds)
@@ -153,7 +153,7 @@ def start(
 ) -> Subprocess:
     """Start one program in a session of its own, with its output appended to `log`.
 
-    Call it from a thread that lasts: Linux ends the child when the thread that started it ends.
+    The calling thread must outlive the program: Linux ends a child with the thread that started it.
     """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -178,9 +178,9 @@ def start(
 def run_to_end(
     name: str, command: Sequence[str], timeout_seconds: float, *, show_lines: int = 5
 ) -> str:
-    """Run a program that ends by itself and return what it printed on standard output.
+    """Run a program to its end and return its standard output.
 
-    A SwarmError with its own last words when it fails or takes longer than that.
+    SwarmError with its last output when it fails or exceeds the timeout.
     """
     try:
         done = subprocess.run(
@@ -193,40 +193,40 @@ def run_to_end(
             "the machine may be too busy: try again with nothing else running"
         ) from error
     if done.returncode != 0:
-        words = "\n".join((done.stderr or done.stdout).strip().splitlines()[-show_lines:])
-        raise SwarmError(f"{name} failed with exit code {done.returncode}: {words}")
+        output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-show_lines:])
+        raise SwarmError(f"{name} failed with exit code {done.returncode}: {output}")
     return done.stdout
 
 
 def wait_until(
     ready: Callable[[], bool], children: Subprocesses, timeout_seconds: float, what: str
 ) -> None:
-    """Poll until `ready()`; a SwarmError when a child fails first or the time is over."""
+    """Poll until `ready()`; SwarmError when a program fails first or the timeout passes."""
     deadline = time.monotonic() + timeout_seconds
     while not ready():
         if failed := children.failed():
             raise SwarmError(failure_text(failed[0]))
         if time.monotonic() >= deadline:
             raise SwarmError(
-                f"waited {timeout_seconds:.0f} seconds for {what} in vain; "
+                f"waited {timeout_seconds:.0f} seconds for {what} without success; "
                 f"the logs are in {children.started[0].log.parent}"
                 if children.started
-                else f"waited {timeout_seconds:.0f} seconds for {what} in vain"
+                else f"waited {timeout_seconds:.0f} seconds for {what} without success"
             )
         time.sleep(POLL_SECONDS)
 
 
 def failure_text(child: Subprocess, lines: int = 20) -> str:
-    """Which program ended how, and the last lines that it wrote."""
-    words = "\n".join(f"    {line}" for line in child.last_lines(lines))
+    """Describe how a program ended, with the last lines of its log."""
+    output = "\n".join(f"    {line}" for line in child.last_lines(lines))
     return (
         f"{child.name} {child.describe_exit()} before the run was finished. "
-        f"Last lines of {child.log}:\n{words or '    (it wrote nothing)'}"
+        f"Last lines of {child.log}:\n{output or '    (it is empty)'}"
     )
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file, reading only its end; none when there is no such file."""
+    """Return the last lines of a text file, reading only its end; none if it does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -238,15 +238,15 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def _child_setup(parent_pid: int) -> Callable[[], None]:
-    """What a child does before it becomes the program it is started for."""
+    """Return the function that a child runs between fork and exec."""
     libc = _LIBC
 
     def prepare() -> None:
-        # A shell's background jobs ignore Ctrl-C, and whatever they start inherits that.
+        # Background jobs of a shell ignore Ctrl-C, and their children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent_pid:  # we died between the fork and the line above
+            if os.getppid() != parent_pid:  # the parent died between the fork and the line above
                 os._exit(1)
 
     return prepare

@@ -1,12 +1,12 @@
-"""Backups of a run, made while its coordinator runs or without one, and taken back.
+"""Backups of a run: making one, whether a coordinator is running or not, and verifying it.
 
     OUT/backup.json               what was saved when, with the size and hash of every other file
     OUT/run.toml, manifest.json, organiser.key, data/, tokenizer.json, …  as in the run's folder
     OUT/coordinator.sqlite        one moment of the database
     OUT/checkpoints/step-…/       the newest checkpoint that this moment knows, and is whole
 
-Owns the format, making and verifying it, and remembering in the run's folder where backups were
-put. It appears under its name when it is whole and was read back. Taking one back is `restore`'s.
+Owns the format, and the list of backups in the run folder (`backups.json`). A backup appears under
+its name only when it is complete and has been read back. `durability.restore` restores one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ from swarm_shared.run.manifest import Manifest
 
 SUMMARY_NAME = "backup.json"
 MAX_RECORDED_BACKUPS = 50
-"""Backups that a run's folder remembers; older ones are the organiser's to know."""
+"""Maximum number of backups listed in the run folder."""
 _ATTEMPTS = 3
-"""Checkpoints are pruned while a run goes on; by the third attempt none was lasting."""
+"""Attempts to copy a checkpoint: a running coordinator may prune it while it is copied."""
 _READ_BYTES = 4 * 2**20
 _PLAIN_FILES = ("run.toml", "manifest.json", "tokenizer.json", "port")
 _SECRET_FILES = ("organiser.key", "admission.token")
 
 
 class SavedFile(FrozenModel):
+    """One file of a backup, with its path inside the backup."""
+
     path: str = Field(min_length=1)
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -60,7 +62,7 @@ class SavedFile(FrozenModel):
     @field_validator("path")
     @classmethod
     def _inside(cls, path: str) -> str:
-        """A backup may come from anywhere: taking it back must not write elsewhere."""
+        """Refuse a path outside the backup: restoring must not write elsewhere."""
         parts = PurePosixPath(path).parts
         if PurePosixPath(path).is_absolute() or ".." in parts or "\\" in path or "\0" in path:
             raise ValueError("must be a path inside the backup")
@@ -84,6 +86,8 @@ class BackupSummary(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Backup:
+    """A backup that has been verified."""
+
     path: Path
     summary: BackupSummary
 
@@ -103,7 +107,7 @@ def make_backup(
     with_data: bool = True,
     now: Callable[[], float] = time.time,
 ) -> Backup:
-    """Save the run to the new folder `out`, which is there whole or not at all."""
+    """Save the run to the new folder `out`, which appears complete or not at all."""
     if out.exists():
         raise UsageError(f"{out} is there already; choose another name for the backup")
     manifest = load_manifest(folder)
@@ -144,13 +148,13 @@ def _fill(
         if path.is_file():
             secret = path.name in _SECRET_FILES
             _copy(path, target / path.relative_to(folder.path), private=secret)
-    saved_at, place = now(), database_location(folder)
+    saved_at, location = now(), database_location(folder)
     checkpoint, version, generation = None, Version(0), 0
-    if database_exists(place):
+    if database_exists(location):
         for attempt in range(_ATTEMPTS):
             database = RunFolder(target).database
             database.unlink(missing_ok=True)
-            copy_database(place, database)
+            copy_database(location, database)
             with open_for_reading(database) as connection:
                 restored, known = read_restored(connection), read_checkpoints(connection)
             version, generation = restored.version, restored.generation
@@ -159,7 +163,7 @@ def _fill(
                 break
             if attempt == _ATTEMPTS - 1 and _versions(folder, manifest):
                 raise StorageError(
-                    f"no checkpoint in {folder.checkpoints} could be copied whole; look at "
+                    f"no checkpoint in {folder.checkpoints} could be copied whole; check "
                     f"them with `swarm-coordinator verify {quoted(folder.path)}`"
                 )
         _sync(RunFolder(target).database)
@@ -173,7 +177,7 @@ def _fill(
 def _copy_checkpoint(
     folder: RunFolder, manifest: Manifest, known: list[CheckpointRecord], target: Path
 ) -> Version | None:
-    """The newest one that the copied database knows and that is whole where it is copied to."""
+    """Copy the newest checkpoint that the copied database knows and whose copy verifies."""
     source, copied = (
         CheckpointFolder(root, run_id_of(manifest), manifest.stage_count, keep=1)
         for root in (folder.checkpoints, RunFolder(target).checkpoints)
@@ -188,7 +192,7 @@ def _copy_checkpoint(
             if copied.verify(record.version) == record:
                 return record.version
         except (OSError, StorageError):
-            # Damaged, or a newer one has taken its place while it was copied.
+            # Damaged, or pruned while it was copied.
             pass
         shutil.rmtree(into, ignore_errors=True)
     return None
@@ -251,7 +255,7 @@ def read_summary(path: Path) -> BackupSummary:
 
 
 def verify_backup(path: Path) -> BackupSummary:
-    """Reads all of it again; StorageError names what is not as it was saved."""
+    """Read the whole backup; StorageError names every difference from what was saved."""
     summary = read_summary(path)
     problems: list[str] = []
     for saved in summary.files:
@@ -278,7 +282,7 @@ def verify_backup(path: Path) -> BackupSummary:
 
 
 def _shape(path: Path) -> StepShape | None:
-    """From the manifest, whose signature can be checked only where the key was saved, too."""
+    """Return the manifest's step shape; None without the key, which its signature needs."""
     folder = RunFolder(path)
     if not folder.organiser_key.exists():
         return None
@@ -286,7 +290,7 @@ def _shape(path: Path) -> StepShape | None:
     return StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
 
 
-# ---------------------------------------------------------------- where they are
+# ---------------------------------------------------------------- the list of backups
 
 
 def _record_backup(folder: RunFolder, out: Path) -> None:
@@ -296,7 +300,7 @@ def _record_backup(folder: RunFolder, out: Path) -> None:
 
 
 def recorded_backups(folder: RunFolder) -> list[Path]:
-    """Where backups of this run were put, the newest first, whether they are still there or not."""
+    """Return the paths of this run's backups, the newest first, whether they still exist or not."""
     try:
         found = json.loads((folder.path / "backups.json").read_bytes())
     except (OSError, ValueError):
@@ -306,7 +310,7 @@ def recorded_backups(folder: RunFolder) -> list[Path]:
 
 
 def find_backup(folder: RunFolder) -> Backup | None:
-    """The newest backup of this run that is still there and whole."""
+    """Return the newest backup of this run that exists and verifies."""
     for path in recorded_backups(folder):
         try:
             return Backup(path, verify_backup(path))

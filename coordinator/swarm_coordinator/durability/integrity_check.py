@@ -1,8 +1,9 @@
-"""Whether everything in a run's folder is as it was written, and what to go on with where not.
+"""Integrity check of a run folder: what is damaged, and what the run can continue from.
 
-Owns going through the folder (settings, key, manifest, data, database, checkpoints), the last good
-one of what is damaged, and the command that takes it. What a database's rows must say is
-`verification`'s, a checkpoint's hashes are `checkpoints`'s, a backup's own files `backup`'s.
+Owns the check of every part of the folder (settings, key, manifest, data, database, checkpoints),
+the search for the last good version of a damaged part, and the command that restores it. The rows
+of a database are checked by `durability.journal_audit`, a checkpoint's hashes by
+`run_dir.checkpoint_files`, the files of a backup by `durability.backup`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,28 @@ from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.run.manifest import Manifest
 
 RECENT_DECISIONS = 1000
-"""A start reads so many of the last decisions again; `verify` reads all of them."""
+"""Number of last journal entries that a start reads again; `verify` reads all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegrityFinding:
-    """Something that is not as it was written."""
+    """A part of the run folder that is not as it was written."""
 
     part: str
     """`database`, `checkpoint`, or the file's name."""
     problem: str
     version: int | None = None
-    """Of a checkpoint."""
+    """Version of a damaged checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCheck:
+    """Result of a check."""
+
     good: tuple[str, ...]
     findings: tuple[IntegrityFinding, ...]
     offers: tuple[str, ...]
-    """What to go on with, each with its command."""
+    """What the run can continue from, each with its command."""
 
     @property
     def sentence(self) -> str:
@@ -58,27 +61,29 @@ class RunCheck:
         return "; ".join([problems, *self.offers])
 
 
-def check_run(folder: RunFolder, told: Callable[[str], None] = lambda line: None) -> RunCheck:
-    """Read everything again. `told` hears of each part that is as it was written."""
+def check_run(
+    folder: RunFolder, on_verified: Callable[[str], None] = lambda line: None
+) -> RunCheck:
+    """Check everything. `on_verified` is called with a line for each part that is intact."""
     good: list[str] = []
     findings: list[IntegrityFinding] = []
 
-    def fine(line: str) -> None:
+    def report(line: str) -> None:
         good.append(line)
-        told(line)
+        on_verified(line)
 
-    manifest = _check_description(folder, fine, findings)
+    manifest = _check_description(folder, report, findings)
     if manifest is not None:
-        _check_data(folder, manifest, fine, findings)
-        known = _check_database(folder, manifest, None, fine, findings)
-        _check_checkpoints(folder, manifest, known, fine, findings)
+        _check_data(folder, manifest, report, findings)
+        known = _check_database(folder, manifest, None, report, findings)
+        _check_checkpoints(folder, manifest, known, report, findings)
     return RunCheck(tuple(good), tuple(findings), tuple(_offers(folder, manifest, findings)))
 
 
 def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord | None, RunCheck]:
-    """What a start must not go on with: the database, and the newest checkpoint that is there.
+    """Check what a start depends on: the database, and the newest checkpoint on disk.
 
-    The checkpoint, once verified, is what the start begins from: it is hashed once.
+    The start begins from the verified checkpoint that is returned, so it is hashed only once.
     """
     findings: list[IntegrityFinding] = []
     known = _check_database(folder, manifest, RECENT_DECISIONS, lambda line: None, findings)
@@ -98,11 +103,11 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
 
 
 def _check_description(
-    folder: RunFolder, fine: Callable[[str], None], findings: list[IntegrityFinding]
+    folder: RunFolder, report: Callable[[str], None], findings: list[IntegrityFinding]
 ) -> Manifest | None:
     try:
         load_settings(folder)
-        fine("run.toml can be read")
+        report("run.toml can be read")
     except SwarmError as error:
         findings.append(IntegrityFinding("run.toml", str(error)))
     try:
@@ -110,17 +115,17 @@ def _check_description(
     except SwarmError as error:
         findings.append(IntegrityFinding("manifest.json", str(error)))
         return None
-    fine("manifest.json is signed with organiser.key")
+    report("manifest.json is signed with organiser.key")
     return manifest
 
 
 def _check_data(
     folder: RunFolder,
     manifest: Manifest,
-    fine: Callable[[str], None],
+    report: Callable[[str], None],
     findings: list[IntegrityFinding],
 ) -> None:
-    # Not at the top: a start needs neither numpy nor the tokenizer.
+    # Imported here, because a start needs neither numpy nor the tokenizer.
     from swarm_shared.data.shards import verify_shard
     from swarm_shared.data.tokenizer import load_tokenizer
 
@@ -134,37 +139,37 @@ def _check_data(
     except SwarmError as error:
         findings.append(IntegrityFinding("data", str(error)))
     else:
-        fine(f"{len(data.shards)} files of training data have the manifest's hashes")
+        report(f"{len(data.shards)} files of training data have the manifest's hashes")
 
 
 def _check_database(
     folder: RunFolder,
     manifest: Manifest,
     newest: int | None,
-    fine: Callable[[str], None],
+    report: Callable[[str], None],
     findings: list[IntegrityFinding],
 ) -> dict[Version, CheckpointRecord]:
-    """What it knows of checkpoints; nothing when it cannot be relied on."""
+    """Return the checkpoints that the database lists; none when it is damaged."""
     try:
-        place = database_location(folder)
+        location = database_location(folder)
     except SwarmError:
-        return {}  # run.toml says where it is, and has a finding of its own
+        return {}  # run.toml names the database, and has a finding of its own
     try:
-        if not database_exists(place):
-            fine("there is no database yet: the run has not been started")
+        if not database_exists(location):
+            report("there is no database yet: the run has not been started")
             return {}
-        problems = database_problems(place, step_shape(manifest), newest)
+        problems = database_problems(location, step_shape(manifest), newest)
         if not problems:
-            with open_for_reading(place) as connection:
+            with open_for_reading(location) as connection:
                 restored = read_restored(connection)
                 known = {record.version: record for record in read_checkpoints(connection)}
-            fine(
+            report(
                 f"the database is whole: {restored.version} steps, generation {restored.generation}"
             )
             return known
-        problem = f"the run's database {place} is damaged ({'; '.join(problems)})"
+        problem = f"the run's database {location} is damaged ({'; '.join(problems)})"
     except DatabaseDamaged as error:
-        problem = f"the run's database {place} is damaged ({error.detail})"
+        problem = f"the run's database {location} is damaged ({error.detail})"
     except SwarmError as error:
         problem = str(error)
     findings.append(IntegrityFinding("database", problem))
@@ -172,13 +177,13 @@ def _check_database(
 
 
 def database_problems(
-    place: DatabaseLocation, shape: StepShape | None, newest: int | None = None
+    location: DatabaseLocation, shape: StepShape | None, newest: int | None = None
 ) -> list[str]:
-    """All that is wrong with a database, by its own checks and by ours."""
-    problems = check_pages(place, thorough=newest is None)
+    """Return what SQLite's own check or the audit of the journal finds wrong."""
+    problems = check_pages(location, thorough=newest is None)
     if problems:
         return problems
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         return check_database(connection, shape, newest)
 
 
@@ -194,7 +199,7 @@ def _check_checkpoints(
     folder: RunFolder,
     manifest: Manifest,
     known: dict[Version, CheckpointRecord],
-    fine: Callable[[str], None],
+    report: Callable[[str], None],
     findings: list[IntegrityFinding],
 ) -> None:
     checkpoints = _checkpoint_folder(folder, manifest)
@@ -202,16 +207,14 @@ def _check_checkpoints(
         try:
             _checked(checkpoints, Version(version), known)
         except StorageError as error:
-            if version in checkpoints.versions():  # else a newer one has taken its place meanwhile
+            if version in checkpoints.versions():  # otherwise it was pruned meanwhile
                 findings.append(IntegrityFinding("checkpoint", str(error), version))
         else:
-            fine(f"the checkpoint of step {version} has the hashes that it was written with")
+            report(f"the checkpoint of step {version} has the hashes that it was written with")
     there = checkpoints.versions()
     if known and max(known) not in there:
         newest = checkpoints.folder(max(known))
-        findings.append(
-            IntegrityFinding("checkpoint", f"the checkpoint {newest} is not there any more", None)
-        )
+        findings.append(IntegrityFinding("checkpoint", f"the checkpoint {newest} is missing", None))
 
 
 def _checked(
@@ -220,13 +223,12 @@ def _checked(
     record = checkpoints.verify(version)
     if version in known and record != known[version]:
         raise StorageError(
-            f"the checkpoint {checkpoints.folder(version)} is not the one that the database "
-            "remembers"
+            f"the checkpoint {checkpoints.folder(version)} is not the one that the database lists"
         )
     return record
 
 
-# ---------------------------------------------------------------- what to go on with
+# ---------------------------------------------------------------- what to continue from
 
 
 def _offers(
@@ -243,7 +245,7 @@ def _offers(
             yield (
                 f"the last good backup is {backup.path}, of step {backup.version}: "
                 f"`swarm-coordinator restore {quoted(backup.path)} {run_dir} --force` "
-                "takes it"
+                "restores it"
             )
         else:
             yield "no backup of this run is known here that could be restored"
@@ -251,12 +253,15 @@ def _offers(
     if "database" in damaged:
         after = "its beginning" if good is None else f"its checkpoint of step {good}"
         yield (
-            f"{set_aside} moves the database away; without it the run goes on from {after}, and "
+            f"{set_aside} moves the database away; without it the run continues from {after}, and "
             "its history, tokens and bans are lost"
         )
     elif any(finding.version is not None for finding in findings):
         what = "none is left" if good is None else f"the last good one is that of step {good}"
-        yield f"{what}; {set_aside} moves the damaged one away, and the next start goes on without"
+        yield (
+            f"{what}; {set_aside} moves the damaged one away, and the next start continues "
+            "without it"
+        )
 
 
 def _last_good(
@@ -275,7 +280,7 @@ def _last_good(
 
 
 def set_aside(folder: RunFolder, check: RunCheck) -> list[Path]:
-    """Move what is damaged, and can be done without, out of the way; where to."""
+    """Move damaged parts that the run can do without aside; return their new paths."""
     moved: list[Path] = []
     manifest = load_manifest(folder)
     for finding in check.findings:
@@ -287,6 +292,7 @@ def set_aside(folder: RunFolder, check: RunCheck) -> list[Path]:
 
 
 def refuse_damage(check: RunCheck) -> None:
-    """StorageError with what is broken and what to take instead."""
+    """Raise StorageError with what is damaged and what the run can continue from, if anything
+    is."""
     if check.findings:
         raise StorageError(check.sentence)

@@ -1,10 +1,10 @@
-"""Whether a run's database says what was once written, beyond what the database itself checks.
+"""Audit of a run's database: whether its rows are as they were written.
 
-Owns our own invariants: the journal is whole and every decision in it reads as it was written,
-steps follow each other without a gap, generations only grow, what counts is what the journal
-comes to, every microbatch of a step counts once in every stage, and owners have signed for their
-devices. Reads, never writes.
-SQLite's own integrity check is in `database`; files of the run are in `run_check`.
+Owns the invariants beyond those of the database itself: the journal is complete and every record in
+it has its digest, steps follow each other without a gap, generations only grow, the rows that count
+are those that the journal leads to, every microbatch of a step counts once in every stage, and
+owners have signed the bindings of their devices. Never writes. SQLite's own check is in
+`storage.sqlite`, the check of the run folder in `durability.integrity_check`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, StageIndex, Version
 
 MAX_FINDINGS = 20
-"""A database that is broken in a thousand places need not say so a thousand times."""
+"""Maximum number of findings reported for one database."""
 
 _TABLES = {
     "step": "applied_steps", "rollback": "rollbacks", "checkpoint": "checkpoints",
@@ -38,7 +38,7 @@ _TABLES = {
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the manifest says that every step must have."""
+    """Stages and microbatches of every step, from the manifest."""
 
     stages: int
     microbatches: int
@@ -46,11 +46,11 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Replay:
-    """What the journal comes to, decision after decision."""
+    """State of the run while the journal is replayed."""
 
-    version: int
+    version: int = 0
     live: dict[int, int] = field(default_factory=dict)
-    """Steps that count, to their rows."""
+    """Rows of the steps that count, by step."""
     generation: int = 0
     any_applied: bool = False
 
@@ -58,9 +58,10 @@ class _Replay:
 def check_database(
     connection: Connection, shape: StepShape | None = None, newest: int | None = None
 ) -> list[str]:
-    """A sentence for each thing that is wrong; none when all is well.
+    """Return a sentence for each violated invariant.
 
-    `newest` bounds the decisions that are read again, for a start that must not take minutes.
+    `newest` limits the number of journal entries that are read, for a start that must not take
+    minutes.
     """
     findings: list[str] = []
     for finding in _findings(connection, shape, newest):
@@ -82,7 +83,7 @@ def _findings(connection: Connection, shape: StepShape | None, newest: int | Non
 
 
 def _check_gaps(connection: Connection) -> Iterator[str]:
-    """Steps that count are numbered without a gap, from the first or from where a run resumed."""
+    """Check that the steps that count have no gap, from the first or from where the run resumed."""
     first, last, count = connection.execute(
         "SELECT min(step), max(step), count(DISTINCT step) FROM applied_steps "
         "WHERE superseded_by IS NULL"
@@ -118,52 +119,52 @@ def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
             (begin,),
         ).fetchall()
     )
-    _, kind, row_id, generation, before = next(rows)
-    replay = _Replay(row_id if kind == "begun" else 0, generation=generation)
+    _, _, _, generation, before = next(rows)
+    replay = _Replay(generation=generation)
     replay.any_applied = begin > 0
     for sequence, kind, row_id, generation, found in rows:
-        decision = None if kind == "start" else read_decision(connection, kind, row_id)
+        record = None if kind == "start" else read_decision(connection, kind, row_id)
         where = f"table journal: entry {sequence} ({kind})"
-        if decision is None and kind != "start":
+        if record is None and kind != "start":
             yield f"table {_TABLES.get(kind, kind)}: row {row_id} is missing"
-        elif found != digest(before, kind, row_id, generation, decision):
+        elif found != digest(before, kind, row_id, generation, record):
             table = _TABLES.get(kind, "generations")
-            yield f"table {table}: row {row_id} does not say what was written (its digest differs)"
+            yield f"table {table}: row {row_id} is not what was written (its digest differs)"
         if generation < replay.generation:
             yield f"{where} is of generation {generation}, after one of {replay.generation}"
         if kind == "start" and generation == replay.generation:
             yield f"{where}: generation {generation} was given twice"
         replay.generation = max(replay.generation, generation)
         before = found
-        if begin == 0 and decision is not None:
-            yield from _replay_record(replay, kind, row_id, decision, where)
+        if begin == 0 and record is not None:
+            yield from _replay_record(replay, kind, row_id, record, where)
     if begin == 0:
         yield from _check_outcome(connection, replay)
 
 
 def _replay_record(
-    replay: _Replay, kind: str, row_id: int, decision: JournalRecord, where: str
+    replay: _Replay, kind: str, row_id: int, record: JournalRecord, where: str
 ) -> Iterator[str]:
-    if isinstance(decision, RolledBack):
-        # A run whose database was lost begins with a checkpoint and a roll-back to it.
-        if decision.version > replay.version and replay.any_applied:
-            yield f"{where} goes back to {decision.version}, and the run was at {replay.version}"
-        replay.version = decision.version
-        replay.live = {step: row for step, row in replay.live.items() if step <= decision.version}
+    if isinstance(record, RolledBack):
+        # A run whose database was lost begins with a checkpoint and a rollback to it.
+        if record.version > replay.version and replay.any_applied:
+            yield f"{where} goes back to {record.version}, and the run was at {replay.version}"
+        replay.version = record.version
+        replay.live = {step: row for step, row in replay.live.items() if step <= record.version}
         replay.any_applied = True
-    elif isinstance(decision, (CheckpointRecord, EvaluationRecord, RunFinished)):
-        if decision.version > replay.version and replay.any_applied:
-            yield f"{where} is of version {decision.version}, and the run was at {replay.version}"
+    elif isinstance(record, (CheckpointRecord, EvaluationRecord, RunFinished)):
+        if record.version > replay.version and replay.any_applied:
+            yield f"{where} is of version {record.version}, and the run was at {replay.version}"
     else:
-        if decision.step != replay.version + 1:
-            yield f"{where} is step {decision.step}, and the run was at {replay.version}"
-        replay.version = decision.step
-        replay.live[decision.step] = row_id
+        if record.step != replay.version + 1:
+            yield f"{where} is step {record.step}, and the run was at {replay.version}"
+        replay.version = record.step
+        replay.live[record.step] = row_id
         replay.any_applied = True
 
 
 def _check_outcome(connection: Connection, replay: _Replay) -> Iterator[str]:
-    """What the journal comes to is what the tables say."""
+    """Check that the rows that count are those that the journal leads to."""
     rows = connection.execute(
         "SELECT step, id FROM applied_steps WHERE superseded_by IS NULL AND id IN "
         "(SELECT row_id FROM journal WHERE kind = 'step')"
@@ -184,27 +185,17 @@ def _check_outcome(connection: Connection, replay: _Replay) -> Iterator[str]:
 
 
 def _check_nothing_unjournaled(connection: Connection) -> Iterator[str]:
-    """Every decision since the journal began stands in it."""
-    begun = connection.execute("SELECT generation FROM journal WHERE sequence = 0").fetchone()
-    if begun is None:
-        return
+    """Check that every record is in the journal."""
     for kind, table in _TABLES.items():
-        since = "generation > ? AND "
-        parameters: tuple[int, ...] = (begun[0],)
-        if table in ("evaluations", "finishes"):  # they know no generation
-            if begun[0]:
-                continue
-            since, parameters = "", ()
         for (row,) in connection.execute(
-            f"SELECT id FROM {table} WHERE {since} id NOT IN "
-            f"(SELECT row_id FROM journal WHERE kind = '{kind}') ORDER BY id",
-            parameters,
+            f"SELECT id FROM {table} WHERE id NOT IN "
+            f"(SELECT row_id FROM journal WHERE kind = '{kind}') ORDER BY id"
         ).fetchall():
-            yield f"table {table}: row {row} was written by nobody we know (not in the journal)"
+            yield f"table {table}: row {row} has an unknown origin (it is not in the journal)"
 
 
 def _check_owners(connection: Connection) -> Iterator[str]:
-    """Whose device a peer is follows from what the owner signed, and from nothing else."""
+    """Check that every owner row follows from a signed binding."""
     for peer, owner, binding in connection.execute(
         "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
         "ORDER BY o.peer"
@@ -215,12 +206,12 @@ def _check_owners(connection: Connection) -> Iterator[str]:
             yield f"table owners: {error}"
             continue
         if named != owner:
-            told = f"{named or 'nobody'}, and the row says {owner or 'nobody'}"
-            yield f"table owners: {peer} is bound to {told}"
+            bound = f"{named or 'no owner'}, and the row names {owner or 'no owner'}"
+            yield f"table owners: {peer} is bound to {bound}"
 
 
 def _check_shares(connection: Connection, shape: StepShape, newest: int | None) -> Iterator[str]:
-    """Every microbatch of a step counts once in every stage."""
+    """Check that every microbatch of a step counts once in every stage."""
     since = 0
     if newest is not None:
         since = connection.execute("SELECT coalesce(max(step), 0) FROM applied_steps").fetchone()[0]
@@ -243,7 +234,7 @@ def _check_shares(connection: Connection, shape: StepShape, newest: int | None) 
 
 
 def read_decision(connection: Connection, kind: str, row_id: int) -> JournalRecord | None:
-    """What a row of the journal is about, read back from its table."""
+    """Read the record that a journal entry refers to; None when its row is missing."""
     if kind == "step":
         return read_step(connection, row_id)
     columns = {

@@ -1,8 +1,8 @@
-"""Taking a backup back: a run's folder as it was, behind a fence against what came after it.
+"""Restoring a backup to a run folder.
 
-Owns putting the files back, and the two things that make a run from the past safe for volunteers
-from the present (docs/decisions, number 0013): a generation above every one that may have been
-given since, and going back to the backup's checkpoint, which everybody has to fetch.
+Owns restoring the files, and the two measures that make an older state safe for volunteers with a
+newer one (docs/decisions, number 0013): a generation above every one that may have been used since
+the backup, and a rollback to the backup's checkpoint, which every peer then has to fetch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from swarm_coordinator.core.events import RolledBack
 from swarm_coordinator.durability.backup import BackupSummary, verify_backup
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.generations import generation_floor
 from swarm_coordinator.storage.location import PostgresqlLocation, postgresql_driver
+from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
 from swarm_coordinator.storage.store import SqliteStore, Store
 from swarm_shared.base.atomic_file import storage_error, sync_folder
@@ -32,18 +32,20 @@ from swarm_shared.base.types import Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
 _CARRIED_OVER = ("organiser.key", "admission.token", "tokenizer.json", "port", "data")
-"""What a backup may be without, and is then taken from the folder that it replaces."""
+"""Files that a backup may lack, and that are then taken from the folder it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredBackup:
+    """Result of a restore."""
+
     summary: BackupSummary
     generation: int
     version: Version
     replaced: Path | None
-    """Where the folder that was there has gone."""
+    """New path of the folder that was replaced."""
     missing: tuple[str, ...]
-    """What neither the backup nor the folder has, and a start needs."""
+    """Files that a start needs and that neither the backup nor the replaced folder has."""
 
 
 def restore_backup(
@@ -54,15 +56,16 @@ def restore_backup(
     files_only: bool = False,
     now: Callable[[], float] = time.time,
 ) -> RestoredBackup:
-    """Make `run_dir` of the backup. Refuses to replace anything unless forced, and a live run.
+    """Restore the backup to `run_dir`; an existing folder is replaced only with `force`.
 
-    With `files_only` the database on a server stays as it is: for a coordinator that stands by.
+    A folder in use is never replaced. With `files_only`, for a standby coordinator, the database on
+    a server is left unchanged.
     """
     summary = verify_backup(backup)
     occupied = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
     if occupied and not force:
         raise UsageError(
-            f"{run_dir} is there already; --force puts the backup in its place, and moves it aside"
+            f"{run_dir} exists; --force puts the backup in its place and moves the old folder aside"
         )
     with contextlib.ExitStack() as stack:
         known = 0
@@ -73,9 +76,9 @@ def restore_backup(
         try:
             _assemble(backup, summary, partial_dir, run_dir if occupied else None)
             folder = RunFolder(partial_dir)
-            place = database_location(folder)
+            location = database_location(folder)
             if files_only:
-                if not isinstance(place, PostgresqlLocation):
+                if not isinstance(location, PostgresqlLocation):
                     raise UsageError(
                         "this run keeps its database in its folder, so that there are no files "
                         "without it; leave --files-only out"
@@ -83,12 +86,12 @@ def restore_backup(
                 folder.database.unlink(missing_ok=True)
                 generation = known
             else:
-                if isinstance(place, PostgresqlLocation):
+                if isinstance(location, PostgresqlLocation):
                     known = max(known, _known_generation(partial_dir))
                 above = max(summary.generation, known, generation_floor(now()))
                 generation = _fence(folder, summary, above)
-            if isinstance(place, PostgresqlLocation) and not files_only:
-                postgresql_driver().load_backup(place, folder.database, force)
+            if isinstance(location, PostgresqlLocation) and not files_only:
+                postgresql_driver().load_backup(location, folder.database, force)
                 for path in database_files(folder.database):
                     path.unlink()
             replaced = _swap(partial_dir, run_dir, occupied, now)
@@ -102,10 +105,10 @@ def restore_backup(
 
 @contextlib.contextmanager
 def _replaceable(run_dir: Path, summary: BackupSummary) -> Iterator[None]:
-    """Held while the folder is replaced: no coordinator uses it, and it is of the same run."""
+    """Lock the folder while it is replaced; UsageError unless it belongs to the same run."""
     folder = RunFolder(run_dir)
     if not folder.settings.exists() and not folder.manifest.exists():
-        raise UsageError(f"{run_dir} holds something else than a run; choose another name")
+        raise UsageError(f"{run_dir} is not the folder of a run; choose another name")
     with contextlib.suppress(StorageError):
         if run_id_of(load_manifest(folder)) != summary.run:
             raise UsageError(f"{run_dir} holds another run than the backup; choose another name")
@@ -117,7 +120,7 @@ def _known_generation(run_dir: Path) -> int:
     try:
         found = read_progress(RunFolder(run_dir))
     except SwarmError:
-        return 0  # damaged: that is why it is replaced
+        return 0  # damaged, which is why it is replaced
     return found.generation if found is not None else 0
 
 
@@ -140,7 +143,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
 
 
 def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
-    """The run goes on from the backup's checkpoint, in a generation that nobody has heard of."""
+    """Roll the run back to the backup's checkpoint, in a new generation; return the generation."""
     store: Store = SqliteStore.open(folder.database)
     try:
         generation = store.next_generation(above)
@@ -161,7 +164,7 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
 def _swap(
     partial_dir: Path, run_dir: Path, occupied: bool, now: Callable[[], float]
 ) -> Path | None:
-    """Two renames: a crash between them leaves both folders, under names that say what they are."""
+    """Replace the folder by two renames; a crash in between leaves both under telling names."""
     aside = None
     if occupied:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now()))

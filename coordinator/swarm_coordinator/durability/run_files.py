@@ -1,7 +1,7 @@
-"""What a run folder holds, read and checked: settings, organiser's key, signed manifest, admission.
+"""Reading a run folder: settings, organiser's key, signed manifest, admission, progress.
 
-Owns reading them together and noticing where run.toml no longer says what the manifest says.
-Free of torch, so that the coordinator's service can use it. Making them is initialise_run.py's.
+Owns reading these files with checks, and the differences between run.toml and the manifest. Imports
+no torch, so that the running coordinator can use it. `run_creation.initialise` makes the files.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from swarm_shared.run.manifest import Manifest
 
 
 def load_settings(folder: RunFolder) -> RunSettings:
+    """Read run.toml; ConfigurationError names what is wrong in it."""
     content = read_bytes(folder.settings)
     try:
         text = content.decode("utf-8-sig")
@@ -42,17 +43,18 @@ def load_settings(folder: RunFolder) -> RunSettings:
 
 
 def load_identity(folder: RunFolder) -> Identity:
+    """Read the organiser's key; StorageError when it is missing."""
     try:
         return Identity.load(folder.organiser_key)
     except FileNotFoundError as error:
         raise StorageError(
             f"the run folder {folder.path} has lost its organiser.key; restore it from a copy, "
-            "for without it nobody can continue this run"
+            "without it this run cannot be continued"
         ) from error
 
 
 def load_manifest(folder: RunFolder) -> Manifest:
-    """The manifest, if it is one that the folder's own organiser signed."""
+    """Read the manifest; StorageError unless the folder's own organiser signed it."""
     envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
     try:
         return open_manifest(envelope, load_identity(folder).peer_id)
@@ -64,7 +66,7 @@ def load_manifest(folder: RunFolder) -> Manifest:
 
 
 def database_location(folder: RunFolder) -> DatabaseLocation:
-    """Where the run's database is, as run.toml says."""
+    """Return where the run's database is, according to run.toml."""
     settings = load_settings(folder).coordinator
     if settings.store == SQLITE:
         return folder.database
@@ -72,29 +74,30 @@ def database_location(folder: RunFolder) -> DatabaseLocation:
 
 
 def read_admission_book(folder: RunFolder) -> AdmissionBook:
-    """What was decided about admission, beside a running coordinator as well."""
-    place = database_location(folder)
-    if not database_exists(place):
+    """Read the admission book, whether a coordinator is running or not."""
+    location = database_location(folder)
+    if not database_exists(location):
         return AdmissionBook()
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         return read_admission(connection)
 
 
 def read_progress(folder: RunFolder) -> Restored | None:
-    """What the database says of the run, if there is one yet."""
-    place = database_location(folder)
-    if not database_exists(place):
+    """Read the run's progress; None while there is no database."""
+    location = database_location(folder)
+    if not database_exists(location):
         return None
-    with open_for_reading(place) as connection:
+    with open_for_reading(location) as connection:
         return read_restored(connection)
 
 
 def changed_settings(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> list[str]:
-    """A sentence for each setting that run.toml says and the run no longer follows."""
+    """Return a sentence for each setting of run.toml that the run does not follow."""
     return settings_differences(settings, manifest) + data_differences(folder, settings)
 
 
 def data_differences(folder: RunFolder, settings: RunSettings) -> list[str]:
+    """Return a sentence for each setting that differs from what the data was made with."""
     made_from = read_shard_index(folder.data)
     pairs = (
         ("source", settings.data.source, made_from.source),

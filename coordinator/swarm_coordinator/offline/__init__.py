@@ -1,1 +1,1 @@
-"""What needs torch: the one-process reference, export, sampling, the loss plot."""
+"""Work on a whole model in one process: the reference, export, sampling, the loss plot."""

@@ -1,7 +1,7 @@
-"""A trained run as a Hugging Face folder, readable by `transformers` as a LlamaForCausalLM.
+"""Export of a trained run to a Hugging Face folder that `transformers` loads as LlamaForCausalLM.
 
-Owns the folder's files and the merge of the stages' states. Parameter names are Hugging Face's
-from the start (swarm_shared.model.llama), so merging is putting the files together.
+Owns the folder's files and the merge of the stages' states. Parameters have Hugging Face's names
+already during training (`swarm_shared.model.llama`), so merging is the union of the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_OF_TEXT = 0
 """Id of the mark between documents, in both tokenizers."""
 
 REPLICA_TOLERANCE = 1e-4
-"""Relative norm by which the two replicas of a tied token table may differ by rounding."""
+"""Relative norm by which rounding may make the two replicas of a tied token table differ."""
 
 
 def export_huggingface(
@@ -33,12 +33,12 @@ def export_huggingface(
     tokenizer_path: Path | None,
     out_dir: Path,
 ) -> None:
-    """Write `out_dir` from one state file per stage; what only training needs is left out: the
-    optimizer's state, and parameters of the version before.
+    """Write `out_dir` from one state file per stage, without the optimizer's state and the
+    parameters of the previous version, which only training needs.
 
-    `tokenizer_path` is the run's tokenizer.json; the bytes tokenizer needs none and gets one of
-    its own. Each file is replaced whole; config.json comes last, so that a folder cut short is
-    no model.
+    `tokenizer_path` is the run's tokenizer.json; for the bytes tokenizer one is generated. Each
+    file is replaced atomically, and config.json is written last, so that an incomplete folder does
+    not load as a model.
     """
     if manifest.model.bottlenecks:
         raise ConfigurationError(
@@ -62,7 +62,7 @@ def export_huggingface(
 
 
 def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """All parameters of the model, from its stages' files, checked against its configuration."""
+    """Merge the parameters of all stages' files and check them against the configuration."""
     merged: dict[str, torch.Tensor] = {}
     for path in stage_state_files:
         for name, tensor in open_state(path).tensors.items():
@@ -89,7 +89,7 @@ def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict
 
 
 def huggingface_config(config: ModelConfig) -> dict[str, object]:
-    """config.json; both spellings of the rotary base and dtype, for transformers 4 and 5."""
+    """Return config.json, with rotary base and dtype in the forms of transformers 4 and 5."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -117,7 +117,7 @@ def huggingface_config(config: ModelConfig) -> dict[str, object]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """UTF-8 bytes as a `tokenizers` model: the id of a byte is its value, nothing is merged."""
+    """Return a `tokenizers` model of UTF-8 bytes: the id of a byte is its value, without merges."""
     characters = _byte_characters()
     tokenizer = Tokenizer(
         models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[])
@@ -128,7 +128,8 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in for each byte in byte-level tokenizers (Radford et al. 2019)."""
+    """Return the printable character of each byte in byte-level tokenizers (Radford et al.
+    2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     replacement = {byte: 256 + index for index, byte in enumerate(others)}

@@ -1,7 +1,7 @@
 """The loss curve of a run as a PNG.
 
-Owns the drawing only: values in, a file out. One hue carries the data (the loss per step); the
-reference line and the held-out mark are neutral ink, labelled where they stand.
+Owns the drawing only. One hue shows the data (the loss per step); the reference line and the
+held-out marker are neutral and labelled in place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def draw_loss_curve(
 ) -> None:
     """Write the curve of `losses` (nats per token) over `steps` to `path`.
 
-    Built without pyplot: no global state, and no display is looked for.
+    Drawn without pyplot, which has global state and looks for a display.
     """
     assert len(steps) == len(losses)
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, facecolor="white")
@@ -66,7 +66,7 @@ def draw_loss_curve(
     axes.tick_params(colors=MUTED_COLOR)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    # The marks at the curve's foot need room under the lowest value.
+    # Markers at the lowest values need room below.
     axes.margins(x=0.02, y=0.12)
     figure.tight_layout()
     try:

@@ -1,10 +1,10 @@
-"""The same run in one plain torch process: what the swarm's losses are compared with.
+"""The reference: the same run in one plain torch process, with which a swarm's losses are compared.
 
-Owns the single-process training loop and the evaluation. Imports only the model, its schedule
-and the codecs: no networking, no state machine, so that agreement with the swarm means something.
-Where the manifest cuts the model, activations and gradients pass the run's codecs as they do on
-the wire: what a lossy codec loses is part of what the run computes. With staleness 1 a second
-model holds the version before, and gradients are taken there.
+Owns the single-process training loop and the evaluation. Imports only the model, its schedule and
+the codecs, no networking and no state machine, so that agreement with the swarm is meaningful.
+At every stage boundary of the manifest, activations and gradients pass the run's codecs as on the
+wire: what a lossy codec loses is part of what the run computes. With staleness 1 a second model
+holds the previous version, and gradients are taken there.
 
 Shape suffixes: B sequences, T positions.
 """
@@ -39,10 +39,12 @@ Microbatch = tuple[Tokens, Tokens]
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
+    """Result of one training step."""
+
     step: int
     loss: float
-    """Mean over the step's tokens of the cross entropy in nats, before the update, of the
-    parameters that the gradient is taken at."""
+    """Mean cross entropy of the step's tokens in nats, before the update, with the parameters at
+    which the gradient is taken."""
     tokens: int
     seconds: float
 
@@ -56,9 +58,9 @@ def train_reference(
     threads: int | None = None,
     clock: Clock = monotonic,
 ) -> Stage:
-    """Train the whole model from version 0 for `steps` steps; the trained model.
+    """Train the whole model from version 0 for `steps` steps and return it.
 
-    `samples(step)` gives the microbatches of a step. The learning rate follows the manifest's
+    `samples(step)` returns the microbatches of a step. The learning rate follows the manifest's
     number of steps, so that fewer `steps` are a prefix of the run.
     """
     with _compute_threads(threads):
@@ -76,7 +78,7 @@ def train_reference(
             loss_sum, tokens = _accumulate(computing, samples(step), sums)
             gradient, norm = sums.take(tokens)
             if computing is not stage:
-                computing.load_state_dict(stage.state_dict())  # the next step's, before this one's
+                computing.load_state_dict(stage.state_dict())  # before this step is applied
             apply_step(
                 optimizer,
                 layout,
@@ -89,7 +91,7 @@ def train_reference(
 
 
 def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:
-    """Have what passes from one stage of the manifest to the next go through its codecs."""
+    """Apply the manifest's codecs to activations and gradients at every stage boundary."""
     codecs = manifest.codecs
     if codecs.activation == codecs.gradient == "none":
         return
@@ -105,18 +107,18 @@ def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:
 
 
 def _first_module(stage: Stage, layer: int) -> torch.nn.Module:
-    """What a stage that begins with this layer does first."""
+    """Return the first module of a stage that begins with this layer."""
     layers, norm, widen = stage.model.layers, stage.model.norm, stage.model.widen
     if str(layer) in widen:
         return widen[str(layer)]
-    # The last stage may have no layer; it begins with the norm then.
+    # The last stage may have no layer; it then begins with the norm.
     first = layers[str(layer)] if layer < len(layers) else norm
     assert first is not None, "the whole model has a norm"
     return first
 
 
 def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
-    """Mean cross entropy per token in nats, without training."""
+    """Return the mean cross entropy per token in nats, without training."""
     loss_sum, tokens = 0.0, 0
     with torch.no_grad():
         for microbatch in microbatches:
@@ -131,7 +133,7 @@ def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
 def _accumulate(
     stage: Stage, microbatches: Sequence[Microbatch], sums: StepSums
 ) -> tuple[float, int]:
-    """Add the gradients of all microbatches; the sum of losses and the number of tokens."""
+    """Add the gradients of all microbatches; return the sum of losses and the number of tokens."""
     losses: list[float] = []
     tokens = 0
     for microbatch in microbatches:

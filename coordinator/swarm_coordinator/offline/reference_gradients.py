@@ -1,10 +1,11 @@
-"""How the reference adds up a step's gradients: as the manifest says that a swarm does.
+"""Summation of a step's gradients in the reference, by the rules that the manifest sets for a
+swarm.
 
-In plain float32 the order of addition is the microbatches' own, and the swarm's is not: they agree
-up to rounding. Where gradients are counted (`exact_sums`) the order is nobody's business, and what
-is left to agree about is where something is rounded: each microbatch's gradient once, the two uses
-of a tied table each by itself where two stages hold it, and the norm stage by stage. Then a run and
-its reference are equal to the bit, on machines that compute a microbatch alike.
+Plain float32 sums depend on the order of the microbatches, which differs between reference and
+swarm: they agree up to rounding. Fixed-point sums (`swarm_shared.model.fixed_point_sums`) do not
+depend on the order, so that only the points of rounding must be the same: each microbatch's
+gradient once, the two uses of a tied table separately where two stages hold it, and the norm per
+stage. A run then equals its reference to the bit, on machines that compute a microbatch alike.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from swarm_shared.run.manifest import Manifest
 
 
 class StepSums(Protocol):
-    """Of one step after the other."""
+    """Sums of the gradients of one step after the other."""
 
     def add(self, loss: Tensor) -> None:
-        """The gradient of one microbatch's summed loss."""
+        """Add the gradient of one microbatch's summed loss."""
 
     def take(self, tokens: int) -> tuple[Tensor, float]:
-        """The mean gradient over so many tokens, flat, and its norm; the sums begin anew."""
+        """Return the mean gradient over `tokens`, flat, and its norm; reset the sums."""
 
 
 def step_sums(computing: Stage, layout: FlatLayout, manifest: Manifest) -> StepSums:
-    """`computing` is what gradients are taken of."""
+    """Return the sums that the manifest requires, of the gradients of `computing`."""
     quantum = quantum_of(manifest)
     if quantum is None:
         return PlainSums(computing, layout)
@@ -45,6 +46,8 @@ def step_sums(computing: Stage, layout: FlatLayout, manifest: Manifest) -> StepS
 
 
 class PlainSums:
+    """Sums in float32."""
+
     def __init__(self, computing: Stage, layout: FlatLayout) -> None:
         self._layout = layout
         self._gradient = layout.new_flat(computing.device)
@@ -60,6 +63,8 @@ class PlainSums:
 
 
 class ExactSums:
+    """Fixed-point sums, independent of the order."""
+
     def __init__(
         self, computing: Stage, layout: FlatLayout, manifest: Manifest, quantum: Quantum
     ) -> None:
@@ -87,8 +92,8 @@ class ExactSums:
 
 
 def _norm_ranges(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]]:
-    """Of the whole model's flat vector: what each stage takes the norm of, and a table that two
-    stages hold by itself."""
+    """Return the ranges of the flat vector whose norms are taken separately: one per stage, and one
+    for a table that two stages hold."""
     found: dict[object, tuple[int, int]] = {}
     for entry in layout.entries:
         part = _norm_part(entry.name, manifest)
@@ -98,7 +103,7 @@ def _norm_ranges(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]
 
 
 def _norm_part(name: str, manifest: Manifest) -> object:
-    """The stage that holds a parameter, or its name where two do."""
+    """Return the stage that holds a parameter, or its name where two stages do."""
     words = name.split(".")
     if words[:2] == ["model", "layers"]:
         layer = int(words[2])

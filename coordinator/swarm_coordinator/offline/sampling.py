@@ -1,8 +1,8 @@
-"""Text from a trained model, one token at a time.
+"""Sampling text from a trained model, one token at a time.
 
-Owns the sampling loop. Does not own tokenizers: `encode` and `decode` are parameters. There is
-no key/value cache, each token costs a whole forward pass: meant for the few lines at a run's
-end, not for serving.
+Owns the sampling loop; the tokenizer's `encode` and `decode` are parameters. There is no key/value
+cache, so each token costs a whole forward pass: meant for a few lines at the end of a run, not for
+serving.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from swarm_shared.base.errors import UsageError
 from swarm_shared.model.llama import Stage
 
 START_TOKEN = 0
-"""The mark between documents (swarm_shared.data.tokenizer.END_OF_TEXT) starts an empty prompt."""
+"""Token that starts an empty prompt: the mark between documents
+(`swarm_shared.data.tokenizer.END_OF_TEXT`)."""
 
 GREEDY_BELOW = 1e-6
-"""Smaller temperatures would divide logits out of float32's range."""
+"""Temperature below which the likeliest token is taken; the logits would overflow float32."""
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
@@ -35,10 +36,9 @@ def sample_text(
     temperature: float,
     seed: int,
 ) -> str:
-    """`prompt` and its continuation by `new_tokens` tokens; temperature 0 takes the likeliest.
+    """Return `prompt` continued by `new_tokens` tokens; temperature 0 takes the likeliest token.
 
-    The model sees the last `sequence_length` tokens. Equal seeds give equal texts on one
-    machine.
+    The model sees the last `sequence_length` tokens. Equal seeds give equal texts on one machine.
     """
     if temperature < 0 or new_tokens < 0:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Chooses the codecs of a new run's borders: what `auto` in [codecs] of run.toml stands for.
+"""Selection of the codecs of a new run's stage boundaries: the meaning of `auto` in run.toml.
 
-Owns measuring what each codec takes on this machine, about a second long, and the sentence that
-says why a pair was chosen. The choice itself is `swarm_shared.codecs.choice`'s, the loss that a
-pair costs `swarm_shared.codecs.quality`'s. Imports torch: only making a run imports this module.
+Owns the measurement of each codec's time on this machine, about one second in total, and the
+sentence that explains the selection. The rule is `swarm_shared.codecs.choice`, the measured loss of
+each pair `swarm_shared.codecs.quality`. Imports torch, so only the creation of a run imports it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from swarm_coordinator.configuration.run_settings import CodecsSection, RunSettings
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.units import latency_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, Cost, accepted, choose, seconds
 from swarm_shared.codecs.quality import QualityTable, quality_table
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
@@ -25,9 +26,11 @@ from swarm_shared.run.model_config import ComputeDtype
 Clock = Callable[[], float]
 
 MEASURING_SECONDS = 1.0
+"""Seconds of measurement, over all codecs."""
 MAX_TURNS = 7
+"""Maximum number of measured repetitions of one codec."""
 SAMPLE_ELEMENTS = 1 << 20
-"""Of larger activations a part is measured: what a codec takes is proportional to the length."""
+"""Maximum number of elements measured; a codec's time is proportional to the length."""
 
 
 def select_codecs(
@@ -35,7 +38,7 @@ def select_codecs(
     table: QualityTable | None = None,
     clock: Clock = time.perf_counter,
 ) -> tuple[RunSettings, str]:
-    """The settings with codecs in the place of `auto`, and why in one sentence.
+    """Replace `auto` by codecs; return the settings and the reason in one sentence.
 
     ConfigurationError when no pair's loss is within the budget.
     """
@@ -44,7 +47,7 @@ def select_codecs(
     if settings.stages.count == 1:
         return _replace_codecs(
             settings, table.pairs["none / none"]
-        ), "codecs: none, for one stage no border"
+        ), "codecs: none, because one stage has no boundary"
     within = accepted(table.pairs, section.largest_loss_gap)
     if not within:
         smallest = min(one.gap_relative for one in table.pairs.values())
@@ -66,9 +69,9 @@ def select_codecs(
     return _replace_codecs(settings, pair), (
         f"codecs: {pair.activation} for activations, {pair.gradient} for gradients, the fastest of "
         f"{len(within)} pairs measured to cost at most {section.largest_loss_gap:.2%} of loss: a "
-        f"border takes {_duration_text(seconds(pair, costs, rate))} a microbatch there and back at "
+        f"boundary takes {latency_text(seconds(pair, costs, rate))} a microbatch both ways at "
         f"{section.up_mbit_per_second:g} Mbit/s, "
-        f"{_duration_text(seconds(without, costs, rate))} without"
+        f"{latency_text(seconds(without, costs, rate))} without"
     )
 
 
@@ -79,9 +82,10 @@ def measure_costs(
     clock: Clock = time.perf_counter,
     budget_seconds: float = MEASURING_SECONDS,
 ) -> dict[str, Cost]:
-    """What each codec takes for a tensor of so many elements, in one thread of this machine.
+    """Measure each codec's time for a tensor of `elements`, in one thread of this machine.
 
-    Each has an equal part of the budget, and two turns at least: one warms caches up.
+    Each codec gets an equal share of the budget and at least two repetitions, of which the first
+    warms up caches.
     """
     sample = torch.randn(min(elements, SAMPLE_ELEMENTS), generator=torch.Generator().manual_seed(1))
     tensor_N = sample.to(DTYPES[dtype])
@@ -103,20 +107,14 @@ def measure_costs(
 
 
 def _replace_codecs(settings: RunSettings, pair: CodecPair) -> RunSettings:
-    words = settings.codecs.model_dump()
-    words |= {"activation": pair.activation, "gradient": pair.gradient}
-    return settings.model_copy(update={"codecs": CodecsSection.model_validate(words)})
-
-
-def _duration_text(duration_seconds: float) -> str:
-    if duration_seconds < 1:
-        return f"{1000 * duration_seconds:.3g} ms"
-    return f"{duration_seconds:.3g} s"
+    values = settings.codecs.model_dump()
+    values |= {"activation": pair.activation, "gradient": pair.gradient}
+    return settings.model_copy(update={"codecs": CodecsSection.model_validate(values)})
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A volunteer's other cores compute while one encodes."""
+    """Limit torch to one thread: a volunteer's other cores compute while one encodes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,10 @@
-"""Where the text comes from, and which of it is held out.
+"""The training text: reading its sources, and the split into training and held-out documents.
 
-Owns reading (the Python standard library's source, text files, folders, JSONL, ready shards),
-refusing what is not text, dropping exact duplicates, and the split into training and held-out
-documents. Does not tokenise and does not write. Text is streamed: documents longer than a
-mebibyte come in pieces, and the corpus is read once to plan the split and once per use, so
-that a corpus larger than memory works (the plan keeps about 100 bytes per document).
+Owns reading (the Python standard library's source, text files, folders, JSONL, ready shards), the
+refusal of what is not text, and dropping exact duplicates. Does not tokenise and does not write.
+Text is streamed: documents longer than a mebibyte are cut into pieces, and the corpus is read once
+to plan the split and once per use, so that it may be larger than memory (the plan keeps about 100
+bytes per document).
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ _NOT_LIBRARY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TextDocument:
+    """One document of the corpus, or a piece of a long one."""
+
     name: str
-    """Says where the text came from, relative to the source: the same on every machine."""
+    """Origin of the text relative to the source; the same on every machine."""
     text: str
     continues: bool = False
-    """It is a later piece of a long document."""
+    """Whether this is a later piece of a long document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,14 @@ class TextCorpus:
 
 @dataclass(frozen=True, slots=True)
 class ReadyShards:
-    """Shards tokenised before; `index.data` names them, `folder` holds them."""
+    """Existing shards in `folder`, described by `index`."""
 
     folder: Path
     index: ShardIndex
 
 
 def read_corpus(source: str) -> TextCorpus | ReadyShards:
-    """What `source` names: `python-stdlib`, or the path of a file or folder."""
+    """Return what `source` names: `python-stdlib`, or the path of a file or folder."""
     if source == PYTHON_STDLIB:
         return _python_stdlib()
     path = Path(source).expanduser()
@@ -71,7 +73,7 @@ def read_corpus(source: str) -> TextCorpus | ReadyShards:
         )
     if path.is_file():
         return TextCorpus(str(path), lambda: _file_documents(path, path.name))
-    # `data` is where a run's own folder keeps its shards.
+    # A run folder keeps its shards in `data`.
     for folder in (path, path / "data"):
         if (folder / SHARD_INDEX).exists():
             return ReadyShards(folder, read_shard_index(folder))
@@ -85,7 +87,7 @@ def _python_stdlib() -> TextCorpus:
     folder = Path(sysconfig.get_path("stdlib"))
     try:
         files = [file for file in _text_files(folder, _NOT_LIBRARY) if file.suffix == ".py"]
-    except DataError:  # Python is embedded somewhere, or its library lies in a zip file.
+    except DataError:  # an embedded Python, or a library in a zip file
         files = []
     if not files:
         raise DataError(
@@ -96,7 +98,7 @@ def _python_stdlib() -> TextCorpus:
 
 
 def _text_files(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
-    """Every file below the folder but hidden ones, in an order that no file system decides."""
+    """Return all files below the folder except hidden ones, sorted by path."""
     files: list[Path] = []
 
     def refuse(error: OSError) -> None:
@@ -124,7 +126,7 @@ def _file_documents(path: Path, name: str) -> Iterator[TextDocument]:
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file, block by block; refuses what is not text."""
+    """Yield the text of a UTF-8 file in blocks; DataError for anything else."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
@@ -146,7 +148,7 @@ def _decoded(path: Path) -> Iterator[str]:
 
 
 def _in_pieces(blocks: Iterator[str]) -> Iterator[str]:
-    """The same text in pieces of about PIECE_CHARACTERS, cut after a line where there is one."""
+    """Cut the text into pieces of about PIECE_CHARACTERS, after the end of a line if possible."""
     held = ""
     for block in blocks:
         held, start = held + block, 0
@@ -215,21 +217,21 @@ _DROPPED, _TRAIN, _HELDOUT, _TAIL = range(4)
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Which documents are trained on, which are held out, and which are dropped as duplicates."""
+    """The split: documents for training, held-out documents, and dropped duplicates."""
 
     assignments: bytes
     """One byte for each document, in the corpus's order."""
     tail_bytes: int
-    """How much of the end of the one document marked _TAIL is held out."""
+    """Held-out bytes at the end of the one document with assignment _TAIL."""
     train_bytes: int
     heldout_bytes: int
     duplicates: int
 
 
 def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> SplitPlan:
-    """Hold out whole documents, chosen by a hash of their name, of `heldout_share` of the text.
+    """Hold out `heldout_share` of the text in whole documents, selected by a hash of their names.
 
-    Where no choice of whole documents comes near the share and leaves `least_bytes` on both
+    Where no selection of whole documents comes near the share and leaves `least_bytes` on both
     sides, the end of the longest document is held out instead.
     """
     assignments, sizes, keys = bytearray(), array("Q"), array("Q")
@@ -244,7 +246,7 @@ def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> Sp
         keys.append(_key(document.name))
     total_bytes = sum(sizes)
     if total_bytes == 0:
-        raise DataError(f"there is no text in {corpus.description}; add some")
+        raise DataError(f"{corpus.description} holds no text; add some")
     heldout = _choose_whole(assignments, sizes, keys, heldout_share, least_bytes)
     tail_bytes = 0
     for ordinal in heldout:
@@ -267,7 +269,7 @@ def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> Sp
 def _choose_whole(
     assignments: bytearray, sizes: array[int], keys: array[int], share: float, least_bytes: int
 ) -> list[int]:
-    """Ordinals in order of their keys until the share is reached; [] if that does not come out."""
+    """Select ordinals by their keys until the share is reached; [] if that is impossible."""
     order = np.argsort(np.frombuffer(keys, dtype=np.uint64), kind="stable").tolist()
     total = sum(sizes)
     target = max(share * total, least_bytes)
@@ -285,7 +287,7 @@ def _choose_whole(
 
 
 def split_documents(corpus: TextCorpus, plan: SplitPlan, split: Split) -> Iterator[TextDocument]:
-    """The documents of one split, in the corpus's order."""
+    """Yield the documents of one split, in the corpus's order."""
     wanted = _TRAIN if split == "train" else _HELDOUT
     ordinal = -1
     for ordinal, document in enumerate(corpus.documents()):
@@ -298,12 +300,12 @@ def split_documents(corpus: TextCorpus, plan: SplitPlan, split: Split) -> Iterat
             yield document
     if ordinal + 1 != len(plan.assignments):
         raise DataError(
-            f"{corpus.description} changed while it was read; leave it alone and start again"
+            f"{corpus.description} changed while it was read; do not modify it and start again"
         )
 
 
 def sampled(documents: Iterator[TextDocument], share: float) -> Iterator[TextDocument]:
-    """About `share` of the documents, always the same ones."""
+    """Yield about `share` of the documents, always the same ones."""
     for document in documents:
         if share >= 1 or _key("sample " + document.name) < share * 2**64:
             yield document

@@ -1,9 +1,9 @@
-"""Makes a run: everything that `swarm-coordinator init` does, except its words.
+"""Creation of a run: the work of `swarm-coordinator init`.
 
-Owns the order: settings, stage boundaries, data, the organiser's key, the signed manifest; and
-that an interrupted init leaves no half-made run: all is built in a folder beside the place and
-renamed at the end. Imports torch (to measure the model's layers), so the service must not
-import this module; it reads finished runs through stored_run.py.
+Owns the order of the work (settings, stage boundaries, data, the organiser's key, the signed
+manifest), and that an interrupted init leaves no incomplete run: the run is built in a temporary
+folder that is renamed at the end. Imports torch to profile the model's layers, so the running
+coordinator must not import this module; it reads runs through `durability.run_files`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def initialise_run(
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
 ) -> Manifest:
-    """Make the folder of a new run from a preset; `overrides` maps `training.steps` to values."""
+    """Make the folder of a new run from a preset; `overrides` maps names of settings to values."""
     chosen = dict(overrides or {})
     source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
     settings = default_settings(
@@ -83,8 +83,8 @@ def initialise_from_settings(
 def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) -> Manifest:
     """Sign the manifest anew after run.toml was edited, keeping the data.
 
-    Codecs that are asked to be chosen are, and run.toml then says which. Only for a run that has
-    not applied a step: the caller knows. ConfigurationError if the edit needs other data.
+    `auto` codecs are selected and written to run.toml. The caller ensures that the run has not
+    applied a step. ConfigurationError if the edit needs other data.
     """
     settings, old = load_settings(folder), load_manifest(folder)
     needs_data = data_differences(folder, settings)
@@ -113,7 +113,7 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
 def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSettings:
     if not settings.codecs.needs_selection:
         return settings
-    # Here for torch, like the stages' planning.
+    # Imported here because it imports torch.
     from swarm_coordinator.run_creation.codec_selection import select_codecs
 
     chosen, why = select_codecs(settings)
@@ -122,7 +122,7 @@ def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSetti
 
 
 def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
-    # Here, because it brings torch, which takes seconds and which a refusal need not wait for.
+    # Imported here because it imports torch, which takes seconds.
     from swarm_shared.model.profile import profile_layers
     from swarm_shared.run.stage_cut import (
         bytes_per_parameter,
@@ -146,7 +146,7 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
         more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
         memory_bytes = stage_memory_bytes(profile, stage, *ends, staleness=staleness, exact=exact)
         figures = {
-            # A matrix's forward and backward: two operations a weight and token, and four.
+            # Per weight and token of a matrix: two operations forward, four backward.
             "work_flops": float(stage_flops(profile, stage, *ends) + 6 * tokens * more),
             "memory_bytes": memory_bytes + more * bytes_per_parameter(staleness, exact),
         }
@@ -173,7 +173,7 @@ def _manifest(
 
 @contextlib.contextmanager
 def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
-    """A locked folder next to `run_dir` that takes its place when the block ends without error."""
+    """Yield a locked folder next to `run_dir`, renamed to it when the block succeeds."""
     prefix = f".{run_dir.name[:64]}.initialising-"
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
             sync_folder(temporary)
             _move_into_place(temporary, run_dir)
     finally:
-        # After the rename there is nothing of this name.
+        # Does nothing after the rename.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -202,7 +202,7 @@ def _move_into_place(temporary: Path, run_dir: Path) -> None:
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """What an init that was killed left behind; a living one holds its folder's lock."""
+    """Delete folders of killed inits; a running init holds the lock of its folder."""
     for left in parent.glob(f"{prefix}*"):
         folder = RunFolder(left)
         if folder.lock_file.exists() and not folder.in_use():

@@ -1,8 +1,8 @@
-"""From text to the run's data folder: tokenizer, shards and their description.
+"""The data folder of a run: tokenizer, shards and their index.
 
-Owns the order of the work and the files it leaves (`data/*.tokens`, `data/shards.json`,
-`tokenizer.json`). Reading and splitting text is corpus.py's, the shard format and tokenizers
-are `swarm_shared.data`'s. Text is streamed through: memory holds one batch of documents.
+Owns the order of the work and the files it writes (`data/*.tokens`, `data/shards.json`,
+`tokenizer.json`). `run_creation.corpus` reads and splits the text; the shard format and the
+tokenizers are `swarm_shared.data`. Text is streamed: memory holds one batch of documents.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically
 from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.base.units import size_text
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (
     Split,
@@ -50,13 +51,15 @@ from swarm_shared.run.model_config import ModelConfig
 Progress = Callable[[str], None]
 
 BPE_TRAINING_BYTES = 64 * 1024 * 1024
-"""More text than this changes the merges hardly, and takes minutes and a gigabyte."""
+"""Bytes of text from which a tokenizer is trained; more hardly changes the merges, and takes
+minutes and a gigabyte of memory."""
 
 _BATCH_CHARACTERS = 2 * 1024 * 1024
 _PROGRESS_CHARACTERS = 50_000_000
 _COPY_BYTES = 4 * 1024 * 1024
 _MAX_TOKEN_BYTES = 8
-"""A guess of a token's bytes on the safe side; what matters is checked on the tokens."""
+"""Upper estimate of a token's bytes, for an early refusal; the tokens themselves are checked
+later."""
 
 
 def prepare_data(
@@ -65,7 +68,7 @@ def prepare_data(
     corpus: TextCorpus | ReadyShards,
     progress: Progress,
 ) -> DataConfig:
-    """Fill the run folder's data from text or from ready shards, and describe it."""
+    """Fill the run's data folder from text or from existing shards; return its description."""
     model = settings.model.config
     if isinstance(corpus, ReadyShards):
         data, vocabulary_size = _copy_ready_shards(folder, settings, corpus, progress)
@@ -91,7 +94,7 @@ def _tokenise(
     progress(f"reading {corpus.description}")
     plan = _planned_split(settings, corpus, model)
     progress(
-        f"{_megabytes(plan.train_bytes)} to train on, {_megabytes(plan.heldout_bytes)} held out, "
+        f"{size_text(plan.train_bytes)} to train on, {size_text(plan.heldout_bytes)} held out, "
         f"{plan.duplicates} empty or repeated documents left out"
     )
     tokenizer, tokenizer_sha256 = _make_tokenizer(folder, settings, corpus, plan, progress)
@@ -147,9 +150,9 @@ def _make_tokenizer(
 def _tokens(
     tokenizer: Tokenizer, documents: Iterator[TextDocument], progress: Progress
 ) -> Iterator[Tokens]:
-    """The ids of every document, each with the mark in front of it."""
+    """Yield the ids of every document, each preceded by the mark between documents."""
     mark = np.array([END_OF_TEXT], dtype=np.uint32)
-    characters, told = 0, 0
+    characters, reported = 0, 0
     for batch in _batches(documents):
         encoded = tokenizer.encode_batch([document.text for document in batch])
         pieces: list[Tokens] = []
@@ -157,8 +160,8 @@ def _tokens(
             pieces += [ids] if document.continues else [mark, ids]
         yield np.concatenate(pieces)
         characters += sum(len(document.text) for document in batch)
-        if characters - told >= _PROGRESS_CHARACTERS:
-            told = characters
+        if characters - reported >= _PROGRESS_CHARACTERS:
+            reported = characters
             progress(f"tokenised {characters / 1e6:.0f} million characters")
 
 
@@ -178,7 +181,7 @@ def _batches(documents: Iterator[TextDocument]) -> Iterator[list[TextDocument]]:
 def _copy_ready_shards(
     folder: RunFolder, settings: RunSettings, ready: ReadyShards, progress: Progress
 ) -> tuple[DataConfig, int]:
-    """Copy shards made before, after checking every byte of them."""
+    """Copy existing shards and verify every byte of the copies."""
     source, model = ready.index.data, settings.model.config
     if settings.data.tokenizer != source.tokenizer:
         raise ConfigurationError(
@@ -192,7 +195,7 @@ def _copy_ready_shards(
         _copy(ready, info, folder)
         verify_shard(copied, info, source.token_bytes, model.vocabulary_size)
     if source.tokenizer == "bpe":
-        # A run's own folder has it beside its data.
+        # A run folder has the tokenizer beside its data folder.
         homes = (ready.folder, ready.folder.parent)
         path = next(
             (home / "tokenizer.json" for home in homes if (home / "tokenizer.json").exists()),
@@ -248,7 +251,3 @@ def _data_config(
     heldout = open_shards(folder.data, data, "heldout")
     entropy_nats = unigram_entropy_nats(heldout, settings.model.config.vocabulary_size)
     return data.model_copy(update={"unigram_entropy_nats": entropy_nats})
-
-
-def _megabytes(count_bytes: int) -> str:
-    return f"{count_bytes / 1e6:.3g} MB"

@@ -1,12 +1,12 @@
-"""Checkpoints on the organiser's disk: whole, hashed, and never lost to a failed one.
+"""Checkpoints in the run folder: hashed, complete, and never replaced by an incomplete one.
 
     checkpoints/step-00000050/stage-0.safetensors …   the stages' files, hash-checked by `transfer`
     checkpoints/step-00000050/checkpoint.json         sizes and hashes, written last
     checkpoints/step-00000050.partial/                while it is being fetched
 
-A checkpoint takes its place by renaming its folder, so that it is there whole or not at all.
-Owns the folder, its pruning and its verification. When a checkpoint is made is the pure core's
-decision (`checkpointing`), fetching is `swarm_shared.transfer.transfer`'s.
+A checkpoint appears by renaming its folder, so that it exists completely or not at all. Owns the
+folder, its pruning and its verification. The pure core decides when a checkpoint is made
+(`core.rules.checkpoints`); `swarm_shared.transfer.transfer` fetches it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _READ_BYTES = 4 * 2**20
 
 
 class StageFile(FrozenModel):
+    """One stage in checkpoint.json."""
+
     stage: StageIndex = Field(ge=0)
     file: str = Field(pattern=r"^stage-\d{1,6}\.safetensors$")
     bytes: int = Field(ge=0)
@@ -60,7 +62,7 @@ class CheckpointSummary(FrozenModel):
 
 
 def item_name(version: int, stage: int) -> str:
-    """Under which name a volunteer fetches a stored stage."""
+    """Return the name under which a volunteer fetches a stored stage."""
     return f"checkpoint/{version}/{stage}"
 
 
@@ -69,7 +71,7 @@ def stage_file_name(stage: int) -> str:
 
 
 class CheckpointFolder:
-    """The `checkpoints` folder of one run. All methods do blocking disk work."""
+    """The `checkpoints` folder of one run. All methods block on the disk."""
 
     def __init__(self, root: Path, run: RunId, stages: int, keep: int) -> None:
         self._root = root
@@ -81,7 +83,7 @@ class CheckpointFolder:
         return self._root / f"step-{version:08d}"
 
     def partial_path(self, version: int, stage: int) -> Path:
-        """Where a stage of a checkpoint under way is fetched to; makes its folder."""
+        """Return the path to which a stage is fetched, and make its folder."""
         folder = self._partial(version)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,10 +94,10 @@ class CheckpointFolder:
     def complete(
         self, version: Version, files: Mapping[StageIndex, tuple[int, str]]
     ) -> CheckpointRecord:
-        """All stages (bytes, sha256) lie in the partial folder: make the checkpoint of it.
+        """Make the checkpoint of the stages (bytes, sha256) in its partial folder.
 
-        Then older ones than the newest `keep` go, and so do those of a history that was rolled
-        back (their version is higher).
+        Afterwards all but the newest `keep` checkpoints are deleted, and so are those of a history
+        that was rolled back (their version is higher).
         """
         assert sorted(files) == list(range(self._stages)), "every stage once"
         summary = CheckpointSummary(
@@ -109,7 +111,7 @@ class CheckpointFolder:
         write_atomically(partial / SUMMARY_NAME, summary.model_dump_json(indent=2).encode())
         try:
             if final.exists():
-                # Of a history that was rolled back; the same version is written anew.
+                # It belongs to a history that was rolled back.
                 self._discard(final)
             partial.rename(final)
         except OSError as error:
@@ -119,16 +121,16 @@ class CheckpointFolder:
         return summary.record()
 
     def discard_partial(self, version: int) -> None:
-        """Free what a checkpoint that failed has taken."""
+        """Delete the partial folder of a checkpoint that failed."""
         shutil.rmtree(self._partial(version), ignore_errors=True)
 
     def discard_all_partial(self) -> None:
-        """What an earlier start left half-fetched; its peers hold newer state by now."""
+        """Delete partial checkpoints of earlier starts; peers hold newer state by now."""
         for folder in self._root.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def path_of(self, item: str) -> Path | None:
-        """The file behind an item name, if there is one."""
+        """Return the file of an item name, or None."""
         match = _ITEM.fullmatch(item)
         if match is None:
             return None
@@ -136,7 +138,7 @@ class CheckpointFolder:
         return path if path.is_file() else None
 
     def versions(self) -> list[int]:
-        """Of all complete checkpoints, damaged or not, the newest first."""
+        """Return the versions of all complete checkpoints, damaged or not, the newest first."""
         found = []
         if self._root.is_dir():
             for path in self._root.iterdir():
@@ -150,10 +152,10 @@ class CheckpointFolder:
         note: Callable[[str], None] = lambda text: None,
         known: Mapping[Version, CheckpointRecord] | None = None,
     ) -> CheckpointRecord | None:
-        """The newest checkpoint whose every byte is as it was written.
+        """Return the newest checkpoint that verifies, or None.
 
-        Damaged ones are skipped with a note that names them. With `known` only those of the
-        run's own history count.
+        Damaged ones are skipped, and `note` is called with a sentence about each. With `known` only
+        checkpoints of the run's own history are considered.
         """
         for version in self.versions():
             if known is not None and Version(version) not in known:
@@ -166,14 +168,14 @@ class CheckpointFolder:
             if known is not None and record != known[Version(version)]:
                 note(
                     f"the checkpoint {self.folder(version)} is not the one that the database "
-                    f"remembers; an older checkpoint is used instead"
+                    f"lists; an older checkpoint is used instead"
                 )
                 continue
             return record
         return None
 
     def verify(self, version: int) -> CheckpointRecord:
-        """Reads and hashes every file of one checkpoint; StorageError names what is damaged."""
+        """Read and hash every file of one checkpoint; StorageError names what is damaged."""
         folder = self.folder(version)
         summary = self._read_summary(folder)
         if summary.version != version or summary.run != self._run:
@@ -185,7 +187,7 @@ class CheckpointFolder:
         return summary.record()
 
     def set_aside(self, version: int) -> Path:
-        """Move a damaged checkpoint out of the way, so that an older one is used; where to."""
+        """Rename a damaged checkpoint, so that an older one is used; return its new path."""
         folder = self.folder(version)
         for number in itertools.count():
             aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
@@ -199,6 +201,7 @@ class CheckpointFolder:
         return aside
 
     def stage_files(self, version: int) -> list[Path]:
+        """Return the files of a checkpoint, in the order of the stages."""
         return [self.folder(version) / stage_file_name(stage) for stage in range(self._stages)]
 
     def _partial(self, version: int) -> Path:
@@ -216,14 +219,14 @@ class CheckpointFolder:
             raise StorageError(f"the checkpoint {folder} is damaged: {path.name}") from error
 
     def _prune(self, newest: int) -> None:
-        """`newest` has just been verified; it always stays."""
+        """Delete surplus checkpoints; `newest` has just been written and stays."""
         older = [version for version in self.versions() if version < newest]
         stale = [version for version in self.versions() if version > newest]
         for version in (*older[self._keep - 1 :], *stale):
             self._discard(self.folder(version))
 
     def _discard(self, folder: Path) -> None:
-        # Its summary first: a folder that is deleted by half is then no checkpoint any more.
+        # The summary first: without it a half-deleted folder is not a checkpoint.
         (folder / SUMMARY_NAME).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 

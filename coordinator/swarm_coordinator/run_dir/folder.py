@@ -1,8 +1,7 @@
-"""The run's folder: what lies in it, and who may use it.
+"""The run folder: names of its files, creating and opening it, and its lock.
 
-Owns the names of the files, making and opening the folder, the lock that keeps two coordinators
-apart, and the two small files that only the coordinator remembers things in (port, token). What
-the other files hold is their owners' business.
+Owns the lock that excludes a second coordinator, and the small files with ports and secrets. The
+content of all other files belongs to the modules that write them.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _MAX_SMALL_FILE_BYTES = 16 * 1024 * 1024
 
 
 def quoted(path: Path) -> str:
-    """As part of a command that a person copies into a shell."""
+    """Quote a path for a command that the organiser copies into a shell."""
     return shlex.quote(str(path))
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Names only; `create` and `open` check the disk."""
+    """Paths of a run folder; only `create` and `open` check the disk."""
 
     path: Path
 
@@ -40,7 +39,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> Path:
-        """The signed envelope."""
+        """File of the signed manifest."""
         return self.path / "manifest.json"
 
     @property
@@ -53,7 +52,7 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """Only there if the tokenizer is bpe."""
+        """File of the tokenizer; exists only for a bpe tokenizer."""
         return self.path / "tokenizer.json"
 
     @property
@@ -82,7 +81,7 @@ class RunFolder:
 
     @property
     def socket(self) -> Path:
-        """Where a running coordinator takes commands; there only while it runs."""
+        """Socket on which a running coordinator takes commands."""
         return self.path / "commands.sock"
 
     @property
@@ -99,11 +98,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """A new folder with its subfolders; UsageError if something is there already."""
+        """Make a new folder with its subfolders; UsageError if something exists there."""
         refuse_existing(path)
         folder = cls(path)
         try:
-            # The key and the token are private anyway; names of volunteers in the log are too.
+            # Private, because the log has names of volunteers; key and token are private files
+            # anyway.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for part in (folder.data, folder.checkpoints, folder.log):
                 part.mkdir()
@@ -113,9 +113,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, *, complete: bool = True) -> RunFolder:
-        """An existing run folder; UsageError if it is none, StorageError if part of it is lost.
+        """Open an existing run folder; UsageError if it is none.
 
-        Not `complete`: for whoever wants to know what is lost.
+        StorageError if a part of it is missing, unless `complete` is False.
         """
         folder = cls(path)
         if not path.is_dir():
@@ -138,7 +138,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Held as long as the block runs; the system frees it when the process dies."""
+        """Hold the lock during the block; the system releases it when the process dies."""
         try:
             descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -161,7 +161,7 @@ class RunFolder:
             os.close(descriptor)
 
     def in_use(self) -> bool:
-        """Whether a process holds the lock now."""
+        """Return whether a process holds the lock."""
         try:
             descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -176,7 +176,8 @@ class RunFolder:
             os.close(descriptor)
 
     def set_database_aside(self) -> list[Path]:
-        """Move a damaged database out of the way, with the files that SQLite keeps beside it."""
+        """Rename a damaged database and the files that SQLite keeps beside it; return the new
+        paths."""
         beside = [Path(f"{self.database}{suffix}") for suffix in ("", "-wal", "-shm")]
         number = 1
         while (aside := self.path / f"damaged-{number}-{self.database.name}").exists():
@@ -193,7 +194,7 @@ class RunFolder:
         return moved
 
     def remembered_port(self) -> int | None:
-        """The port picked at the first start, which invites name."""
+        """Return the port chosen at the first start, which invites contain."""
         return _remembered(self.port_file, "write the port that your invites name into it, or "
                            "delete it and send new invites")  # fmt: skip
 
@@ -201,23 +202,23 @@ class RunFolder:
         write_atomically(self.port_file, f"{port}\n".encode("ascii"))
 
     def remembered_http_port(self) -> int | None:
-        """The port picked for the pages, which people's bookmarks name."""
+        """Return the port chosen for the dashboard, which bookmarks contain."""
         return _remembered(self.http_port_file, "delete it, and another port is picked")
 
     def remember_http_port(self, port: int) -> None:
         write_atomically(self.http_port_file, f"{port}\n".encode("ascii"))
 
     def dashboard_token(self) -> str:
-        """The secret that opens the organiser's pages; made on first use."""
+        """Return the secret of the organiser's part of the dashboard; made on first use."""
         return _secret_in(
             self.dashboard_token_file, "delete it, and `swarm-coordinator dashboard` prints a new "
             "link after the next start"
         )  # fmt: skip
 
     def admission_token(self) -> str:
-        """The secret of the run's own invite where [admission] mode is "token"; made on first use.
+        """Return the secret of the run's own invite in admission mode "token"; made on first use.
 
-        In clear, so that `invite` can print it again; the database has its hash only.
+        It is stored in clear text, so that `invite` can print it again; the database has its hash.
         """
         return _secret_in(
             self.token_file, "delete it, and send new invites, as `swarm-coordinator token create` "
@@ -240,14 +241,14 @@ def _remembered(path: Path, advice: str) -> int | None:
         return None
     text = read_bytes(path).decode("ascii", "replace").strip()
     if not (text.isdecimal() and 0 < int(text) < 65_536):
-        raise StorageError(f"{path} holds {text[:20]!r}, which is no port; {advice}")
+        raise StorageError(f"{path} holds {text[:20]!r}, which is not a port; {advice}")
     return int(text)
 
 
 def refuse_existing(path: Path) -> None:
-    """UsageError unless a run folder may be made at `path`: nothing there, or an empty folder."""
+    """Raise UsageError unless `path` is free or an empty folder."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UsageError(f"{path} is there already and no folder; choose another name")
+        raise UsageError(f"{path} exists and is not a folder; choose another name")
     try:
         occupied = path.is_dir() and any(path.iterdir())
     except OSError as error:
@@ -258,7 +259,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def read_bytes(path: Path, largest_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes:
-    """A small file's content; StorageError says what is wrong with it."""
+    """Read a small file; StorageError when it is unreadable or too long."""
     try:
         with path.open("rb") as file:
             content = file.read(largest_bytes + 1)
@@ -268,7 +269,7 @@ def read_bytes(path: Path, largest_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes:
         ) from error
     if len(content) > largest_bytes:
         raise StorageError(
-            f"{path} is longer than {largest_bytes} bytes, so it is not what its name says; "
+            f"{path} is longer than {largest_bytes} bytes, so it is not the expected file; "
             "restore it from a copy"
         )
     return content

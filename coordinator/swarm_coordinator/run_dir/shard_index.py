@@ -16,17 +16,18 @@ SHARD_INDEX = "shards.json"
 
 
 class ShardIndex(FrozenModel):
-    """`shards.json`: what a folder of ready shards holds and what it was made from."""
+    """The content of `shards.json`: the shards of a folder and what they were made from."""
 
     format: Literal[1] = 1
     source: str
     heldout_share: float
     vocabulary_size: int = Field(ge=2)
-    """The tokenizer's own; every id in the shards is below it."""
+    """Vocabulary size of the tokenizer; every id in the shards is below it."""
     data: DataConfig
 
 
 def read_shard_index(folder: Path) -> ShardIndex:
+    """Read the index; DataError when it is missing or malformed."""
     path = folder / SHARD_INDEX
     try:
         content = path.read_bytes()

@@ -1,7 +1,8 @@
-"""One question, one answer, over a Unix socket in the run folder: how commands reach a coordinator.
+"""Requests of commands to a running coordinator, over a Unix socket in the run folder.
 
-Owns the patience of both ends and what a failed question means to a person. The socket and the
-form of a line are `swarm_shared.base.local_socket`'s; what questions mean is the callers' part.
+Owns one request and its reply: the timeouts of both ends, and the error texts. Not here: the socket
+and the framing (`swarm_shared.base.local_socket`), and the content of requests
+(`admission.requests`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES
 ANSWER_SECONDS = 30.0
-"""A ban is durable and told within milliseconds; on a machine that swaps it may take a while."""
+"""Seconds for a reply. A ban takes milliseconds; a machine that swaps may take far longer."""
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 async def serve(path: Path, answer: Answer) -> None:
-    """Answer questions at `path` until cancelled. StorageError when there can be no socket."""
+    """Answer requests at `path` until cancelled. StorageError when the socket cannot be made."""
 
     async def handle(lines: LocalServerConnection) -> None:
         await _handle_connection(lines, answer)
@@ -41,7 +42,7 @@ async def _handle_connection(lines: LocalServerConnection, answer: Answer) -> No
             question = await lines.receive()
         if question is None:
             return
-        # Without a limit: what is half done must not be left so.
+        # Without a timeout: a change must not be left half done.
         reply = await answer(question)
         with trio.fail_after(ANSWER_SECONDS):
             await lines.send(reply)
@@ -52,10 +53,10 @@ async def _handle_connection(lines: LocalServerConnection, answer: Answer) -> No
 
 
 def send_request(path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the coordinator that serves at `path`.
+    """Send a request to the coordinator that serves at `path` and return its reply.
 
-    ConnectionRefusedError or FileNotFoundError when nobody serves there (now); NetworkError when
-    it does not answer.
+    ConnectionRefusedError or FileNotFoundError when no coordinator serves there; NetworkError when
+    it does not reply.
     """
     with connect(path, ANSWER_SECONDS) as connection:
         try:

@@ -1,8 +1,8 @@
-"""Admission while a coordinator serves: it renews certificates and carries out what commands ask.
+"""Admission while the coordinator serves: renews certificates and carries out admission commands.
 
-Owns the moments, not the rules: when a certificate is due, which peers the core must hear of
-after a ban, and the sentence that the organiser reads. Rules are `admission_book`'s, requests
-`administration`'s.
+Owns the timing: when a certificate is due, which events the core gets after a change, and the
+sentence that the organiser reads. Not here: the rules (`admission.book`) and the requests
+(`admission.requests`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.status.document import AdmissionStatus
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
@@ -43,14 +44,15 @@ from swarm_shared.transfer.transfer import CheckRemote, certificate_check
 log = logging.getLogger(__name__)
 
 RENEWAL_CHECK_SECONDS = 30.0
-"""Between two looks at the clock. It is looked at because machines sleep and clocks are set."""
+"""Seconds between checks for due certificates. A timer alone fails when a machine sleeps or its
+clock is set."""
 
 CarryOut = Callable[[Event], Awaitable[Sequence[Command]]]
-"""Hands the core an event and returns when all that it commands has been carried out."""
+"""Passes an event to the core; returns its commands once all are carried out."""
 
 
 class AdmissionService:
-    """One start of the coordinator's dealings with admission."""
+    """Admission during one start of the coordinator."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class AdmissionService:
         )  # fmt: skip
 
     async def standing_token(self) -> str | None:
-        """The secret of the run's own invite, written down if it is new; None without one."""
+        """The secret of the run's own invite, stored if it is new; None without one."""
         if self._admission.mode != "token":
             return None
         secret, record = standing_token(self._folder, self._admission.book)
@@ -86,9 +88,10 @@ class AdmissionService:
         return secret
 
     def revoked_at_start(self) -> dict[PeerId, float]:
-        """Who was let in lately and may not take part as things are now, and until when to say so.
+        """Peers that were admitted lately and are refused now, with the time until which the core
+        announces that.
 
-        That covers what was decided while no coordinator ran, and another mode in run.toml.
+        Covers changes made while no coordinator ran, and another mode in run.toml.
         """
         now, wall_now = self._clock(), self._admission.clock()
         seen = self._store.seen_since(wall_now - REVOKED_SECONDS)
@@ -99,7 +102,7 @@ class AdmissionService:
         }
 
     def transfer_check(self) -> CheckRemote:
-        """Data and checkpoints are for whom a certificate names and the rules let in now."""
+        """The check of transfer requests: a valid certificate, and not refused by the rules now."""
         admission = self._admission
         holds = certificate_check(admission.run, admission.organiser.peer_id, admission.clock)
 
@@ -111,16 +114,18 @@ class AdmissionService:
 
         return check
 
-    def document(self) -> dict[str, Any]:
+    def status(self) -> AdmissionStatus:
         admission = self._admission
-        return admission_document(
-            admission.book, admission.mode, admission.clock(), self._sessions.attached
+        return AdmissionStatus.model_validate(
+            admission_document(
+                admission.book, admission.mode, admission.clock(), self._sessions.attached
+            )
         )
 
     # ------------------------------------------------------------ commands
 
     async def serve_commands(self, report: Callable[[str], None]) -> None:
-        """Answer `ban` and its like until cancelled."""
+        """Answer commands like `ban` until cancelled."""
         try:
             await admin_socket.serve(self._folder.socket, self.answer)
         except StorageError as error:
@@ -134,11 +139,11 @@ class AdmissionService:
                 effect = await self._apply_to_core(concerned)
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
-        said = "; ".join(part for part in (change.text, effect) if part)
-        return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+        text = "; ".join(part for part in (change.text, effect) if part)
+        return {"ok": True, "text": text, "warning": change.warning, "details": change.details}
 
     async def _apply_to_core(self, peers: Sequence[PeerId]) -> str:
-        """Let the core act on the change; what came of it, in words."""
+        """Pass the change to the core. Returns the effects as a sentence."""
         refused: dict[str, list[PeerId]] = {}
         welcome: list[PeerId] = []
         for peer in peers:
@@ -155,17 +160,17 @@ class AdmissionService:
             commands += await self._carry_out(PeersRevoked(tuple(named), reason, until))
         sent = [command for command in commands if isinstance(command, Send)]
         ended = sum(isinstance(command.message, Refused) for command in sent)
-        told = {command.peer for command in sent if isinstance(command.message, Roster)}
-        told |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
+        notified = {command.peer for command in sent if isinstance(command.message, Roster)}
+        notified |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
         parts = [f"{_counted(ended, 'session was', 'sessions were')} ended"] if ended else []
         if refused:
-            parts.append(f"{_counted(len(told), 'volunteer was', 'volunteers were')} told")
+            parts.append(f"{_counted(len(notified), 'volunteer was', 'volunteers were')} notified")
         return ", ".join(parts)
 
     # ------------------------------------------------------------ certificates
 
     async def renew_certificates(self) -> None:
-        """Until cancelled: every member, and this coordinator itself, gets a newer one in time."""
+        """Renew the certificates of the members and of the coordinator in time, until cancelled."""
         admission, own = self._admission, self._admission.organiser.peer_id
         own_since = admission.clock()
         pause = min(RENEWAL_CHECK_SECONDS, self._renew_after_seconds / 2)
@@ -179,12 +184,12 @@ class AdmissionService:
                 if self._needs_renewal(session.certified_at):
                     session.certified_at = admission.clock()
                     certificate = admission.certificate(session.peer, "volunteer")
-                    # Seen now: so late it had a certificate, should it be revoked.
+                    # Records that its certificate is this new, in case it is revoked.
                     self._store.post(PeerSeen(session.peer))
                     await self._carry_out(CertificateIssued(session.peer, certificate))
 
     def _needs_renewal(self, certified_at: float) -> bool:
-        """Also when the clock was set back: such a certificate is not valid yet for others."""
+        """Whether it is due, or not valid yet because the clock was set back."""
         return not 0 <= self._admission.clock() - certified_at < self._renew_after_seconds
 
 

@@ -1,8 +1,8 @@
-"""What the coordinator serves by TRANSFER_PROTOCOL, and what it fetches for checkpoints.
+"""File transfers of the coordinator: the items it serves, and the snapshots it fetches.
 
-Owns the catalogue (data shards, tokenizer, stored checkpoints) and the fetching of one
-checkpoint at a time. Chunks and hashes are `swarm_shared.transfer.transfer`'s, the folder is
-`checkpoints`'s, and when a checkpoint is made is the pure core's decision.
+Owns the catalogue of TRANSFER_PROTOCOL (data shards, tokenizer, stored checkpoints) and fetching
+one checkpoint at a time. Not here: chunks and hashes (`swarm_shared.transfer.transfer`), the folder
+(`run_dir.checkpoint_files`), and when a checkpoint is made (the core).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER_ITEM = "tokenizer.json"
 
 
 def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFolder) -> Catalogue:
-    """Item names to files. Only names that the manifest or a checkpoint has lead anywhere."""
+    """Map item names to files. Only names from the manifest or of a checkpoint are resolved."""
     fixed: dict[str, Path] = {
         f"data/{shard.name}": folder.data / shard.name for shard in manifest.data.shards
     }
@@ -49,7 +49,7 @@ def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFold
 
 @dataclass(slots=True)
 class CheckpointFetch:
-    """Which stages have arrived, and the tasks that fetch the others."""
+    """A checkpoint being fetched: its arrived stages, and the tasks that fetch the rest."""
 
     version: Version
     files: dict[StageIndex, tuple[int, str]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class CheckpointFetch:
 
 
 class CheckpointFetcher:
-    """Carries out FetchSnapshot: brings the stages of one version into the run folder."""
+    """Carries out FetchSnapshot: fetches the stages of one version into the run folder."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class CheckpointFetcher:
         self._current: CheckpointFetch | None = None
 
     def begin(self, command: FetchSnapshot) -> CheckpointFetch:
-        """To be called in the order of the commands; what it returns goes to `fetch_stage`.
+        """Register a command, in the order of commands. The result is passed to `fetch_stage`.
 
-        Another version, or a stage asked for again, means that the core gave up what was under
-        way: two fetches must not write the same file.
+        Another version, or a stage requested again, means that the core gave up the fetch in
+        progress: two fetches must not write the same file.
         """
         version, stage = command.snapshot.version, command.snapshot.stage
         current = self._current
@@ -93,7 +93,7 @@ class CheckpointFetcher:
         return current
 
     def cancel(self) -> None:
-        """The checkpoint under way is not wanted any more."""
+        """Abandon the checkpoint being fetched."""
         if self._current is not None:
             self._current.cancelled = True
             for scope in self._current.scopes:
@@ -101,11 +101,11 @@ class CheckpointFetcher:
             self._current = None
 
     def is_current(self, version: Version) -> bool:
-        """Whether the newest checkpoint begun, and not given up since, is this one."""
+        """Whether this version is the one being fetched."""
         return self._current is not None and self._current.version == version
 
     async def fetch_stage(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
-        """Fetch one stage; the last one to arrive completes the checkpoint."""
+        """Fetch one stage; the last stage to arrive completes the checkpoint."""
         snapshot = command.snapshot
         with trio.CancelScope() as scope:
             checkpoint.scopes.append(scope)

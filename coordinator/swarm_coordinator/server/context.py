@@ -1,4 +1,4 @@
-"""What one start of the coordinator works with."""
+"""The inputs of one start of the coordinator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.run.manifest import Manifest
 
 Report = Callable[[str], None]
-"""Takes one line for the organiser's eyes."""
+"""Prints one line for the organiser."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorContext:
+    """The run's folder, settings and store, the clocks, and the callbacks of one start."""
+
     folder: RunFolder
     settings: RunSettings
     manifest: Manifest
@@ -33,7 +35,7 @@ class CoordinatorContext:
     wall_clock: Clock = wall
     renew_after_seconds: float = RENEW_AFTER_SECONDS
     verified: CheckpointRecord | None = None
-    """The newest checkpoint, where it has been read and hashed already."""
+    """The newest checkpoint if its files have been verified already."""
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
     dashboard_process: DashboardProcess | None = None
-    """Keeps the process of the pages."""
+    """None where no dashboard is configured."""

@@ -1,13 +1,11 @@
-"""CONTROL_PROTOCOL at the coordinator: from a client's frames to events for the pure core.
+"""CONTROL_PROTOCOL at the coordinator: turns a client's frames into events for the core.
 
-Owns the hello (run, software, admission), the check of every receipt's signature, and the rule
-that one client's nonsense ends that client's session only. Decides nothing about the run.
+Owns the hello (run, software, admission), the check of every receipt's signature, and the rule that
+an invalid message ends only the session that sent it. Decides nothing about the run.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +37,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import Receipt, open_receipt
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
     ClientMessage,
@@ -56,36 +55,37 @@ from swarm_shared.run.manifest import Manifest
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0
-"""A connection that does not say who it is for so long is a stranger's."""
+"""Seconds for a new connection to send its hello."""
 
 REFUSAL_FLUSH_SECONDS = 2.0
+"""Seconds for the reason of a refusal to be sent before the session ends."""
 
 _RECEIPT_BYTES = 1024
-"""A receipt's envelope has about 700 characters."""
+"""Bytes allowed for a receipt; its envelope has about 700 characters."""
 _NON_RECEIPT_BYTES = 256 * 1024
-"""Room for everything in a message that is not a receipt: 4096 link counts have 600 kB at most
-in theory and 100 kB in practice."""
+"""Bytes allowed for everything in a message but receipts: 4096 link counts have at most 600 kB in
+theory and 100 kB in practice."""
 
 _RECEIPTS_PER_TURN = 8
-"""Signatures between two turns of the event loop: about a millisecond of work."""
+"""Signatures verified before other tasks run: about a millisecond of work."""
 _MAX_CACHED_RECEIPTS = 200_000
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
-    """What a client may send at once; before its hello a stranger can make us hold this much."""
+    """Limits of one message: what a client can make the coordinator buffer before its hello."""
     receipts = max(manifest.training.microbatches_per_step, manifest.stage_count)
     return FrameLimits(max_header_bytes=_NON_RECEIPT_BYTES + receipts * _RECEIPT_BYTES)
 
 
 class ReceiptChecker:
-    """Verifies each receipt once, however often it is reported."""
+    """Verifies receipts, each one once however often it is reported."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
 
     async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
-        """The receipts; ProtocolError when one of them is not what it should be."""
+        """Return the receipts; ProtocolError when one of them is invalid."""
         found: list[Receipt] = []
         verified = 0
         for envelope in envelopes:
@@ -103,11 +103,7 @@ class ReceiptChecker:
         return tuple(found)
 
     def _verify(self, envelope: str) -> Receipt:
-        try:
-            content = base64.b64decode(envelope, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise SignatureError("a receipt is not base64") from error
-        receipt = open_receipt(content)
+        receipt = open_receipt(decode_envelope(envelope, "a receipt"))
         if receipt.run != self._run:
             raise SignatureError(f"a receipt is of run {receipt.run[:12]}, not of this one")
         return receipt
@@ -130,10 +126,10 @@ class ControlServer:
         self._receipts = ReceiptChecker(admission.run)
         self._heartbeats: list[PeerHeartbeat] = []
         self.ended: Counter[str] = Counter()
-        """How sessions ended that did not end by agreement."""
+        """Sessions that ended without a goodbye, by reason."""
 
     async def handle(self, stream: FramedStream) -> None:
-        """One client's stream from its hello to its end."""
+        """Serve one client's stream from its hello to its end."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         try:
             hello = parse(client_messages, frame.header)
@@ -157,7 +153,7 @@ class ControlServer:
         finally:
             session.written.set()
             self._sessions.ended(session)
-            # The core must hear of it; when it is gone itself, nobody has to.
+            # The core needs the event, unless the coordinator ends itself.
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                 await self._put(SessionLost(session.number, session.peer))
 
@@ -173,7 +169,7 @@ class ControlServer:
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
     async def _read(self, session: ClientSession) -> None:
-        """Until the stream ends or the client breaks the rules."""
+        """Receive messages until the stream ends or the client violates the protocol."""
         try:
             while True:
                 frame = await session.stream.receive()
@@ -188,7 +184,7 @@ class ControlServer:
         except ProtocolError as error:
             log.warning("session %d with %s ends: %s", session.number, session.peer, error)
             self.ended["protocol error"] += 1
-            # Its people should learn why; the core stops talking to it with SessionLost.
+            # The volunteer's log should have the reason; SessionLost then ends the core's part.
             session.send(encode(Refused(code="protocol", reason=str(error)[:500])))
             session.finish()
             with trio.move_on_after(REFUSAL_FLUSH_SECONDS):
@@ -196,7 +192,7 @@ class ControlServer:
 
     async def _event(self, session: ClientSession, message: ClientMessage) -> Event:
         if isinstance(message, Hello):
-            raise ProtocolError("the client said hello a second time on one stream")
+            raise ProtocolError("the client sent a second hello on one stream")
         if isinstance(message, Receipts):
             receipts = await self._receipts.check(message.receipts)
             return ReceiptsVerified(session.number, session.peer, receipts)
@@ -209,13 +205,13 @@ class ControlServer:
         return MessageReceived(session.number, session.peer, message)
 
     async def _queue_heartbeat(self, session: ClientSession, message: Heartbeat) -> None:
-        """One event for all that are heard before the core's turn to take them."""
+        """Queue a heartbeat. One event stands for all heartbeats until the core takes them."""
         self._on_heartbeat(session.number, session.peer, message)
         self._heartbeats.append(PeerHeartbeat(session.number, session.peer, message))
         if len(self._heartbeats) == 1:
             await self._put(HeartbeatsReceived(()))
 
     def take_heartbeats(self) -> HeartbeatsReceived:
-        """What the waiting event stands for."""
+        """Return the heartbeats that the queued event stands for."""
         beats, self._heartbeats = self._heartbeats, []
         return HeartbeatsReceived(beats)

@@ -1,8 +1,8 @@
-"""The coordinator's shell: opens the network, feeds the pure core, carries out its commands.
+"""The coordinator's shell around the core: passes events to it and carries out its commands.
 
-Owns the one task that takes events off their queue: the core is never re-entered, and commands are
-carried out strictly in order, a `Persist` durable before the next. What is remembered and where it
-listens is `starting`'s. Nothing here decides anything about the run (`transition` does).
+Owns the one task that takes events from the queue: the core is never re-entered, and commands are
+carried out in order, a `Persist` durable before the next command. Not here: restoring the run and
+opening the network (`server.startup`), and every decision about the run (`core.transition`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile, printable
+from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -66,12 +68,12 @@ from swarm_shared.transfer.transfer import serve_transfers
 log = logging.getLogger(__name__)
 
 MAX_CONTROL_STREAMS = 4
-"""Of one client: it attaches anew before the old stream is known to be dead."""
+"""Control streams of one client: it attaches again before the old stream is known to be dead."""
 
 FLUSH_SECONDS = 5.0
-"""At the end, for words that are still in outboxes."""
+"""Seconds at the end for messages that are still in outboxes."""
 REVOKED_LINGER_SECONDS = 2.0
-"""A peer that was revoked may read for so long why, before its connection is closed."""
+"""Seconds for a revoked peer to read the reason before its connection is closed."""
 
 
 async def serve(service: CoordinatorContext) -> None:
@@ -83,38 +85,29 @@ async def serve(service: CoordinatorContext) -> None:
             await coordinator.run()
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        # Tasks run side by side, and the first error ends them all: that one is the cause.
+        # The first error cancels all tasks, so the group holds the cause and its consequences.
         raise first_cause(group) from group
 
 
 async def _keep_leading(store: Store) -> None:
-    """From before the first word to anybody until after the last."""
+    """Renew the leader's lease for as long as messages may be sent."""
     while store.renew_seconds is not None:
         await trio.sleep(store.renew_seconds)
         await store.renew_lease()
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one that a person should hear of: an expected error before an unexpected one."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for part in error.exceptions:
-                collect(part)
-        else:
-            leaves.append(error)
-
-    collect(group)
+    """Return the error to report to the organiser: an expected error before an unexpected one."""
+    found = list(leaves(group))
     for kind in (KeyboardInterrupt, SwarmError):
-        for leaf in leaves:
+        for leaf in found:
             if isinstance(leaf, kind):
                 return leaf
-    return leaves[0]
+    return found[0]
 
 
 class Coordinator:
-    """One start. `run` does everything; the other methods are its parts."""
+    """One start of the coordinator. `run` does everything; the other methods are its parts."""
 
     def __init__(self, service: CoordinatorContext) -> None:
         self._service = service
@@ -150,7 +143,7 @@ class Coordinator:
             )  # fmt: skip
             status_writer = self._serve_protocols(addresses)
             await status_writer.write_status()
-            # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
+            # Before `on_serving` announces the coordinator: from now on a Ctrl-C stops in order.
             signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
             service.on_serving(invite_for(service.manifest, addresses, token))
             try:
@@ -161,7 +154,7 @@ class Coordinator:
                     await status_writer.write_status(running=False)
 
     def _serve_protocols(self, addresses: tuple[str, ...]) -> StatusWriter:
-        """Every protocol of the coordinator, on a node that has let nobody in so far."""
+        """Serve every protocol of the coordinator. Until now the node has refused all streams."""
         service, node, admission = self._service, self._node, self._admission
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
@@ -194,7 +187,7 @@ class Coordinator:
 
     @property
     def attached(self) -> int:
-        """Volunteers that somebody speaks for."""
+        """Number of attached peers."""
         return self._sessions.attached
 
     async def _run_tasks(self, status_writer: StatusWriter, signals: AsyncIterator[int]) -> None:
@@ -217,11 +210,11 @@ class Coordinator:
         return self._admission.certificate(self._service.identity.peer_id, "coordinator")
 
     def _may_use_relay(self, peer: PeerId) -> bool:
-        """Members, by their own peer ID or by that of their p2pd."""
+        """Whether a peer is a member, by its own peer ID or that of its p2pd."""
         return self._state.peers.admits(peer)
 
     async def _count_contributions(self) -> None:
-        """In a thread: a long run has many steps to sum up."""
+        """Begin the leaderboard with the database's sums. Read in a thread: a run may be long."""
         store = self._service.store
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.contributions),
@@ -232,8 +225,8 @@ class Coordinator:
     # ------------------------------------------------------------ events and commands
 
     async def _handle_event(self, event: Event) -> bool:
-        """True when the core says that this is the end."""
-        # Who was frozen and has lost the run meanwhile must not say another word.
+        """Process one event. Returns True when the core commands the end."""
+        # A process that was frozen and has lost the leadership must not send anything more.
         await self._service.store.ensure_leadership()
         if isinstance(event, HeartbeatsReceived):
             event = self.control.take_heartbeats()
@@ -247,19 +240,19 @@ class Coordinator:
             team, owner = normalised_team(hello.team), self._admission.owners.of(event.peer)
             binding = "" if owner is None else hello.owner
             self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
-            self._news.leaderboard.name(event.peer, hello.name, team, owner)
+            self._news.leaderboard.describe(event.peer, hello.name, team, owner)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._disconnect_revoked, peer)
         elif isinstance(event, SessionLost):
             self._service.store.post(PeerSeen(event.peer))
         elif isinstance(event, CheckpointStored) and not self._fetcher.is_current(event.version):
-            log.info("the checkpoint of step %d is not wanted any more", event.version)
+            log.info("the checkpoint of step %d was abandoned", event.version)
             return False
         commands = transition(self._state, event, self._service.clock())
         for command in commands:
             if isinstance(command, Send):
-                # By far the most; nothing about it waits.
+                # By far the most frequent command; it never waits.
                 self._sessions.send(command.peer, command.message)
             elif isinstance(command, ShutDown):
                 await self._sessions.finish_all(FLUSH_SECONDS)
@@ -271,7 +264,7 @@ class Coordinator:
         return False
 
     def _publish_news(self, event: Event) -> None:
-        """After what the event commanded: a newcomer has its Welcome by then."""
+        """Send due run news, after the event's commands: a joining peer has its Welcome by then."""
         news = self._news.due(self._state, self._service.clock())
         if news is not None:
             self._sessions.broadcast(self._state.peers, news)
@@ -279,7 +272,7 @@ class Coordinator:
             self._sessions.send(event.peer, self._news.latest)
 
     async def _disconnect_revoked(self, peer: PeerId) -> None:
-        """A peer that was revoked: when it has been told, it has nothing more to do here."""
+        """Close the connection of a revoked peer after it could read the reason."""
         await trio.sleep(REVOKED_LINGER_SECONDS)
         if self._admission.refusal(peer) is not None:
             try:
@@ -313,14 +306,14 @@ class Coordinator:
         self._service.store.post(Note(text, peer))
 
     async def _take_signals(self, signals: AsyncIterator[int]) -> None:
-        """The first Ctrl-C ends in order; the second one at once."""
+        """Stop in order at the first Ctrl-C, at once at the second."""
         asked = False
         async for _ in signals:
             if asked:
                 raise KeyboardInterrupt
             asked = True
             self._service.report(
-                "stopping: the step under way and a last checkpoint are finished first; "
+                "stopping: the step in progress and a last checkpoint are finished first; "
                 "press Ctrl-C again to stop at once"
             )
             await self._queue.put(StopRequested())

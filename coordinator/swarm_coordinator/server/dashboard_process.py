@@ -1,8 +1,8 @@
-"""In the coordinator: keeps the process of the pages running, and never lets it end the run.
+"""Supervises the dashboard's process from the coordinator, which it never ends.
 
-Imports nothing of what that process is made of. Whatever happens to it is logged, counted and put
-right by starting it again, after longer and longer pauses when it keeps failing. A port that is
-taken is said once and asked for again.
+Imports nothing that the dashboard is made of. A failure of the process is logged, counted and
+answered by a restart, after longer pauses when it keeps failing. A port in use is reported once and
+tried again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import trio
 
 from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import NetworkError, SwarmError
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 10.0
-"""Between two looks whether a taken port is free."""
+"""Seconds between attempts to bind a port in use."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
+"""Seconds before a restart: the first pause, and the limit of its doubling."""
 STEADY_SECONDS = 60.0
-"""A process that ran for so long had been fine: pauses begin anew."""
+"""Seconds of running after which the pauses begin anew."""
 ERROR_BYTES = 4096
-"""Of what it wrote last to its standard error, for the coordinator's log."""
+"""Bytes of the end of its standard error kept for the coordinator's log."""
 
 Report = Callable[[str], None]
 
@@ -40,29 +42,28 @@ class DashboardProcess:
     folder: RunFolder
     wanted: HttpAddress
     report: Report
-    """Takes one line for the organiser's eyes."""
+    """Prints one line for the organiser."""
     address: HttpAddress | None = None
-    """Where the pages are; None while there is no port."""
+    """Where the dashboard is served; None while no port is bound."""
     restarts: int = 0
     pid: int | None = None
     failures: int = 0
     _reported: bool = field(default=False, init=False)
 
-    def status(self) -> dict[str, object]:
-        """For `status.json`."""
-        return {
-            "address": None if self.address is None else str(self.address),
-            "restarts": self.restarts,
-            "failures": self.failures,
-        }
+    def status(self) -> DashboardStatus:
+        return DashboardStatus(
+            address=None if self.address is None else str(self.address),
+            restarts=self.restarts,
+            failures=self.failures,
+        )
 
     async def run(self) -> None:
-        """Until cancelled. Raises nothing: without pages the run goes on."""
+        """Serve the dashboard until cancelled. Raises nothing: the run continues without it."""
         try:
             await self._serve()
-        except Exception:  # a supervisor: pages are no reason to end a run
+        except Exception:  # a supervisor: the dashboard must not end the run
             self.failures += 1
-            log.exception("the pages are given up")
+            log.exception("the dashboard is given up")
             self.report(f"the dashboard is given up; details are in {self.folder.log}")
 
     async def _serve(self) -> None:
@@ -88,13 +89,14 @@ class DashboardProcess:
                 if not self._reported:
                     self._reported = True
                     self.report(
-                        f"{error}; the run goes on without them, and they come when that port is "
-                        "free. Another one is --http HOST:PORT, or [http] listen in run.toml"
+                        f"{error}; the run continues without the dashboard, which starts when the "
+                        "port is free. Choose another one with --http HOST:PORT or with [http] "
+                        "listen in run.toml"
                     )
             await trio.sleep(RETRY_SECONDS)
 
     def _listen(self) -> socket.socket:
-        """Port 0 is the one of the last start, or any other that is free."""
+        """Bind the address. Port 0 means the port of the last start, or any free one."""
         if self.wanted.port:
             return listen(self.wanted)
         with contextlib.suppress(SwarmError):
@@ -108,7 +110,7 @@ class DashboardProcess:
             if self.folder.remembered_http_port() != port:
                 self.folder.remember_http_port(port)
         except SwarmError as error:
-            log.warning("the pages' port is another one at the next start: %s", error)
+            log.warning("the dashboard will have another port at the next start: %s", error)
 
     # ------------------------------------------------------------ the process
 
@@ -123,28 +125,28 @@ class DashboardProcess:
                 last_output = str(error)
             self.restarts += 1
             self.failures += 1
-            log.error("the process of the pages ended: %s", last_output or "it said nothing")
+            log.error("the dashboard's process ended: %s", last_output or "no output")
             if trio.current_time() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             if not self._reported and pause > FIRST_PAUSE_SECONDS:
                 self._reported = True
                 self.report(
-                    "the dashboard cannot be kept up: "
+                    "the dashboard keeps failing: "
                     f"{last_output.splitlines()[-1] if last_output else ''}; "
-                    f"the run goes on, details are in {self.folder.log}"
+                    f"the run continues, details are in {self.folder.log}"
                 )
             await trio.sleep(pause)
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
 
     async def _run_once(self, bound: socket.socket) -> str:
-        """Until it ends; its last words. Ended and waited for when this is cancelled."""
+        """Run the process to its end and return the end of its output. Cancellation kills it."""
         descriptor = bound.fileno()
         process = await trio.lowlevel.open_process(
             [sys.executable, "-m", "swarm_coordinator.dashboard", str(self.folder.path),
              str(descriptor)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             pass_fds=(descriptor,),
-            # Ctrl-C in a terminal is the coordinator's to deal with.
+            # Ctrl-C in a terminal is for the coordinator.
             start_new_session=True,
         )  # fmt: skip
         self.pid = process.pid

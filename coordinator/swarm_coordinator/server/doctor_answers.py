@@ -1,8 +1,8 @@
-"""What the coordinator tells a machine that is checked before it joins (`swarm-client doctor`).
+"""Replies to a machine that `swarm-client doctor` checks before it joins.
 
-Whoever names the run has its invite, and is answered: the version, whether it would be let in,
-what the run takes of a machine. Who would be let in also learns of a few volunteers and gets a
-pass for them.
+Any client that names the run is answered: whether its version fits, whether it would be admitted,
+and what the run needs of a machine. A client that would be admitted also gets a pass for probes and
+a few volunteers to probe.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from swarm_shared.identity.probe_pass import sign_probe_pass
-
 from swarm_coordinator.admission.authority import AdmissionAuthority, compatible
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.probe.server import AnswerHello, HelloAnswer
 from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
 from swarm_shared.run.manifest import Manifest
 
 MAX_NEIGHBOURS = 3
+"""Volunteers that a client is given to probe."""
 
 
 def probe_judge(
     admission: AdmissionAuthority, state: Callable[[], RunState], manifest: Manifest
 ) -> AnswerHello:
-    """Tokens are looked at and not used up: the visitor joins with the same one afterwards."""
+    """Make the function that answers a hello. Tokens are checked and not used up: the client joins
+    with the same one afterwards."""
     smallest_stage_bytes = min(stage.memory_bytes for stage in manifest.stages)
     tokens = sum(shard.tokens for shard in manifest.data.shards)
 
@@ -58,7 +59,7 @@ def probe_judge(
 
 
 def _refusal(admission: AdmissionAuthority, peer: PeerId, token: str | None) -> str | None:
-    """Why `admit` would not let it in; None when it would."""
+    """Why the peer would not be admitted; None when it would be."""
     refusal = admission.refusal(peer)
     if refusal is None or admission.mode != "token" or peer in admission.book.bans:
         return refusal
@@ -70,7 +71,7 @@ def _refusal(admission: AdmissionAuthority, peer: PeerId, token: str | None) -> 
 
 
 def _neighbours(state: RunState, visitor: PeerId) -> tuple[Neighbour, ...]:
-    """Volunteers that can be dialled, in random order so that none is asked by all."""
+    """Volunteers that can be dialled, chosen at random to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
     found = [
         Neighbour(peer=peer.peer, addresses=peer.addresses)

@@ -1,4 +1,4 @@
-"""The one queue of events: many put, one task takes, strictly in order."""
+"""The queue of the core's events: many tasks put, one task takes, in order."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import trio
 from swarm_coordinator.core.events import Command, Event, Tick
 
 TICK_SECONDS = 0.25
+"""Seconds between ticks of the core."""
 EVENTS_PER_TURN = 16
-"""About two milliseconds of work."""
+"""Events processed before other tasks run: about two milliseconds of work."""
 EVENT_BUFFER = 4096
-"""Events that wait for the core. When it is full, clients are not read from: they slow down."""
+"""Capacity of the queue. While it is full, clients are not read from, which slows them down."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingEvent:
-    """Somebody waits for an event to have had its effect."""
+    """An event whose sender waits until its commands are carried out."""
 
     done: trio.Event = field(default_factory=trio.Event)
     commands: list[Command] = field(default_factory=list)
 
 
 class EventQueue:
-    """`take_all` is the one task that takes events off it."""
+    """A bounded queue; only `take_all` takes events."""
 
     def __init__(self) -> None:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
@@ -33,32 +34,32 @@ class EventQueue:
         self._tick_queued = False
 
     async def put(self, event: Event) -> None:
-        """Waits for room only when there is none: its callers have just given others a turn."""
+        """Put an event. Yields only while the queue is full: callers have just yielded."""
         try:
             self._put.send_nowait(event)
         except trio.WouldBlock:
             await self._put.send(event)
 
     async def put_and_wait(self, event: Event) -> list[Command]:
-        """Hand the core an event; what it commanded, when all of that has been carried out."""
+        """Put an event and return the core's commands once all of them are carried out."""
         awaited = self._awaited[id(event)] = _PendingEvent()
         await self._put.send(event)
         await awaited.done.wait()
         return awaited.commands
 
     def complete(self, event: Event, commands: list[Command]) -> None:
-        """Whoever waits for this event goes on."""
+        """Resume the sender of this event, if it waits."""
         awaited = self._awaited.pop(id(event), None)
         if awaited is not None:
             awaited.commands = commands
             awaited.done.set()
 
     async def take_all(self, act_on: Callable[[Event], Awaitable[bool]]) -> None:
-        """Take events in order until `act_on` says that this is the end."""
+        """Pass events to `act_on`, in order, until it returns True."""
         while True:
             event = await self._events.receive()
-            # Everybody who waits gets a turn between two events that are waited for; a few that
-            # lie ready are taken together, or ten thousand clients wait for ten thousand turns.
+            # Other tasks run whenever the queue is empty. Events that are ready are taken several
+            # at a time, or ten thousand of them would need ten thousand turns of the event loop.
             for left in range(EVENTS_PER_TURN, -1, -1):
                 if isinstance(event, Tick):
                     self._tick_queued = False
@@ -72,10 +73,10 @@ class EventQueue:
                     break
 
     async def tick(self) -> None:
-        """Put a Tick now and then."""
+        """Put a Tick every TICK_SECONDS until cancelled."""
         while True:
             await trio.sleep(TICK_SECONDS)
-            # When the core is behind, a second tick that waits would only put it further behind.
+            # A second queued tick would only delay a core that is behind.
             if not self._tick_queued:
                 self._tick_queued = True
                 await self._put.send(Tick())

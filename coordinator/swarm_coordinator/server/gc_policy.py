@@ -1,20 +1,19 @@
-"""How a process that holds millions of objects for days, and answers thousands, stays quick.
+"""Garbage collection and thread switching of a process that serves thousands of clients for days.
 
-**Garbage.** Python's collector looks at new objects three times, and then again and again at all
-that are alive, which takes half a second with ten thousand volunteers; nobody gets an answer
-meanwhile. Here it looks at each object at most once, a moment after it was made, when most are
-gone, and sets aside what is left (`gc.freeze`): that is freed as ever when the last reference goes,
-and only cycles among what was set aside wait until everything is looked through, once an hour.
+Owns the collector's schedule and the interpreter's switch interval. With ten thousand volunteers a
+full collection takes half a second, in which no client gets a reply. So each object is examined at
+most once, shortly after its creation, when most objects are already freed; the survivors are frozen
+(`gc.freeze`). A frozen object is still freed when its last reference goes; only cycles among frozen
+objects wait for a full collection, once an hour.
 
-A look at what ten thousand clients have made in a tenth of a second holds the loop for ten
-milliseconds, and mostly nothing is found. After such a look some that follow are left out, twice as
-many each time, and what would have been looked at is set aside as it is. What is lost by that is
-little, or the looks would find it and come as often as before.
+A collection of what ten thousand clients allocate in a tenth of a second takes ten milliseconds and
+mostly finds nothing. After such a collection the next ones are skipped, twice as many each time,
+and new objects are frozen unexamined. Little garbage is lost that way, or the next collection would
+find it and the skipping would end.
 
-**Threads.** Whoever waits for something outside Python lets another thread run, and waits for its
-turn afterwards: five milliseconds, as Python comes, each time, while a thread encodes a large
-status. Turns are shorter here; and a thread with much to do rests for most of the time, or a loop
-that has half a core for a second is a second's work behind.
+A thread that waits for I/O lets other threads run, and waits up to a switch interval, 5 ms by
+default, to continue while another thread computes (encodes a large status, for example). The
+interval is shorter here. Long work in a thread also pauses between its parts (`status.pacing`).
 """
 
 from __future__ import annotations
@@ -30,24 +29,25 @@ import trio
 T = TypeVar("T")
 
 COLLECT_INTERVAL_SECONDS = 0.1
-"""Between two moments at which new objects are set aside: a few thousand are alive then."""
+"""Seconds between two freezes of new objects; a few thousand are alive then."""
 
 MIN_WORTHWHILE_OBJECTS = 10
-"""Objects in cycles. Fewer in a tenth of a second are some 30 MB an hour at most."""
+"""Objects in cycles that a collection must find for the next one not to be skipped. Fewer in a
+tenth of a second are at most about 30 MB an hour."""
 
 MAX_SKIPPED_COLLECTIONS = 31
-"""Looks in a row, so that there is one every three seconds."""
+"""Collections skipped in a row: one still happens every three seconds."""
 
 INTERVALS_PER_FULL_COLLECTION = 36_000
-"""An hour."""
+"""Intervals between full collections: one hour."""
 
 SWITCH_INTERVAL_SECONDS = 0.0005
-"""Of a thread that computes, when another one wants to."""
+"""Seconds that a computing thread keeps the interpreter lock while another thread waits."""
 
 
 @contextmanager
 def low_latency() -> Iterator[None]:
-    """For as long as a service runs that also runs `collect_garbage`. Of the whole process."""
+    """Set the whole process for low latency while the service also runs `collect_garbage`."""
     turn = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.disable()
@@ -61,7 +61,7 @@ def low_latency() -> Iterator[None]:
 
 
 async def collect_garbage() -> None:
-    """Until cancelled."""
+    """Collect and freeze new objects until cancelled."""
     while True:
         left_out = due_in = 0
         for _ in range(INTERVALS_PER_FULL_COLLECTION):
@@ -77,7 +77,7 @@ async def collect_garbage() -> None:
 
 
 def next_gc_backoff(before: int, found: int) -> int:
-    """After a look that has found so many objects, where so many were left out before it."""
+    """Collections to skip, after `before` skipped ones and one that found `found` objects."""
     if found >= MIN_WORTHWHILE_OBJECTS:
         return 0
     return min(MAX_SKIPPED_COLLECTIONS, 2 * before + 1)

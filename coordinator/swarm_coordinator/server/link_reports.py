@@ -1,8 +1,8 @@
-"""What peers report about their links: bytes and paths, the newest word of each.
+"""Link counters and paths as peers report them in heartbeats: the newest of each.
 
-Owns what is shown and what is due to be written to the database. LinkReports are words, not proofs:
-nothing is decided by them. A heartbeat says what has changed since the one before in the same
-session, so everything belongs to a session: with the next one a reporter begins anew.
+Owns what is shown of them and what is due to be written to the database. Reports are not verified,
+and nothing is decided by them. A heartbeat contains the changes since the previous one of its
+session, so each report belongs to a session: a new session of a peer begins without reports.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ Links = dict[PeerId, tuple[LinkBytes, ...]]
 Paths = dict[PeerId, tuple[LinkPath, ...]]
 
 MAX_REMEMBERED = 100_000
-"""Links of all reporters together, and paths: some tens of megabytes. Each has its share of them,
-and what a reporter has not spoken of for longest is forgotten first. The database keeps all."""
+"""Links kept of all reporters together, and paths: tens of megabytes. Each reporter has an equal
+share of them and loses what it has not reported for longest. The database keeps all links."""
 
 MIN_REMEMBERED_PER_REPORTER = 8
-"""Of one reporter, however many there are."""
+"""Links and paths kept of a reporter, however many reporters there are."""
 
 MAX_DETACHED_REPORTERS = 10_000
-"""Reporters that are not attached any more and whose links are still shown."""
+"""Detached reporters whose links are still shown."""
 
 REPORTERS_AT_ONCE = 50
+"""Reporters whose links are written in one commit: a few milliseconds of the writer's thread."""
 LINKS_AT_ONCE = 500
-"""In one commit: some milliseconds of the writer's thread."""
+"""The coordinator's own links written in one commit."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -40,7 +41,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(slots=True)
 class ReporterState:
-    """By one reporter, in its newest session; what was said longest ago first."""
+    """Reports of one peer in its newest session, the oldest first."""
 
     session: SessionNumber
     links: dict[tuple[PeerId, str], LinkBytes] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class ReporterState:
 
 
 class LinkReports:
-    """By reporter. The coordinator reports about itself like everybody."""
+    """Reports by peer. The coordinator's own are those of its node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -60,7 +61,7 @@ class LinkReports:
         if of is None or of.session != session:
             if of is not None:
                 if of.session > session:
-                    return  # of an attachment that has been replaced
+                    return  # of a session that has been replaced
                 del self._of[reporter]
             of = self._of[reporter] = ReporterState(session)
         if heartbeat.changed_links or heartbeat.links is not None:
@@ -87,12 +88,12 @@ class LinkReports:
         return min(most, max(MIN_REMEMBERED_PER_REPORTER, MAX_REMEMBERED // len(self._of)))
 
     def links(self) -> Links:
-        """The last ones of those that have gone, too."""
+        """Links by reporter, including the last ones of detached peers."""
         found = {peer: tuple(of.links.values()) for peer, of in self._of.items() if of.links}
         return {**found, self._node.peer_id: self._node.link_bytes()}
 
     def paths(self, attached: Container[PeerId]) -> Paths:
-        """Of those that are attached: whoever is not has no paths, and in the end no links."""
+        """Paths of the attached peers. Also forgets detached reporters beyond the limit."""
         gone = [peer for peer in self._of if peer not in attached]
         for peer in gone[: max(0, len(gone) - MAX_DETACHED_REPORTERS)]:
             del self._of[peer]
@@ -104,8 +105,8 @@ class LinkReports:
         return {**found, self._node.peer_id: tuple(self._node.paths())}
 
     def unsaved_links(self) -> Iterator[Links]:
-        """A few at a time: of everybody whose links were heard and not saved by now, and then the
-        coordinator's own. What is not taken stays unsaved."""
+        """Yield the links that are not in the database yet, a few reporters at a time, then the
+        coordinator's own. Links that are not taken stay unsaved."""
         for peers in batched(list(self._unsaved), REPORTERS_AT_ONCE):
             yield {peer: tuple(self._unsaved.pop(peer).values()) for peer in peers}
         for links in batched(self._node.link_bytes(), LINKS_AT_ONCE):
@@ -113,12 +114,12 @@ class LinkReports:
 
 
 def _set_newest(those: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> None:
-    """In place of what was said before, and the newest of all."""
+    """Replace the value and make it the newest of all."""
     those.pop(key, None)
     those[key] = value
 
 
 def _drop_oldest(those: dict[KeyT, ValueT], room: int, but: KeyT | None = None) -> None:
-    """The oldest; what a reporter's way to the coordinator is, is always shown."""
+    """Drop the oldest entries but `but`: the path to the coordinator is always shown."""
     while len(those) > room:
         del those[next(key for key in those if key != but)]

@@ -1,6 +1,6 @@
-"""Where the coordinator listens and what it tells others to dial.
+"""Addresses of the coordinator: where it listens and what peers dial.
 
-Owns the words of `listen_host`, and the order in which addresses are handed out: those that the
+Owns the meaning of `listen_host` and the order of the addresses in invites: those that the
 organiser announces, then this machine's own, loopback last.
 """
 
@@ -19,7 +19,7 @@ from swarm_shared.identity.signing import describe_validation_error
 from swarm_shared.run.manifest import Manifest
 
 MAX_ADDRESSES = 16
-"""Each makes the invite nine characters longer; a machine with more has containers."""
+"""Addresses in an invite; each adds nine characters. Machines with more run containers."""
 
 
 def listen_address(host: str, port: int) -> str:
@@ -35,7 +35,7 @@ def listen_address(host: str, port: int) -> str:
 
 
 def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> tuple[str, ...]:
-    """What an invite carries. On loopback nobody else can dial in, so that nothing else helps."""
+    """The addresses of an invite. For a loopback host these are only loopback addresses."""
     ip = ipaddress.ip_address(host)
     own = [f"/ip{ip.version}/{ip}/tcp/{port}"]
     if ip.is_unspecified:
@@ -44,7 +44,7 @@ def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> t
 
 
 def dual_stack(addresses: Sequence[str], port: int) -> tuple[str, ...]:
-    """The addresses of a node that listens on IPv6, too; loopback stays last."""
+    """The addresses of a node that also listens on IPv6; loopback stays last."""
     six = [f"/ip6/{a}/tcp/{port}" for a in interface_addresses(6) if not a.is_loopback]
     here = [a for a in addresses if "/ip4/127." in a]
     others = [a for a in addresses if a not in here]
@@ -68,7 +68,7 @@ def interface_addresses(
 
 
 def invite_for(manifest: Manifest, addresses: tuple[str, ...], token: str | None) -> Invite:
-    """The run's invite; ConfigurationError when an announced address is none."""
+    """The run's invite; ConfigurationError when an announced address is invalid."""
     try:
         return Invite(
             coordinator=manifest.organiser, addresses=addresses, run_id=run_id_of(manifest),

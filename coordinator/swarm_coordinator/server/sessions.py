@@ -1,10 +1,10 @@
-"""Attachments of clients: one outbox each, one writer, and the order that the core relies on.
+"""Sessions of attached clients: an outbox and a writer for each, and the order of messages.
 
-Owns the table of sessions and what happens to a client that does not read. What clients say is
-turned into events by `control`; what they are told is the pure core's decision.
+Owns the table of sessions, and disconnecting a client that does not read. Received messages become
+events in `server.control_protocol`; what is sent is the core's decision.
 
-A new attachment becomes the target of `send` only when the core has been told of it, so that no
-word meant for the older attachment reaches the newer one before its Welcome.
+A new session becomes the target of `send` only when the core has processed its attachment, so no
+message for the previous session reaches the new one before its Welcome.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ log = logging.getLogger(__name__)
 
 MAX_OUTBOX_MESSAGES = 4096
 MAX_OUTBOX_BYTES = 64 * 2**20
-"""A roster of ten thousand peers has about ten megabytes; a reader that is six behind is none."""
+"""Bytes queued for one client: about six rosters of ten thousand peers. A client so far behind does
+not read."""
 
 WRITERS_PER_TURN = 20
-"""Woken between two turns of everybody else: about a millisecond of work."""
+"""Writers woken before other tasks run: about a millisecond of work."""
 
 RECORDS_PER_TURN = 500
-"""Of a roster, between two turns of everybody else: one to three milliseconds of work."""
+"""Roster records encoded before other tasks run: one to three milliseconds of work."""
 
 SEND_SECONDS = 30.0
-"""A client that takes nothing for so long is cut off; it says Hello again when it can."""
+"""Seconds without progress of a send after which a client is disconnected; it can attach again."""
 
 
 @dataclass(slots=True)
 class ClientSession:
-    """One attachment of one client."""
+    """One attachment of a client."""
 
     number: SessionNumber
     peer: PeerId
     stream: FramedStream
     certified_at: float = 0.0
-    """When its certificate was made, in Unix seconds."""
+    """When its certificate was issued, in Unix seconds."""
     encoders: Encoders = field(default_factory=lambda: Encoders())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
     written: trio.Event = field(default_factory=trio.Event)
-    """The writer has ended: everything was sent, or the session is lost."""
+    """Set when the writer has ended: everything was sent, or the session is lost."""
     _outbox: deque[bytes | CoordinatorMessage] = field(default_factory=deque)
     _outbox_bytes: int = 0
     _finishing: bool = False
     _wake: trio.Event = field(default_factory=trio.Event)
 
     def send(self, message: bytes | CoordinatorMessage, *, wake: bool = True) -> None:
-        """Queue a message; never blocks. Too many waiting end the session.
+        """Queue a message without blocking. A full outbox ends the session.
 
-        What only this client gets is encoded when it is written: the core's turn is short then.
+        A message for this client only is encoded by the writer, which keeps the core's turn short.
         """
         if self._finishing or self.disconnect_reason is not None:
             return
@@ -84,11 +85,11 @@ class ClientSession:
             self._wake.set()
 
     def wake(self) -> None:
-        """Let the writer look at what was queued without waking it."""
+        """Wake the writer for messages that were queued with `wake=False`."""
         self._wake.set()
 
     def finish(self) -> None:
-        """End the session after what is in the outbox has been sent."""
+        """End the session once the outbox has been sent."""
         self._finishing = True
         self._wake.set()
 
@@ -100,7 +101,7 @@ class ClientSession:
         self.scope.cancel()
 
     async def write_all(self) -> None:
-        """Carry the outbox to the client until the session ends. Raises nothing of its own."""
+        """Send the outbox to the client until the session ends. Network errors end the session."""
         try:
             while self._outbox or not self._finishing:
                 if not self._outbox:
@@ -126,14 +127,14 @@ class ClientSession:
 
 
 class ClientSessions:
-    """All attachments, and which one speaks for its peer."""
+    """All open sessions, and the current one of each peer."""
 
     def __init__(self) -> None:
         self._current: dict[PeerId, ClientSession] = {}
         self._open: dict[SessionNumber, ClientSession] = {}
         self._counter = 0
         self._unwoken: deque[ClientSession] = deque()
-        """They have a message that their writers have not been woken for."""
+        """Sessions with a message that their writers have not been woken for."""
         self._some_unwoken = trio.Event()
         self._encoders = Encoders()
         self._last: tuple[CoordinatorMessage, bytes] | None = None
@@ -143,15 +144,15 @@ class ClientSessions:
 
     @property
     def attached(self) -> int:
-        """Peers that somebody speaks for."""
+        """Peers with a current session."""
         return len(self._current)
 
     def current(self) -> list[ClientSession]:
-        """The attachments that speak for their peers."""
+        """The current session of every attached peer."""
         return list(self._current.values())
 
     def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> ClientSession:
-        """A new attachment; nobody's target yet."""
+        """Register a session. Messages to the peer still go to its previous session."""
         self._counter += 1
         session = ClientSession(
             SessionNumber(self._counter), peer, stream, certified_at, self._encoders
@@ -160,7 +161,7 @@ class ClientSessions:
         return session
 
     def make_current(self, number: SessionNumber, peer: PeerId) -> None:
-        """From now on this attachment speaks for its peer; an older one is closed."""
+        """Make this session its peer's current one; an older one is closed."""
         older = self._current.pop(peer, None)
         if older is not None:
             older.disconnect("the client attached anew")
@@ -169,7 +170,7 @@ class ClientSessions:
             self._current[peer] = session
 
     def refuse(self, number: SessionNumber, reason: str) -> None:
-        """An attachment whose peer was kept out while it was on its way to the core."""
+        """Refuse a session whose peer was revoked before the core processed the attachment."""
         session = self._open.get(number)
         if session is not None:
             session.send(encode(Refused(code="admission", reason=reason[:500])))
@@ -181,17 +182,17 @@ class ClientSessions:
             del self._current[session.peer]
 
     def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
-        """Into the outbox of the peer's attachment; dropped when it has none."""
+        """Queue a message in the peer's current session; dropped when it has none."""
         session = self._current.get(peer)
         if session is not None:
-            # A large one is a newcomer's alone: the others hear what has changed.
+            # A large roster goes to a joining peer only; other peers get the changes.
             shared = isinstance(message, Roster) and len(message.peers) <= RECORDS_PER_TURN
             session.send(self._encoded(message) if shared else message, wake=False)
             self._unwoken.append(session)
             self._some_unwoken.set()
 
     def broadcast(self, peers: Iterable[PeerId], message: CoordinatorMessage) -> None:
-        """The same into many outboxes."""
+        """Queue one message, encoded once, in many sessions."""
         encoded = self._encoded(message)
         for peer in peers:
             session = self._current.get(peer)
@@ -201,9 +202,8 @@ class ClientSessions:
         self._some_unwoken.set()
 
     async def wake_writers(self) -> None:
-        """Until cancelled. A close is a word to every member, and ten thousand writers woken at
-        once keep everybody waiting for as long as all of them take together: others get their turn
-        between every few."""
+        """Wake writers, a few at a time, until cancelled. A step close goes to every member; ten
+        thousand writers woken at once would delay all other tasks until the last has run."""
         while True:
             await self._some_unwoken.wait()
             self._some_unwoken = trio.Event()
@@ -218,7 +218,7 @@ class ClientSessions:
             session.finish()
 
     async def finish_all(self, timeout_seconds: float) -> None:
-        """End every session after what is in its outbox, within the time given."""
+        """End every session once its outbox is sent, within the time given."""
         waiting = list(self._open.values())
         for session in waiting:
             session.finish()
@@ -227,7 +227,7 @@ class ClientSessions:
                 await session.written.wait()
 
     def _encoded(self, message: CoordinatorMessage) -> bytes:
-        # The same roster goes to everybody, one peer after the other: encode it once.
+        # The same roster is sent to many peers in succession, so it is encoded once.
         if self._last is None or self._last[0] is not message:
             encoded = (
                 self._encoders.rosters.encode(message) if isinstance(message, Roster) else None
@@ -237,7 +237,8 @@ class ClientSessions:
 
 
 class RosterEncoder:
-    """Rosters of large runs have megabytes, and nearly all of one is in the next one again."""
+    """Encodes rosters record by record and keeps the encoded records. A roster of a large run has
+    megabytes, and the next one repeats nearly all of it."""
 
     def __init__(self) -> None:
         self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
@@ -245,8 +246,8 @@ class RosterEncoder:
         self._encoding = trio.Lock()
 
     async def encode_cooperatively(self, roster: Roster) -> bytes:
-        """The same as `encode`: ten thousand records take a tenth of a second, and others get
-        their turn between some of them. Newcomers that get the same one share the work."""
+        """Encode like `encode`, letting other tasks run: ten thousand records take a tenth of a
+        second. Joining peers that get the same roster share the work."""
         async with self._encoding:
             if self._last is None or self._last[0] is not roster:
                 records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
@@ -257,7 +258,7 @@ class RosterEncoder:
             return self._last[1]
 
     def encode(self, roster: Roster) -> bytes:
-        """What `encode` gives, for the price of the records that are new."""
+        """Encode like `protocol.encode`, at the cost of the records that are new."""
         records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
         self._look_up(roster.peers, records)
         return self._assemble(roster, records)
@@ -282,14 +283,15 @@ class RosterEncoder:
 
 
 class CloseEncoder:
-    """In a large run a close names hundreds of members of the stage, to each of them the same."""
+    """Encodes step closes. In a large run the message names hundreds of members of a stage, the
+    same for each of them."""
 
     def __init__(self) -> None:
         self._attempt = -1
         self._tails: dict[int, tuple[tuple[Reduction, ...], bytes]] = {}
 
     def encode(self, message: CoordinatorMessage) -> bytes:
-        """What `encode` gives; of a close, for the price of what is one member's own."""
+        """Encode like `protocol.encode`; a close costs only what is specific to the member."""
         if not isinstance(message, Close) or message.moving:
             return encode(message)
         if message.attempt != self._attempt:
@@ -308,7 +310,7 @@ class CloseEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Encoders:
-    """Of what goes to thousands and is nearly the same for all of them."""
+    """Encoders of messages that are nearly the same for thousands of clients."""
 
     rosters: RosterEncoder = field(default_factory=RosterEncoder)
     closes: CloseEncoder = field(default_factory=CloseEncoder)

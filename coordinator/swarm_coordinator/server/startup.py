@@ -1,8 +1,7 @@
-"""A coordinator's start: what is remembered is read again, and the network opened."""
+"""The start of a coordinator: restores the run from the store and opens the network."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -19,10 +18,11 @@ from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import read_bytes
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
-from swarm_coordinator.storage.generations import generation_floor
+from swarm_coordinator.storage.records import generation_floor
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import PeerRecord
 from swarm_shared.scheduling.placement import MovePolicy
@@ -30,13 +30,13 @@ from swarm_shared.scheduling.placement import MovePolicy
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
-"""Of one client: the circuits that it may have through this relay, and everything else."""
+"""Inbound streams of one client: its circuits through this relay, and all other streams."""
 
 
 async def restore(
     service: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
 ) -> Restored:
-    """What the store remembers, with a checkpoint whose every byte is there."""
+    """Restore the run from the store, with the newest checkpoint whose files are complete."""
     before = service.store.restore()
     known = {record.version: record for record in service.store.checkpoints()}
     lost = before.generation == 0 and bool(checkpoints.versions())
@@ -49,14 +49,16 @@ async def restore(
             lambda: checkpoints.latest_valid(note, None if lost else known)
         )
     if lost and found is not None:
-        # The database was moved away or lost: the checkpoint is a new base for the run.
-        reason = f"the database is new, the run goes on from its checkpoint of {found.version}"
+        # The database was moved away or lost: the run continues from the checkpoint.
+        reason = (
+            f"the database is new; the run continues from its checkpoint of step {found.version}"
+        )
         note(reason)
         await service.store.write(found)
         await service.store.write(RolledBack(found.version, reason))
         restored = service.store.restore()
     if found is None and known:
-        note("no checkpoint of this run is usable any more")
+        note("no checkpoint of this run is usable")
     at_end = restored.version >= service.manifest.training.steps
     return dataclasses.replace(restored, checkpoint=found, finished=restored.finished and at_end)
 
@@ -64,7 +66,7 @@ async def restore(
 async def open_network(
     service: CoordinatorContext, stack: AsyncExitStack
 ) -> tuple[Node, tuple[str, ...]]:
-    """Listen on the port asked for, or on the one that invites name since the first start."""
+    """Open the node on the port asked for, or on that of the first start, which invites contain."""
     network = service.settings.network
     wanted = service.port or network.listen_port
     remembered = None if wanted else service.folder.remembered_port()
@@ -102,14 +104,14 @@ def begin_run(
     certificate: str,
     revoked: Mapping[PeerId, float],
 ) -> RunState:
-    """The core's first state. `certificate` and `addresses` are the coordinator's own."""
+    """Make the core's first state. `certificate` and `addresses` are the coordinator's own."""
     envelope = read_bytes(service.folder.manifest, MAX_MANIFEST_BYTES)
     coordinator = PeerRecord(
         peer=service.identity.peer_id, stage=StageIndex(0), addresses=addresses,
         certificate=certificate, microbatches_per_second=0.0, accepts_work=False,
     )  # fmt: skip
     return begin(
-        service.manifest, base64.b64encode(envelope).decode("ascii"), coordinator, restored,
+        service.manifest, encode_envelope(envelope), coordinator, restored,
         service.clock(), revoked, rebalancing_settings(service.settings.rebalancing),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the shell shows while it runs: the status file, and the table of links in the store."""
+"""Writes the status file and the store's table of links while the coordinator runs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from swarm_coordinator.server.control_protocol import ControlServer
 from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_coordinator.status.status_file import ServerStatus, StatusFile
 from swarm_coordinator.storage.records import LinksReported
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
 
 STATUS_SECONDS = 1.0
+"""Seconds between two writes of the status file in a small run."""
 STATUS_PAUSE_FACTOR = 30.0
-"""The pause after writing the status, over the time that it took: some percent of a core."""
+"""Pause after writing the status, as a multiple of its CPU time: a few percent of a core."""
 LINKS_SECONDS = 10.0
-"""From the end of one writing of the link table to the next; it is not needed to the second, and
-n² long."""
+"""Seconds between two writes of the link table, which has up to n² rows and need not be current to
+the second."""
 COMMIT_SECONDS = 0.25
-"""Between two commits of some links."""
+"""Seconds between two commits of some links."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusWriter:
-    """Asks the parts that know; decides nothing."""
+    """Collects what the status needs from the parts of the coordinator."""
 
     state: RunState
     status: StatusFile
@@ -42,7 +44,7 @@ class StatusWriter:
     clock: Clock
 
     async def write_status(self, *, running: bool = True) -> float:
-        """The seconds of computing that it took."""
+        """Write the status file. Returns the CPU seconds that this took."""
         return await self.status.write(self._server_status(), running=running)
 
     async def write_status_repeatedly(self) -> None:
@@ -52,8 +54,8 @@ class StatusWriter:
             await trio.sleep(max(STATUS_SECONDS, STATUS_PAUSE_FACTOR * took))
 
     async def write_links_repeatedly(self) -> None:
-        """The thread that writes needs the interpreter, too: ten thousand reporters at once would
-        keep everybody waiting for a second."""
+        """Write links a few at a time: the writer's thread needs the interpreter lock, and ten
+        thousand reporters at once would delay all tasks for a second."""
         while True:
             await trio.sleep(LINKS_SECONDS)
             for links in self.reports.unsaved_links():
@@ -61,18 +63,19 @@ class StatusWriter:
                 await trio.sleep(COMMIT_SECONDS)
 
     def save_links(self) -> None:
-        """All at once: at the end nobody waits any more."""
+        """Write all links at once, at the end of the run."""
         for links in self.reports.unsaved_links():
             self.store.post(LinksReported(links))
 
     def _server_status(self) -> ServerStatus:
-        """What the core does not know and `status` shows."""
+        """What the status document needs beside the core's state."""
+        pages = self.dashboard_process
         return ServerStatus(
             now=self.clock(),
             links=self.reports.links(),
             paths=self.reports.paths(self.state.peers),
-            admission=self.admission_service.document(),
+            admission=self.admission_service.status(),
             sessions=len(self.sessions),
-            sessions_ended=dict(self.control.ended),
-            http={} if self.dashboard_process is None else self.dashboard_process.status(),
+            sessions_ended=self.control.ended,
+            http=DashboardStatus() if pages is None else pages.status(),
         )

@@ -1,46 +1,45 @@
-"""How long closing and applying a step take, and what the members say when.
+"""The time that closing and applying a step take, and the members' reports about them.
 
-The all-reduce of a group is a reduce-scatter and an all-gather: what a member sends and receives
-follows from how much of the gradient it sums, and the group waits for its slowest line.
+The all-reduce of a group is a reduce-scatter and an all-gather: the traffic of a member follows
+from the share of the gradient that it sums, and the group waits for its slowest link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.scheduling.placement import round_seconds
 
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
-
 RECONCILE_SECONDS = 0.2
-"""Checking what was counted, the copy that is averaged, the norm."""
+"""Seconds for checking the commit set, copying the gradient, and the norm."""
 
 MEMORY_BYTES_PER_SECOND = 50e9
-"""Applying a step reads and writes parameters, gradient and moments once."""
+"""Memory bandwidth; applying a step reads and writes parameters, gradient and moments once."""
 APPLY_BYTES_PER_PARAMETER = 28
+"""Bytes read and written per parameter by an apply."""
 APPLY_SECONDS = 0.1
-"""The rest of it, and the fingerprint."""
+"""Seconds for the rest of an apply, the fingerprint included."""
 
 LATENCIES_PER_ALL_REDUCE = 4
-"""Latencies in a row: both halves of the all-reduce, each with a hello and its answer."""
+"""Consecutive latencies: both halves of the all-reduce, each with a hello and its answer."""
 
 
 _Group = tuple[int, StageIndex, StageIndex | None]
-"""Who is done at the same time: the attempt, the stage, and the one that is gone over to."""
+"""Key of members that finish at the same time: attempt, stage, and the stage switched to."""
 
 
 class AllReduceTimes:
-    def __init__(self, swarm: Swarm) -> None:
+    """Schedules the reports and applies of the members of every averaging round."""
+
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         self._reports: dict[_Group, list[SimulatedVolunteer]] = {}
         self._applies: dict[tuple[int, StageIndex], list[tuple[SimulatedVolunteer, bool]]] = {}
         self._switching: dict[PeerId, int] = {}
-        """Who goes over to its next stage with which attempt."""
+        """The attempt with which each switching member changes stage."""
         self.aborted = 0
 
     def close(self, volunteer: SimulatedVolunteer, message: Close) -> None:
@@ -79,39 +78,39 @@ class AllReduceTimes:
         swarm = self._swarm
         there = swarm.volunteers
         weights = reduction.weights or (1,) * len(reduction.members)
-        lines = [
+        links = [
             (there[peer].hardware, weight)
             for peer, weight in zip(reduction.members, weights, strict=True)
             if peer in there
         ]
-        if len(lines) < 2:
+        if len(links) < 2:
             return 0.0
         size = swarm.sizes[stage].gradient_bytes
         if reduction.part == "tied":
             size = swarm.table_bytes
-        rates = [min(line.up_bytes_per_second, line.down_bytes_per_second) for line, _ in lines]
+        rates = [min(link.up_bytes_per_second, link.down_bytes_per_second) for link, _ in links]
         total = sum(weights)
-        latency = 2 * max(line.latency_seconds for line, _ in lines)
-        shares = [weight / total for _, weight in lines]
+        latency = 2 * max(link.latency_seconds for link, _ in links)
+        shares = [weight / total for _, weight in links]
         return round_seconds(size, rates, shares) + LATENCIES_PER_ALL_REDUCE * latency
 
     def _report(self, close: Close, key: _Group) -> None:
         report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
         for volunteer in self._reports.get(key, ()):
             if key not in self._reports:
-                return  # a report before this one has ended it
+                return  # an earlier report of this loop has ended the round
             volunteer.send(report)
         self._reports.pop(key, None)
 
     def abort(self, volunteer: SimulatedVolunteer, attempt: int) -> None:
-        """Of one round: the others of that attempt go on."""
+        """End one stage's round of an attempt; its other rounds go on."""
         ended = [k for k in self._reports if k[:2] == (attempt, volunteer.stage)]
         for key in ended:
             del self._reports[key]
         self.aborted += any(prepared is None for _, _, prepared in ended)
 
     def apply(self, volunteer: SimulatedVolunteer, message: Apply) -> None:
-        """Members of a stage are done at the same time; one event says so for all of them."""
+        """Schedule the apply; the members of a stage finish at the same time, in one event."""
         stage = volunteer.stage
         if stage is None:
             return

@@ -1,16 +1,16 @@
-"""Made-up coming and going, from parameters: models for `--trace` where no recording is at hand.
+"""Synthetic arrivals and departures, for `--trace` without a recording.
 
-    steady              everybody comes within the first minute and stays
-    home                volunteers at home: sessions of hours, absences with a daily cycle; most of
-                        them say goodbye, some are switched off
-    spot                rented machines that are taken away, several at once, and replaced after a
+    steady              every machine joins within the first minute and stays
+    home                volunteers at home: sessions of hours, absences with a daily cycle; most
+                        leave properly, some are switched off
+    spot                rented machines that are reclaimed, several at once, and replaced after a
                         while
 
 Parameters follow the name: `spot:losses_per_hour=0.6,bulk=3`. The defaults of `home` give the
-availability that BOINC's hosts had (81 % of the time running, 83 % of that connected, 84 % of
-that allowed to compute: Anderson and Fedak, CCGrid 2006), with sessions of a few hours and a
-daily cycle; those of `spot` the losses of the preemptible machines in Bamboo (Thorpe et al.,
-NSDI 2023), about 0.6 per machine and hour, in bulk. The shapes are assumptions.
+availability of BOINC's hosts (81 % of the time running, 83 % of that connected, 84 % of that
+allowed to compute: Anderson and Fedak, CCGrid 2006), with sessions of a few hours and a daily
+cycle; those of `spot` give the losses of the preemptible machines in Bamboo (Thorpe et al., NSDI
+2023), about 0.6 per machine and hour, in bulk. The shapes are assumptions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from swarm_shared.base.errors import UsageError
 HOUR = 3600.0
 DAY_HOURS = 24.0
 PEAK_HOUR = 20.0
-"""Local time at which most volunteers come."""
+"""Local time of day, in hours, at which most volunteers join."""
 FIRST_MINUTE = 60.0
+"""Seconds over which the initial joins are spread."""
 
 
 class ChurnModel(Protocol):
@@ -51,13 +52,13 @@ class HomeChurn:
     on_hours: float = 5.0
     """Mean length of a session; exponential, so that many are short."""
     availability: float = 0.56
-    """Share of the time that a volunteer is there."""
+    """Fraction of the time that a volunteer is present."""
     daily: float = 0.6
-    """How much more likely somebody comes in the evening than on average; 0 is no cycle."""
+    """Relative increase of the joining rate in the evening over the average; 0: no cycle."""
     crash: float = 0.2
-    """Share of the sessions that end without a word."""
+    """Fraction of the sessions that end without a Goodbye."""
     time_zones: float = 8.0
-    """Over so many hours the volunteers' clocks are spread."""
+    """Hours over which the volunteers' time zones are spread."""
 
     def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[TraceEvent]:
         found: list[TraceEvent] = []
@@ -72,7 +73,7 @@ class HomeChurn:
             )
             while at < hours:
                 found.append(TraceEvent(at * HOUR, "join", name))
-                # The shortest sessions end in the middle of joining, as they do.
+                # The shortest sessions end while joining, as real ones do.
                 at += rng.expovariate(1 / self.on_hours)
                 if at >= hours:
                     break
@@ -82,7 +83,7 @@ class HomeChurn:
         return sorted(found, key=lambda change: (change.seconds, change.name))
 
     def _return(self, at: float, off_hours: float, zone: float, rng: random.Random) -> float:
-        """When somebody who left comes back: a Poisson process whose rate follows the day."""
+        """Time of the next join after an absence: a Poisson process whose rate follows the day."""
         highest = (1 + self.daily) / off_hours
         while True:
             at += rng.expovariate(highest)
@@ -95,11 +96,11 @@ class HomeChurn:
 @dataclass(frozen=True, slots=True)
 class SpotChurn:
     losses_per_hour: float = 0.6
-    """Per machine."""
+    """Losses per machine and hour."""
     bulk: float = 2.5
-    """Mean number that is taken at once; geometric."""
+    """Mean number of machines reclaimed at once; geometric."""
     replaced_minutes: float = 15.0
-    """Mean time until the cloud gives another machine; exponential."""
+    """Mean minutes until a replacement machine joins; exponential."""
 
     def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[TraceEvent]:
         found = [TraceEvent(rng.uniform(0, FIRST_MINUTE), "join", name) for name in names]
@@ -128,7 +129,7 @@ class SpotChurn:
 
 
 def _geometric(mean: float, rng: random.Random) -> int:
-    """1, 2, 3, … with the given mean."""
+    """Draw from 1, 2, 3, … with the given mean."""
     count = 1
     while rng.random() >= 1 / mean:
         count += 1
@@ -151,11 +152,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "bulk": (1.0, math.inf),
     "replaced_minutes": (0.001, math.inf),
 }
-"""Of parameters; all others are numbers from 0."""
+"""Allowed ranges of parameters; all other parameters are numbers from 0."""
 
 
 def churn_model(text: str) -> ChurnModel:
-    """A model by its name and parameters; UsageError says what there is."""
+    """Parse a model's name and parameters; UsageError lists the valid ones."""
     name, _, rest = text.partition(":")
     kind = MODELS.get(name)
     if kind is None:

@@ -1,32 +1,31 @@
-"""How long state takes from its holders to who takes a stage."""
+"""The time of state downloads from holders to joining and moving peers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from swarm_coordinator.simulator.volunteer import SHARED_UPLINK_FRACTION, SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import (
+    SHARED_UPLINK_FRACTION,
+    SimulatedVolunteer,
+    SwarmView,
+)
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import AssignStage
 
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
-
 
 class Downloads:
-    """Who serves how many of them. A download keeps the rate that it began with."""
+    """Downloads in progress and their sources. A download keeps its initial rate."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         self._from_coordinator = 0
         self._sources: dict[int, list[SimulatedVolunteer]] = {}
         self.bytes = 0
 
     def under_way(self) -> set[int]:
-        """The identities of the assignments that are being carried out."""
+        """Identities (`id`) of the assignments that are being downloaded."""
         return set(self._sources)
 
     def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float:
-        """The seconds that it will take."""
+        """Start a download; returns its duration in seconds."""
         swarm = self._swarm
         self.bytes += message.bytes
         sources: list[SimulatedVolunteer] = []
@@ -46,11 +45,11 @@ class Downloads:
                 )
         self._sources[id(message)] = sources
         rate = min(volunteer.hardware.down_bytes_per_second, offered)
-        # With nobody there it fails after a while; the coordinator names others then.
+        # Without a source it fails after a while; the coordinator then assigns others.
         return message.bytes / rate if rate else 30.0
 
     def end(self, message: AssignStage) -> None:
-        """Its last byte is there, or nobody wants the rest. More than once does no harm."""
+        """Release the sources of a finished or abandoned download; repeated calls do nothing."""
         if id(message) not in self._sources:
             return
         if any(record.peer == self._swarm.coordinator for record in message.holders):

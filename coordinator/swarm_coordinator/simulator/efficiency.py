@@ -1,8 +1,8 @@
-"""What the run makes, against what the same machines could make in the best places.
+"""The run's rate compared with the best placement of the same machines.
 
-Two yardsticks, because the best placement is NP-hard to find. `best` is what a greedy search over
-placements reaches: somebody could have placed the machines like that. `bound` is what no placement
-can exceed. For like machines the first is the optimum.
+Two references, because the best placement is NP-hard to find. `best` is the rate that a greedy
+search over placements reaches, so a possible one. `bound` is a rate that no placement exceeds. For
+identical machines the first is the optimum.
 """
 
 from __future__ import annotations
@@ -10,71 +10,69 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import PeerId, StageIndex
 
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
-
 MAX_SEARCHED_MACHINES = 300
-"""Above this the best placement is taken to be the one in which every machine divides itself among
-all stages, which is within a percent of it and costs nothing to keep."""
+"""Number of machines up to which a placement is searched. Above it, `best` is the rate if every
+machine divided itself among all stages, which is within a percent and cheap to maintain."""
 
 
 def best_rate(machines: Sequence[SimulatedVolunteer], memory_bytes: Sequence[int]) -> float:
-    """The best pipeline rate over all placements, as far as a greedy search finds it.
+    """The best pipeline rate over all placements that a greedy search finds.
 
-    Fastest first, each to the thinnest stage that it fits. For like machines that is the optimum.
+    Fastest first, each to the slowest stage that it fits. For identical machines that is the
+    optimum.
     """
-    thinnest = [(0.0, stage) for stage in range(len(memory_bytes))]
+    slowest = [(0.0, stage) for stage in range(len(memory_bytes))]
     for machine in sorted(machines, key=lambda m: (-m.hardware.flops_per_second, m.peer)):
         passed: list[tuple[float, int]] = []
-        while thinnest and memory_bytes[thinnest[0][1]] > machine.hardware.memory_bytes:
-            passed.append(heapq.heappop(thinnest))
-        if thinnest:
-            rate, stage = thinnest[0]
+        while slowest and memory_bytes[slowest[0][1]] > machine.hardware.memory_bytes:
+            passed.append(heapq.heappop(slowest))
+        if slowest:
+            rate, stage = slowest[0]
             gained = rate + machine.steady_rate_at(StageIndex(stage))
-            heapq.heapreplace(thinnest, (gained, stage))
+            heapq.heapreplace(slowest, (gained, stage))
         for entry in passed:
-            heapq.heappush(thinnest, entry)
-    return thinnest[0][0]
+            heapq.heappush(slowest, entry)
+    return slowest[0][0]
 
 
 class EfficiencyMeter:
     """Integrates the rates over the time in which the run trains."""
 
-    def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
-        """`weights` of the stages for the bound; they add up to 1, and any do."""
+    def __init__(self, swarm: SwarmView, weights: Sequence[float] | None = None) -> None:
+        """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)
         self._memory = [stage.memory_bytes for stage in swarm.manifest.stages]
         self._weights = weights if weights is not None else [1 / stages] * stages
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
-        """The rate of each peer, at the stage that it serves."""
+        """Rate of each peer at the stage that it serves, by stage."""
         self._where: dict[PeerId, int] = {}
         self._holders: dict[PeerId, SimulatedVolunteer] = {}
-        """Who could serve: all who have had the time to get a stage, whether they serve or not."""
+        """Machines that could serve: present for long enough to download a stage, serving or
+        not."""
         self._rates = [0.0] * stages
         self._divided = self._weighted = 0.0
         self._since: float | None = None
         self._rate = self._best = self._bound = 0.0
         self.made = self.possible = self.bound = 0.0
-        """Microbatches: of the run, of the best placement found, and of no placement more."""
+        """Microbatches of the run, of the best placement found, and of the bound."""
         self.standstill_seconds = 0.0
         self.seconds = 0.0
         self.series: list[tuple[float, float, float]] = []
-        """(seconds, rate, best rate), at every change."""
+        """(seconds, rate, best rate) at every change."""
 
     def start(self) -> None:
-        """Training begins."""
+        """Begin to integrate; training begins."""
         if self._since is None:
             self._since = self._swarm.event_heap.now
             self._account()
 
     def add_candidate(self, volunteer: SimulatedVolunteer) -> None:
-        """It has had the time to get a stage; the best placement counts on it from now on."""
+        """Include a machine in the best placement, once it has had the time to download a stage."""
         if volunteer.alive and volunteer.peer not in self._holders:
             self._holders[volunteer.peer] = volunteer
             self._counts(volunteer, 1)
@@ -90,7 +88,7 @@ class EfficiencyMeter:
         self._changed(stage)
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
-        """It serves nothing for now, but could: it is on its way to another stage."""
+        """The machine serves nothing for now, but could: it changes stage."""
         if self._forget(volunteer):
             self._account()
 
@@ -111,10 +109,11 @@ class EfficiencyMeter:
         return True
 
     def _counts(self, volunteer: SimulatedVolunteer, sign: int) -> None:
-        """A machine that divides itself evenly adds the inverse of the sum of its inverse rates.
+        """Add or subtract a machine's terms of the two references.
 
-        And for any weights of the stages that add up to 1, no placement lets it add more to the
-        thinnest of them than the largest of its weighted rates.
+        A machine that divides itself evenly adds the inverse of the sum of its inverse rates. For
+        any stage weights that sum to 1, no placement lets it add more to the slowest stage than the
+        largest of its weighted rates.
         """
         rates = [volunteer.steady_rate_at(StageIndex(s)) for s in range(len(self._rates))]
         self._divided += sign / math.fsum(1 / rate for rate in rates)
@@ -129,7 +128,7 @@ class EfficiencyMeter:
         self._account()
 
     def _account(self) -> None:
-        """Add up the time until now, and see what is so from now on."""
+        """Integrate until now, and update the current rates."""
         now = self._swarm.event_heap.now
         if self._since is None:
             return

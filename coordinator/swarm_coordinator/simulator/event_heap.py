@@ -1,4 +1,4 @@
-"""The virtual clock: what happens next, and when."""
+"""The virtual clock: scheduled actions in the order of their time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Action = Callable[[], object]
 
 
 class EventHeap:
-    """Actions in the order of their time; at the same time, in the order in which they came."""
+    """Actions in the order of their time; at equal times, in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,7 +25,7 @@ class EventHeap:
         self.at(self.now + delay_seconds, action)
 
     def run_until(self, end_seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Up to and with `end_seconds`, or until `stopped`."""
+        """Run the actions up to and including `end_seconds`, or until `stopped`."""
         while self._heap and self._heap[0][0] <= end_seconds and not stopped():
             self.now, _, action = heapq.heappop(self._heap)
             self.done += 1

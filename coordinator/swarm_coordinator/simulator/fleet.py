@@ -1,8 +1,9 @@
-"""The machines of a fleet: how fast, how much memory, what line.
+"""The machines of a fleet: speed, memory and link.
 
-A fleet is a list of machines, read from a file of classes or made of the classes below. Their
-figures are assumptions, not measurements: a mix of home machines as an organiser may hope for.
-Lines are asymmetric; a class's line is what the provider sells, and what arrives varies about it.
+A fleet is a list of machines, read from a file of classes or built from the classes below. Their
+figures are assumptions, not measurements: a mix of home machines that an organiser may hope for.
+Links are asymmetric; a class's link is the provider's nominal rate, and the actual rates vary about
+it.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ class Hardware:
 
     kind: str
     flops_per_second: float
-    """What training gets out of it, not what is printed on the box."""
+    """The rate that training achieves, not the nominal one."""
     memory_bytes: int
     up_bytes_per_second: float
     down_bytes_per_second: float
     latency_seconds: float
-    """One way to the middle of the network: between two machines it is the sum of both."""
+    """One-way latency to the middle of the network; between two machines it is the sum of both."""
 
 
 class HardwareClass(FrozenModel):
-    """Machines of one kind. Each one's speed and line are drawn about the class's medians."""
+    """Machines of one kind. The speed and link of each are drawn about the class's medians."""
 
     name: str = Field(min_length=1, max_length=60)
     machines: int = Field(default=1, ge=1, le=LARGEST_FLEET)
-    """How many; for a fleet of another size, how many in proportion."""
+    """Number of machines; for a fleet of another size, a proportion."""
     teraflops: float = Field(gt=0, allow_inf_nan=False)
     spread: float = Field(default=0.0, ge=0, le=2)
-    """Of the logarithm of speed and line: 0.2 is about ±20 %."""
+    """Standard deviation of the logarithm of speed and link: 0.2 is about ±20 %."""
     memory_gib: float = Field(gt=0, allow_inf_nan=False)
     up_mbit: float = Field(gt=0, allow_inf_nan=False)
     down_mbit: float = Field(gt=0, allow_inf_nan=False)
@@ -85,7 +86,7 @@ HOME = FleetFile(
 
 
 def fleet_from(text: str, rng: random.Random) -> list[Hardware]:
-    """`--fleet`: a number of home machines, or a file of classes."""
+    """Parse `--fleet`: a number of home machines, or a file of classes."""
     if text.isdigit():
         count = int(text)
         if not 1 <= count <= LARGEST_FLEET:
@@ -111,7 +112,7 @@ def read_fleet(path: Path) -> FleetFile:
 
 
 def make_fleet(fleet_file: FleetFile, count: int, rng: random.Random) -> list[Hardware]:
-    """`count` machines in the proportion of the classes, in an order drawn by `rng`."""
+    """Return `count` machines in the proportion of the classes, in an order drawn by `rng`."""
     total = sum(one.machines for one in fleet_file.classes)
     machines: list[Hardware] = []
     wanted = 0.0

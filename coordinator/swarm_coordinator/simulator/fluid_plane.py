@@ -1,17 +1,16 @@
-"""The coarse data plane: microbatches flow at the rate that the thinnest stage allows.
+"""The coarse data plane: microbatches flow at the rate of the bottleneck stage.
 
-Between two changes of who serves, microbatches are completed at one rate. Each is put down to one
-peer of each stage, by the peers' rates, as the routing (`swarm_shared.scheduling.routing`) shares
-work out
-where everybody has enough of it. The rate is what the thinnest stage
-makes, less what is lost because only so many microbatches are in flight: of W microbatches on N
-equally busy peers some peers have none and others two, and with service times that do not vary
-1 / (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing
-network, Reiser and Lavenberg 1980, with the residual of constant service). Peers of stages that
-are not the thinnest count as far as they are busy.
+While the serving peers do not change, microbatches complete at a constant rate. Each is attributed
+to one peer of each stage, in proportion to the peers' rates, which is how the routing
+(`swarm_shared.scheduling.routing`) distributes work under load. The rate is that of the bottleneck
+stage, less the loss from the limited number of microbatches in flight: with W microbatches on N
+equally busy peers some peers have none and others two, and with constant service times a fraction 1
+/ (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing network,
+Reiser and Lavenberg 1980, with the residual of constant service). Peers of the other stages count
+in proportion to their utilisation.
 
-What is not modelled: single queues, stragglers at the end of a step beyond the pipeline's own
-length, and the work in flight at a peer that dies.
+Not modelled: individual queues, stragglers at the end of a step beyond the pipeline's own length,
+and the work in flight at a peer that is lost.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
 
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
-
 REPORT_SECONDS = 5.0
-"""Results are told to the coordinator in batches; real ones come every half second."""
+"""Seconds between batches of results to the coordinator; real trainers report every half second."""
 
 
 @dataclass(slots=True)
 class _Leased:
+    """One leased microbatch: its trainer, its accumulate mask, and the cells counted so far."""
+
     lease: int
     trainer: SimulatedVolunteer
     accumulate: tuple[StageIndex, ...]
@@ -45,8 +43,11 @@ class _Leased:
 
 
 class _Shares:
-    """Whose turn it is in one stage: the smallest virtual finish time, which moves on by the time
-    that a peer takes for one microbatch (interleaved weighted round-robin)."""
+    """Interleaved weighted round-robin over the peers of one stage.
+
+    The next peer is the one with the smallest virtual finish time, which advances by the time that
+    it takes for one microbatch.
+    """
 
     def __init__(self) -> None:
         self.rates: dict[PeerId, float] = {}
@@ -82,23 +83,23 @@ class _Shares:
 
 
 class FluidPlane:
-    """Satisfies `swarm.DataPlane`."""
+    """Implements `volunteer.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 1.0
     FOLLOWS_ROSTERS: ClassVar[bool] = False
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         stages = len(swarm.works)
         self._shares = [_Shares() for _ in range(stages)]
         self._where: dict[PeerId, StageIndex] = {}
         self._step = Step(0)
         self._waiting: dict[MicrobatchIndex, _Leased] = {}
-        """Not completed yet, in their order."""
+        """Microbatches not completed yet, in their order."""
         self._completed: dict[MicrobatchIndex, _Leased] = {}
-        """And not reported yet."""
+        """Completed microbatches that are not reported yet."""
         self._progress = 0.0
-        """Of the first one that waits."""
+        """Completed fraction of the first waiting microbatch."""
         self._rate = 0.0
         self._latency = 0.0
         self._settled_at = 0.0
@@ -106,7 +107,7 @@ class FluidPlane:
         self._reporting = False
         self.completed = 0
 
-    # ---- who serves
+    # ---- serving peers
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         self._settle()
@@ -121,7 +122,7 @@ class FluidPlane:
             self.serves(volunteer)
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
-        """It serves nothing any more; what it has completed is known before that is."""
+        """Stop serving; what the peer has completed is reported first."""
         stage = self._where.pop(volunteer.peer, None)
         if stage is None:
             return
@@ -131,7 +132,7 @@ class FluidPlane:
         self._rates_changed()
 
     def leaving(self, volunteer: SimulatedVolunteer) -> None:
-        """No new work, unless nobody else is there; it still counts as a member."""
+        """Give the peer no new work unless it is the last of its stage; it remains a member."""
         self._settle()
         self._report_of(volunteer)
         stage = self._where.get(volunteer.peer)
@@ -140,10 +141,10 @@ class FluidPlane:
             self._rates_changed()
 
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
-        """Routing is by what is true, not by what each sender knows."""
+        """Ignored: this level distributes work by the actual state, not by each sender's roster."""
 
     def mask(self, volunteer: SimulatedVolunteer, message: object) -> None:
-        """Nobody asks for one."""
+        """Ignored: this level sends no mask requests."""
 
     # ---- work
 
@@ -159,7 +160,8 @@ class FluidPlane:
         self._rates_changed()
 
     def queued(self, volunteer: SimulatedVolunteer) -> int:
-        """Of the microbatches in flight those that are not elsewhere wait at the thinnest stage."""
+        """The peer's share of the microbatches in flight; those not in service wait at a
+        bottleneck."""
         stage = self._where.get(volunteer.peer)
         if stage is None or not self._waiting or self._rate <= 0:
             return 0
@@ -167,19 +169,18 @@ class FluidPlane:
         share = shares.rates.get(volunteer.peer, 0.0) / shares.rate if shares.rate else 0.0
         busy = self._rate / shares.rate if shares.rate else 0.0
         in_service = busy * len(shares.rates) * share
-        thinnest = [s for s in self._shares if s.rate <= self._rate * 1.02]
+        bottlenecks = [s for s in self._shares if s.rate <= self._rate * 1.02]
         waiting = 0.0
-        if shares in thinnest:
+        if shares in bottlenecks:
             in_flight = self._window() - self._rate * self._latency
-            waiting = max(0.0, in_flight) / len(thinnest) * share
+            waiting = max(0.0, in_flight) / len(bottlenecks) * share
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
 
     # ---- the flow
 
     def _window(self) -> float:
-        """What all trainers together keep in flight, each by
-        `swarm_shared.scheduling.inflight_window`."""
+        """Microbatches in flight of all trainers, by `swarm_shared.scheduling.inflight_window`."""
         limit = self._swarm.manifest.limits.stage_queue
         least = min(len(self._shares) + EXTRA_IN_FLIGHT, limit)
         pipelines = max(1, len(self._shares[0].rates))
@@ -203,7 +204,7 @@ class FluidPlane:
                 self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
     def _pipeline_seconds(self) -> float:
-        """One microbatch's way through an idle pipeline and back, at the average peer."""
+        """Seconds for one microbatch through an idle pipeline and back, at the average peer."""
         swarm = self._swarm
         seconds = 0.0
         for stage, shares in enumerate(self._shares):
@@ -213,7 +214,7 @@ class FluidPlane:
         return seconds
 
     def _settle(self) -> None:
-        """Complete what the time since the last change has completed."""
+        """Complete the microbatches of the time since the last change."""
         now = self._swarm.event_heap.now
         elapsed, self._settled_at = now - self._settled_at, now
         if self._rate <= 0 or not self._waiting:
@@ -231,7 +232,7 @@ class FluidPlane:
             self.completed += 1
 
     def _drained(self, plan: int) -> None:
-        """The last microbatch has entered the pipeline; its gradient comes back a little later."""
+        """The last microbatch has entered the pipeline; its gradient returns after the latency."""
         if plan == self._plan:
             self._swarm.event_heap.later(self._latency, lambda: self._at_the_end(plan))
 
@@ -252,7 +253,7 @@ class FluidPlane:
             self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
     def _report_of(self, volunteer: SimulatedVolunteer) -> None:
-        """Tell what this peer has to do with before it goes."""
+        """Report the completed microbatches that involve this peer."""
         self._report(
             [
                 microbatch

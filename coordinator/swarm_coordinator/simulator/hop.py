@@ -1,7 +1,7 @@
-"""A simulated sender's way to one stage: the choice of a peer, credits, retries and masks.
+"""A simulated sender's requests to one stage: the choice of a peer, credits, retries and masks.
 
-The product's own routing chooses, and is told what was observed by the product's own formula. Who
-retries asks the coordinator first.
+The production routing chooses, fed with the production formula for observations. A sender requests
+a mask from the coordinator before it retries.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
+# The values of the client.
+
 BUSY_PAUSE_SECONDS = 0.05
+"""Seconds before a request is repeated that a full queue has refused."""
+
 STEP_PAUSE_SECONDS = 0.1
+"""Seconds before a request is repeated that a peer at another step has refused."""
+
 CAPACITY_WAIT_SECONDS = 1.0
+"""Seconds before the choice of a peer is repeated while none has capacity."""
+
 MAXIMUM_ATTEMPTS = 8
-"""As in the client, all four."""
+"""Failed attempts after which a microbatch has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes back for a microbatch: its receipts, or why there is no gradient."""
+    """The result of one microbatch: its receipts, or why there is no gradient."""
 
     state: str
-    """ok, busy, wrong step, or failed."""
+    """"ok", "busy", "wrong step", or "failed"."""
     receipts: tuple[Receipt, ...] = ()
     service_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -37,6 +45,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RoutedMicrobatch:
+    """One microbatch with its accumulate mask."""
+
     step: Step
     microbatch: MicrobatchIndex
     accumulate: frozenset[StageIndex]
@@ -48,7 +58,7 @@ Missing = Callable[[tuple[StageIndex, ...] | None], None]
 
 @dataclass(slots=True)
 class Request:
-    """One attempt to have one microbatch done by one peer."""
+    """One attempt to have one peer process one microbatch."""
 
     target: PeerId
     answered: Answered
@@ -56,7 +66,7 @@ class Request:
 
 
 class Sender(Protocol):
-    """Who sends: it has the time, knows the members, and carries requests out."""
+    """The sending node: its clock, its roster, and its transport."""
 
     known: dict[PeerId, StageIndex]
 
@@ -67,13 +77,13 @@ class Sender(Protocol):
     def works_on(self, step: Step) -> bool: ...
     def members(self, stage: StageIndex) -> Sequence[PeerId]: ...
     def later(self, seconds: float, action: Action) -> None: ...
-    def ask_mask(self, parcel: RoutedMicrobatch, suspect: PeerId, answer: Missing) -> None: ...
+    def ask_mask(self, parcel: RoutedMicrobatch, answer: Missing) -> None: ...
     def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None: ...
     def answer(self, request: Request, answer: Answer) -> None: ...
 
 
 class Hop:
-    """A sender's way to one stage: `Downstream` of the client."""
+    """A sender's requests to one stage: corresponds to the client's `Downstream`."""
 
     def __init__(self, sender: Sender, stage: StageIndex) -> None:
         self._sender, self.stage = sender, stage
@@ -110,7 +120,7 @@ class Hop:
                 sender.later(pause, lambda: self.send(parcel, done, failures))
             else:
                 self._routing.failed(target, sender.now)
-                sender.ask_mask(parcel, target, masked)
+                sender.ask_mask(parcel, masked)
 
         def masked(missing: tuple[StageIndex, ...] | None) -> None:
             if missing is None:
@@ -138,7 +148,7 @@ class Hop:
         self._sender.later(pause, self.capacity)
 
     def capacity(self) -> None:
-        """Somebody may have room again: those that wait try once more, in their order."""
+        """Retry the waiting requests in their order, since a peer may have capacity again."""
         waiting, self._waiting = self._waiting, deque()
         for action in waiting:
             action()

@@ -1,43 +1,47 @@
-"""The fine data plane: every microbatch on its way through queues, credits and links.
+"""The fine data plane: every microbatch on its path through queues, credits and links.
 
-Senders choose receivers with the product's own routing and tell it what they observed by the
-product's own formula; a receiver computes backwards before forwards, refuses when its queue is
-full, and counts by the mask; who retries asks the coordinator first. What is modelled is time: a
-forward takes a third of a microbatch's work and a backward the rest, a line carries one payload
-after the other, and a request to somebody who has vanished fails when the roster says so.
+Senders choose receivers with the production routing, fed with the production formula for
+observations. A receiver computes backwards before forwards, refuses when its queue is full, and
+counts by the accumulate mask; a sender requests a mask from the coordinator before it retries. The
+model is the time: a forward takes a third of a microbatch's work and a backward the rest, a link
+carries one payload after the other, and a request to a lost peer fails when the roster shows the
+loss.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Request, RoutedMicrobatch
-from swarm_coordinator.simulator.volunteer import SHARED_UPLINK_FRACTION, SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import (
+    SHARED_UPLINK_FRACTION,
+    SimulatedVolunteer,
+    SwarmView,
+)
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
 from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
 
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
-
 FORWARD_SHARE = 1 / 3
 SMALL_BYTES = 256 * 1024
-"""Token ids, receipts and refusals."""
+"""Size up to which a payload does not queue on a link: token ids, receipts and refusals."""
 
 
 @dataclass(slots=True)
 class _Compute:
+    """One queued computation."""
+
     seconds: float
     done: Action
 
 
 class _Node:
-    """What one volunteer does in the data plane while it holds its stage."""
+    """The data plane of one volunteer while it holds its stage."""
 
     def __init__(self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer) -> None:
         assert volunteer.stage is not None
@@ -64,7 +68,7 @@ class _Node:
         self._forwards: deque[_Compute] = deque()
         self._busy = False
 
-    # ---- whom it knows
+    # ---- the roster
 
     def learn(self, roster: Roster) -> None:
         self.known = {record.peer: record.stage for record in roster.peers}
@@ -82,7 +86,7 @@ class _Node:
     def works_on(self, step: Step) -> bool:
         return self.open and self.volunteer.alive and self.volunteer.version + 1 == step
 
-    # ---- how it sends (`hop.Sender`)
+    # ---- sending (`hop.Sender`)
 
     @property
     def now(self) -> float:
@@ -91,8 +95,8 @@ class _Node:
     def later(self, seconds: float, action: Action) -> None:
         self._plane.later(self, seconds, action)
 
-    def ask_mask(self, parcel: RoutedMicrobatch, suspect: PeerId, answer: Missing) -> None:
-        self._plane.ask_mask(self, parcel, suspect, answer)
+    def ask_mask(self, parcel: RoutedMicrobatch, answer: Missing) -> None:
+        self._plane.ask_mask(self, parcel, answer)
 
     def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None:
         self._plane.deliver_request(self, stage, parcel, request)
@@ -127,7 +131,7 @@ class _Node:
     # ---- counting
 
     def count(self, parcel: RoutedMicrobatch) -> Receipt | None:
-        """Accumulate a microbatch if the mask says so, once; its receipt if it is held."""
+        """Accumulate a microbatch once if the mask includes this stage; its receipt if held."""
         if self.held_step != parcel.step:
             self.held_step, self.held, self.unreported = parcel.step, {}, []
         known = self.held.get(parcel.microbatch)
@@ -139,12 +143,12 @@ class _Node:
 
 
 class MicrobatchPlane:
-    """Satisfies `swarm.DataPlane`."""
+    """Implements `volunteer.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 0.25
     FOLLOWS_ROSTERS: ClassVar[bool] = True
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
@@ -164,12 +168,12 @@ class MicrobatchPlane:
         return self._swarm.works[stage]
 
     def later(self, node: _Node, seconds: float, action: Action) -> None:
-        """In the node's life only."""
+        """Schedule an action that is dropped when the node has closed."""
         self._swarm.event_heap.later(
             seconds, lambda: node.open and node.volunteer.alive and action()
         )
 
-    # ---- who serves
+    # ---- serving peers
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes[volunteer.peer] = _Node(self, volunteer)
@@ -179,7 +183,7 @@ class MicrobatchPlane:
             self.lease(volunteer, lease)
 
     def changed(self, volunteer: SimulatedVolunteer) -> None:
-        """Its uplink is shared; `_transfer` looks for itself."""
+        """Ignored: `_transfer` reads the sharing of the uplink itself."""
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes.pop(volunteer.peer, None)
@@ -187,7 +191,7 @@ class MicrobatchPlane:
             node.open = False
 
     def leaving(self, volunteer: SimulatedVolunteer) -> None:
-        """It hands back what it has not begun to drive."""
+        """Return the leased microbatches that it has not started."""
         node = self._nodes.get(volunteer.peer)
         if node is not None:
             while node.leased:
@@ -210,7 +214,7 @@ class MicrobatchPlane:
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None:
         node = self._nodes.get(volunteer.peer)
         if node is None:
-            # It is told in the same breath as that it may take part.
+            # The lease arrives together with the message that admits it to the step.
             self._early.setdefault(volunteer.peer, []).append(lease)
             return
         latency = volunteer.hardware.latency_seconds
@@ -278,15 +282,12 @@ class MicrobatchPlane:
         self,
         node: _Node,
         parcel: RoutedMicrobatch,
-        suspect: PeerId,
         answer: Missing,
     ) -> None:
         self._asked += 1
         number = self._asked
         self._masks[node.volunteer.peer, number] = answer
-        request = MaskRequest(
-            request=number, step=parcel.step, microbatch=parcel.microbatch, suspect=suspect
-        )
+        request = MaskRequest(request=number, step=parcel.step, microbatch=parcel.microbatch)
         self._to_coordinator(node, lambda: node.volunteer.send(request))
 
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:
@@ -303,7 +304,7 @@ class MicrobatchPlane:
     ) -> None:
         receiver = self._nodes.get(request.target)
         if receiver is None:
-            return  # vanished: the roster will say so
+            return  # lost: the roster will show it
         size = self._swarm.sizes[stage].input_bytes
 
         def arrive() -> None:
@@ -313,9 +314,9 @@ class MicrobatchPlane:
         self._transfer(sender, receiver, size, arrive)
 
     def _transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
-        """Over the sender's uplink and the receiver's downlink, one large payload after the other.
+        """Send over the sender's uplink and the receiver's downlink, one large payload at a time.
 
-        Small ones pass between them: streams of one connection share it fairly.
+        Small payloads do not queue: the streams of one connection share it fairly.
         """
         now = self.now
         if sender is receiver:
@@ -357,7 +358,7 @@ class MicrobatchPlane:
         parcel: RoutedMicrobatch,
         request: Request,
     ) -> None:
-        """One microbatch in this stage: forward, on to the next one, backward, answer."""
+        """Process one microbatch in this stage: forward, on to the next stage, backward, answer."""
         if node.stage != stage or not node.works_on(parcel.step):
             self._reply(node, sender, request, Answer("wrong step"), 0)
             return
@@ -377,8 +378,8 @@ class MicrobatchPlane:
                 receipts = (*receipts, own)
             size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
-            line = node.volunteer.uplink_seconds(stage)
-            answer(Answer("ok", receipts, node.microbatch_seconds, total, line), size)
+            uplink = node.volunteer.uplink_seconds(stage)
+            answer(Answer("ok", receipts, node.microbatch_seconds, total, uplink), size)
 
         def came_back(given: Answer) -> None:
             if given.state != "ok":

@@ -1,4 +1,4 @@
-"""What a simulation found, as a document and in words."""
+"""The result of a simulation, as a document and as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from swarm_coordinator.simulator.swarm import Swarm
 from swarm_shared.scheduling.placement import MovePolicy
 
 SERIES_POINTS = 600
-"""Of the rates over time: enough to draw, little to keep."""
+"""Number of points kept of the rates over time: enough for a plot."""
 
 
 def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
-    """All figures of a simulation; `inputs` is what it was asked for."""
+    """All figures of a simulation; `inputs` are its parameters, which are included."""
     swarm.meter.finish()
     meter, moves = swarm.meter, swarm.run.rebalancing
     policy: MovePolicy = swarm.options.moves.policy
@@ -62,17 +62,17 @@ def _thinned(series: list[tuple[float, float, float]]) -> list[tuple[float, floa
 
 
 def outcome_lines(document: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """The result as lines of text."""
     hours, rule = document["simulated_hours"], document["rebalancing"]
     lines = [
         f"{hours:.1f} hours in {document['wall_seconds']:.1f} s: {document['steps']} steps, "
         f"{document['microbatches_per_second']:.2f} microbatches/s "
         f"({document['tokens_per_second']:,.0f} tokens/s)",
-        f"  people: {document['joins']} came, {document['leaves']} left, "
-        f"{document['crashes']} vanished, {document['refused']} were refused",
+        f"  volunteers: {document['joins']} joined, {document['leaves']} left, "
+        f"{document['crashes']} crashed, {document['refused']} were refused",
         f"  pipeline: {document['pipeline_rate']:.3g} microbatches/s on average while it trained, "
         f"{100 * document['share_of_best']:.2f} % of the best placement's "
-        f"{document['best_pipeline_rate']:.3g}; it stood still for "
+        f"{document['best_pipeline_rate']:.3g}; it made no progress for "
         f"{document['standstill_seconds']:.0f} s",
         f"  moves ({rule['rule']}, every {rule['period']:.0f} s): {document['moves']} made of "
         f"{document['moves_decided']} decided, {document['moved_bytes'] / 1e9:.2f} GB for them",

@@ -1,4 +1,4 @@
-"""The simulated swarm: the coordinator's core in its shell, and the volunteers around it."""
+"""The simulated swarm: the coordinator's core in a simulated shell, and its volunteers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     AppliedStep,
@@ -31,16 +29,15 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
 from swarm_coordinator.simulator.downloads import Downloads
 from swarm_coordinator.simulator.efficiency import EfficiencyMeter
 from swarm_coordinator.simulator.event_heap import EventHeap
-from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
+from swarm_coordinator.simulator.fleet import Hardware
 from swarm_coordinator.simulator.trace import TraceEvent
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import DataPlane, SimulatedVolunteer, SwarmOptions
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -62,53 +59,16 @@ from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 COORDINATOR = PeerId("the coordinator")
 LAST_HEARD_INTERVAL_SECONDS = 2.0
-"""How often it is put down that those who live are heard of: their hearts beat unsimulated."""
+"""Seconds between updates of when the living peers were last heard, in place of their
+heartbeats."""
 NEVER_ENDING_STEPS = 2**31
 
 _SET_LAST_HEARD = vars(PeerState)["last_heard"].__set__
-"""Sets when a peer was last heard of, and tells no table: nothing kept there depends on it."""
-
-
-class DataPlane(Protocol):
-    """What happens to leased microbatches."""
-
-    TICK_SECONDS: ClassVar[float]
-    """How often the coordinator's clock ticks at this level."""
-    FOLLOWS_ROSTERS: ClassVar[bool]
-    """Whether it matters to this level what each peer knows of the others."""
-    completed: int
-    """Microbatches, those that were done again included."""
-
-    def __init__(self, swarm: Swarm) -> None: ...
-
-    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
-    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
-    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
-    def leaving(self, volunteer: SimulatedVolunteer) -> None: ...
-    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
-    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
-    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
-    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmOptions:
-    """What is assumed about the world besides fleet and trace."""
-
-    moves: RebalancingSettings = field(default_factory=RebalancingSettings)
-    tick_seconds: float = 1.0
-    heartbeat_seconds: float = 30.0
-    """How often a volunteer's rate is told; that it lives is known meanwhile."""
-    measurement_noise: float = 0.03
-    """Of the logarithm of a measured rate."""
-    wanted_stages: Mapping[str, int] = field(default_factory=dict)
-    """Who insists on which stage, by name; all others take the most under-served one."""
-    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
-    coordinator_latency_seconds: float = 0.005
+"""Sets a peer's `last_heard` without notifying its table: no index depends on it."""
 
 
 class Swarm:
-    """Feed it a trace and run its event_heap."""
+    """A simulated run: construct it with a trace, then call `simulate`."""
 
     def __init__(
         self,
@@ -135,7 +95,7 @@ class Swarm:
         self.applied: list[AppliedStep] = []
         self.stopped = False
         self._silent: set[PeerId] = set()
-        """Those whose hearts have stopped beating."""
+        """Peers that no longer send heartbeats."""
         self._fleet = fleet
         self._machines: dict[str, Hardware] = {}
         self._sessions = itertools.count(1)
@@ -161,7 +121,7 @@ class Swarm:
         self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def _cost_shares(self) -> list[float]:
-        """What share of the fleet's time each stage takes: nearly the best weights for a bound."""
+        """Fraction of the fleet's time per stage: nearly the best weights for the bound."""
         typical = sorted(self._fleet, key=lambda one: one.flops_per_second)[len(self._fleet) // 2]
         probe = SimulatedVolunteer(self, "", typical, 0)
         seconds = [1 / probe.steady_rate_at(StageIndex(s)) for s in range(len(self.works))]
@@ -170,7 +130,7 @@ class Swarm:
     def simulate(self, hours: float) -> None:
         self.event_heap.run_until(3600 * hours, lambda: self.stopped)
 
-    # ---- people
+    # ---- volunteers
 
     def _apply_trace_event(self, change: TraceEvent) -> None:
         self.counts[change.kind] += 1
@@ -178,7 +138,7 @@ class Swarm:
         present = self.volunteers.get(peer)
         if change.kind == "join":
             if present is not None:
-                self._lost(present)  # it is back before it was missed
+                self._lost(present)  # it returns before its loss was detected
             machine = self._machines.get(change.name)
             if machine is None:
                 machine = self._fleet[len(self._machines) % len(self._fleet)]
@@ -195,21 +155,21 @@ class Swarm:
             self._crash(present)
 
     def _crash(self, volunteer: SimulatedVolunteer) -> None:
-        """Gone without a word: the coordinator notices when its heart does not beat any more."""
+        """Lose a volunteer without notice; the coordinator detects it by the missing heartbeats."""
         self._silent.add(volunteer.peer)
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
         volunteer.disconnect()
 
     def _lost(self, volunteer: SimulatedVolunteer) -> None:
-        """The coordinator knows that it is gone."""
+        """Remove a volunteer whose loss the coordinator has detected."""
         if self.volunteers.get(volunteer.peer) is volunteer:
             del self.volunteers[volunteer.peer]
         if volunteer.alive:
             self._crash(volunteer)
 
     def gone(self, volunteer: SimulatedVolunteer) -> None:
-        """It goes without having taken part, or with the coordinator's consent."""
+        """Remove a volunteer that never took part, or leaves with the coordinator's consent."""
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
         volunteer.disconnect()
@@ -217,11 +177,11 @@ class Swarm:
             del self.volunteers[volunteer.peer]
 
     def attached(self, volunteer: SimulatedVolunteer) -> None:
-        """Its heart beats in a session of its own from now on, not in one that it had before."""
+        """Start its heartbeats; those of its earlier session no longer count."""
         self._silent.discard(volunteer.peer)
 
     def takes_part(self, volunteer: SimulatedVolunteer) -> bool:
-        """Whether the coordinator has taken its word that it holds its stage at this version."""
+        """Whether the coordinator counts it as a holder of its stage at this version."""
         peer = self.run.peers.get(volunteer.peer)
         return peer is not None and peer.stage == volunteer.stage and self.run.holds_current(peer)
 
@@ -259,7 +219,7 @@ class Swarm:
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Send):
             volunteer = self.volunteers.get(command.peer)
-            # What is said to a session that it had before reaches nobody.
+            # A message to an earlier session is lost.
             if volunteer is not None and volunteer.alive and volunteer.attached:
                 self._deliver_message(volunteer, command.message)
         elif isinstance(command, Broadcast):
@@ -281,7 +241,7 @@ class Swarm:
             self.stopped = True
 
     def _broadcast(self, command: Broadcast) -> None:
-        """Changes of the roster, which say what the whole one says; and what closes a step."""
+        """Deliver a roster change, as the whole roster, or a message of the close."""
         if not isinstance(command.message, RosterChange):
             for peer in command.peers:
                 self._carry_out(Send(peer, command.message))
@@ -329,7 +289,7 @@ class Swarm:
         self.deliver(SessionLost(volunteer.session, volunteer.peer))
 
     def _fetch(self, command: FetchSnapshot) -> None:
-        """The organiser's folder gets one stage of a checkpoint over its holder's uplink."""
+        """Fetch one stage of a checkpoint into the organiser's folder over its holder's uplink."""
         snapshot = command.snapshot
         holder = self.volunteers.get(PeerId(command.holder.peer))
         if holder is None:
@@ -357,8 +317,8 @@ class Swarm:
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Millions of objects that live as long as the simulation: looking through all of them for
-    garbage again and again takes as long as everything else together."""
+    """Run the garbage collector rarely: millions of objects live as long as the simulation, and
+    scanning them repeatedly takes as long as the rest of it."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 20, 1000)
@@ -370,7 +330,7 @@ def collect_rarely() -> Iterator[None]:
 
 
 def endless(manifest: Manifest) -> Manifest:
-    """The same run without an end and without evaluation, each step after the one before it."""
+    """The same run without an end, an evaluation or staleness."""
     training = manifest.training.model_copy(
         update={"steps": NEVER_ENDING_STEPS, "evaluation_microbatches": 0, "staleness": 0}
     )

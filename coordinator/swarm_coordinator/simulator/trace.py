@@ -1,12 +1,12 @@
-"""When machines come and go: the trace format, read and written.
+"""The trace format of machines' arrivals and departures: reading and writing.
 
-A text file. The first line is `swarmtrain-trace 1`; each other line is a change,
+A text file. The first line is `swarmtrain-trace 1`; each other line is an event,
 
     SECONDS join|leave|crash NAME
 
-in the order of time from 0, blank lines and lines that begin with # left out. `leave` is a
-volunteer that says so and goes when it may; `crash` is one that is gone at once and says nothing.
-A name may come back after it went.
+ordered by time from 0; blank lines and lines that begin with # are ignored. `leave` is a volunteer
+that announces its departure and goes when it may; `crash` is one that is lost without notice. A
+name may join again after it has left.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KINDS: tuple[TraceEventKind, ...] = get_args(TraceEventKind)
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
+    """One arrival or departure."""
+
     seconds: float
     kind: TraceEventKind
     name: str
@@ -43,7 +45,7 @@ def read_trace(path: Path) -> list[TraceEvent]:
 
 
 def parse_trace(text: str, where: str) -> list[TraceEvent]:
-    """The changes; DataError names the line that is wrong."""
+    """Parse the events; DataError names the wrong line."""
     lines = text.splitlines()
     if not lines or lines[0].strip() != HEADER:
         raise DataError(f"{where} is not a trace: its first line must be {HEADER!r}")

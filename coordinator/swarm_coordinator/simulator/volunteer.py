@@ -1,13 +1,17 @@
 """A simulated volunteer: the client's side of the control protocol, on the virtual clock.
 
-What it answers and when; computing is the data plane's, averaging `rounds`'. Every answer is the
-real message. Downloads take their bytes over the slower of its own line and its sources' uplinks,
-of which a source gives at most half, since the other half carries activations.
+It owns the answers to the coordinator, which are the real messages, and their timing; computing
+belongs to the data plane, averaging to `all_reduce_time`. Downloads are limited by its own downlink
+and by its sources' uplinks, of which each source gives at most half, because the other half carries
+activations.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     Event,
@@ -17,7 +21,9 @@ from swarm_coordinator.core.events import (
     PeerHeartbeat,
     SessionNumber,
 )
-from swarm_coordinator.simulator.fleet import Hardware
+from swarm_coordinator.core.state.moves import RebalancingSettings
+from swarm_coordinator.simulator.event_heap import EventHeap
+from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.protocol import (
@@ -25,37 +31,122 @@ from swarm_shared.protocol import (
     ClientMessage,
     Heartbeat,
     Hello,
+    Lease,
     Leaving,
+    Mask,
     Ready,
+    Roster,
     SaveSnapshot,
     SnapshotReady,
     StageRequest,
     Welcome,
 )
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
-
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
+from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
 CONNECT_SECONDS = 2.0
-"""Connecting, the handshake and a first look at the links."""
+"""Seconds for connecting, the handshake and a first measurement of the links."""
 
 LOAD_SECONDS = 3.0
-"""From the file on the disk to a stage on the device, and starting fresh."""
+"""Seconds from a file on disk to a stage on the device; the same for a fresh start."""
 
 DISK_BYTES_PER_SECOND = 200e6
-"""Writing and hashing a snapshot."""
+"""Rate of writing and hashing a snapshot."""
 
 SHARED_UPLINK_FRACTION = 0.5
-"""Share of an uplink that serves state to others."""
+"""Fraction of an uplink that serves state to other peers."""
 
 SNAPSHOT_SHA256 = "0" * 64
 
 
-class SimulatedVolunteer:
-    """One machine, from when it comes to when it goes."""
+class DownloadTimes(Protocol):
+    """How long state takes from its sources, over shared uplinks."""
 
-    def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
+    def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float: ...
+    def end(self, message: AssignStage) -> None: ...
+
+
+class CandidateMeter(Protocol):
+    """What the swarm's throughput is compared with; it counts who could take part."""
+
+    def add_candidate(self, volunteer: SimulatedVolunteer) -> None: ...
+
+
+class DataPlane(Protocol):
+    """The path of leased microbatches."""
+
+    TICK_SECONDS: ClassVar[float]
+    """Interval of the coordinator's ticks at this level, in seconds."""
+    FOLLOWS_ROSTERS: ClassVar[bool]
+    """Whether this level depends on each peer's own roster."""
+    completed: int
+    """Number of completed microbatches, repeated ones included."""
+
+    def __init__(self, swarm: SwarmView) -> None: ...
+
+    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
+    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
+    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
+    def leaving(self, volunteer: SimulatedVolunteer) -> None: ...
+    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
+    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
+    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
+    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOptions:
+    """Assumptions besides the fleet and the trace."""
+
+    moves: RebalancingSettings = field(default_factory=RebalancingSettings)
+    tick_seconds: float = 1.0
+    heartbeat_seconds: float = 30.0
+    """Seconds between two reports of a volunteer's rate; that it is alive is reported
+    separately."""
+    measurement_noise: float = 0.03
+    """Standard deviation of the logarithm of a measured rate."""
+    wanted_stages: Mapping[str, int] = field(default_factory=dict)
+    """Stages chosen by volunteers, by name; all others take the most under-served one."""
+    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
+    coordinator_latency_seconds: float = 0.005
+
+
+class SwarmView(Protocol):
+    """The part of the simulated swarm that volunteers, data planes and meters use."""
+
+    event_heap: EventHeap
+    rng: random.Random
+    options: SwarmOptions
+    manifest: Manifest
+    works: list[float]
+    """Floating-point operations of a microbatch, per stage."""
+    sizes: tuple[StageSizes, ...]
+    table_bytes: int
+    coordinator: PeerId
+    mean_latency_seconds: float
+    heartbeat_seconds: float
+    volunteers: dict[PeerId, SimulatedVolunteer]
+
+    @property
+    def plane(self) -> DataPlane: ...
+    @property
+    def downloads(self) -> DownloadTimes: ...
+    @property
+    def meter(self) -> CandidateMeter: ...
+    def deliver(self, event: Event) -> None: ...
+    def attached(self, volunteer: SimulatedVolunteer) -> None: ...
+    def gone(self, volunteer: SimulatedVolunteer) -> None: ...
+    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
+    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
+    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
+    def takes_part(self, volunteer: SimulatedVolunteer) -> bool: ...
+
+
+class SimulatedVolunteer:
+    """One machine, from joining to leaving."""
+
+    def __init__(self, swarm: SwarmView, name: str, hardware: Hardware, session: int) -> None:
         self.peer = PeerId(name)
         self.hardware = hardware
         self.session = SessionNumber(session)
@@ -63,12 +154,12 @@ class SimulatedVolunteer:
         self.attached = False
         self.leaving = False
         self.stage: StageIndex | None = None
-        """What it serves."""
+        """The stage that it serves."""
         self.version = Version(0)
         self.prepared: StageIndex | None = None
-        """What it holds beside that, at the same version."""
+        """The stage that it holds in addition, at the same version."""
         self.uploads = 0
-        """Downloads of others that it serves now."""
+        """Number of downloads that it currently serves."""
         self.noise = 1.0
         self._measured_up = 0.0
         self._swarm = swarm
@@ -76,37 +167,36 @@ class SimulatedVolunteer:
 
     @property
     def assignment(self) -> AssignStage | None:
-        """What it downloads, or starts fresh with, now."""
+        """The assignment that it currently downloads, or starts fresh with."""
         return self._assignment
 
-    # ---- how fast it is
+    # ---- rates
 
     def rate_at(self, stage: StageIndex) -> float:
-        """Microbatches per second of a stage: the slowest of computing, sending and receiving."""
+        """Microbatches per second at a stage: the slowest of computing, sending and receiving."""
         return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
-        work, line = self._swarm.works[stage], self.hardware
+        work, hardware = self._swarm.works[stage], self.hardware
         sizes = self._swarm.sizes[stage]
         seconds = max(
-            work / line.flops_per_second,
-            sizes.sent_bytes / (uplink * line.up_bytes_per_second),
-            sizes.received_bytes / line.down_bytes_per_second,
+            work / hardware.flops_per_second,
+            sizes.sent_bytes / (uplink * hardware.up_bytes_per_second),
+            sizes.received_bytes / hardware.down_bytes_per_second,
         )
         return 1.0 / seconds
 
     def uplink_seconds(self, stage: StageIndex) -> float:
-        """What it tells senders that its line takes for one microbatch; 0 while it knows of none
-        that holds it up."""
+        """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""
         return self._swarm.sizes[stage].sent_bytes / self._measured_up if self._measured_up else 0.0
 
-    def _line_is_full(self, stage: StageIndex) -> bool:
+    def _uplink_is_limit(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
         return (
             self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
         )
 
-    # ---- coming and going
+    # ---- joining and leaving
 
     def connect(self) -> None:
         self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
@@ -129,7 +219,7 @@ class SimulatedVolunteer:
         self.alive = False
 
     def leave(self) -> None:
-        """Say so, and go when the coordinator agrees."""
+        """Announce that it leaves, and go when the coordinator agrees."""
         if not self.attached:
             self._swarm.gone(self)
             return
@@ -138,7 +228,7 @@ class SimulatedVolunteer:
         self.send(Leaving())
 
     def send_heartbeat(self) -> None:
-        """Tell the rate as it was measured, and how much waits here."""
+        """Report the measured rate and the queue length."""
         if not self.alive:
             return
         swarm = self._swarm
@@ -148,8 +238,8 @@ class SimulatedVolunteer:
                 noise = swarm.options.measurement_noise
                 self.noise = swarm.rng.lognormvariate(0.0, noise)
                 rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
-                if self._line_is_full(self.stage):
-                    # Like the client, it knows its line only when that has held it up.
+                if self._uplink_is_limit(self.stage):
+                    # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
@@ -160,7 +250,7 @@ class SimulatedVolunteer:
             )
         self._later(swarm.heartbeat_seconds, self.send_heartbeat)
 
-    # ---- the coordinator's word
+    # ---- messages of the coordinator
 
     def welcomed(self, message: Welcome) -> None:
         try:
@@ -170,7 +260,7 @@ class SimulatedVolunteer:
         self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
 
     def assigned(self, message: AssignStage) -> None:
-        """Get a stage, in the place of what is held or beside it."""
+        """Download a stage, in place of the held one or beside it."""
         if not message.prepare:
             self._swarm.stops(self)
             self.stage = None
@@ -183,7 +273,7 @@ class SimulatedVolunteer:
         self._later(seconds, lambda: self._download_finished(message))
 
     def _drop_assignment(self) -> None:
-        """What it was downloading is not wanted any more, or is there: its sources are free."""
+        """Release the sources of a finished or abandoned download."""
         if self._assignment is not None:
             self._swarm.downloads.end(self._assignment)
         self._assignment = None
@@ -214,7 +304,7 @@ class SimulatedVolunteer:
         self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.send(ready))
 
     def apply(self, step: int, *, switches: bool) -> None:
-        """A step is applied: the next stage is held from now on, or what was got of it is old."""
+        """Apply a step: switch to the prepared stage, or discard it as outdated."""
         if switches and self.prepared is not None:
             self._swarm.stops(self)
             self.stage, self.version = self.prepared, Version(step)
@@ -224,7 +314,7 @@ class SimulatedVolunteer:
         if self._assignment is not None and self._assignment.prepare:
             self._drop_assignment()
 
-    # ---- words
+    # ---- sending
 
     def send(self, message: ClientMessage) -> None:
         if isinstance(message, Heartbeat):

@@ -1,4 +1,4 @@
-"""Long work in small parts: batches, and rests between parts for a thread beside the event loop."""
+"""Long work in small parts: batches, and pauses between parts in a thread beside the event loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swarm_shared.base.clock import Clock
 T = TypeVar("T")
 
 REST_FACTOR = 4.0
-"""How long a thread beside the loop rests, over the time that it has computed."""
+"""Pause of a thread beside the event loop, as a multiple of its computing time."""
 
 
 def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Lists of so many of them, the last one perhaps shorter."""
+    """Yield lists of `most` items, the last one possibly shorter."""
     left = iter(those)
     while batch := list(islice(left, most)):
         yield batch
@@ -27,8 +27,8 @@ def with_duty_cycle(
     busy_clock: Clock = time.thread_time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
-    """The parts of a long work, in a thread beside the loop: after each but the last a rest. A
-    part should take a millisecond or so, or resting between them helps nobody."""
+    """Yield the parts of a long computation in a thread, with a pause after each but the last. A
+    part should take about a millisecond; pauses between longer parts do not help the loop."""
     rested_at = busy_clock()
     for number, part in enumerate(parts):
         if number:

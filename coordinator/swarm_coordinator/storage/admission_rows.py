@@ -1,7 +1,7 @@
-"""Admission as rows: tokens (hashed), whom they let in, the allow-list and bans.
+"""SQL of admission: tokens (hashed), the peers they admitted, the allow-list and bans.
 
-Owns this SQL and nothing else; `records` and `store` call it. A row is ended by a time in its last
-column (revoked, removed, lifted), never deleted, so that who could take part when stays known.
+Called by `storage.records` and `storage.store`. A row is ended by a time in its last column
+(revoked, removed, lifted) and never deleted, so that it stays known which peers were admitted when.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from swarm_shared.base.types import PeerId
 
 
 def insert_admission(connection: Connection, record: AdmissionRecord, now: float) -> None:
+    """Write one record of admission."""
     match record:
         case TokenCreated(token, secret_sha256, note, uses, expires_at):
             connection.execute(
@@ -51,7 +52,7 @@ def insert_admission(connection: Connection, record: AdmissionRecord, now: float
                 (now, peer),
             )
         case PeerBanned(peer, reason):
-            # A ban again, with another reason: the newer one is what the peer is told.
+            # A second ban with another reason replaces the first: the peer receives the newer one.
             connection.execute(
                 "UPDATE bans SET lifted_at = ? WHERE peer = ? AND lifted_at IS NULL", (now, peer)
             )
@@ -65,7 +66,7 @@ def insert_admission(connection: Connection, record: AdmissionRecord, now: float
 
 
 def read_admission(connection: Connection) -> AdmissionBook:
-    """The book as its rows tell it."""
+    """Rebuild the admission book from its rows."""
     book = AdmissionBook()
     for token, secret, note, uses, expires_at, created_at, revoked_at in connection.execute(
         "SELECT id, secret_sha256, note, uses, expires_at, created_at, revoked_at FROM tokens "
@@ -90,7 +91,8 @@ def read_admission(connection: Connection) -> AdmissionBook:
 
 
 def read_seen_since(connection: Connection, since: float) -> dict[PeerId, float]:
-    """Peers that were given a certificate at that time or later, and when at the latest."""
+    """Return the peers that received a certificate at `since` or later, with the time of the
+    last."""
     return {
         PeerId(peer): last_seen
         for peer, last_seen in connection.execute(

@@ -1,8 +1,8 @@
-"""The one way in which rows are asked for: SQL that SQLite and PostgreSQL both understand.
+"""The interface of a database connection, for SQL that SQLite and PostgreSQL both understand.
 
-Owns the shape of a connection, and nothing of either database. Parameters are written `?`. What
-the two do not share is left out: `RETURNING` instead of a cursor's last row, `CASE` instead of
-`iif`, and in an upsert the old row's columns with the table's name before them.
+Owns the protocol, and nothing of either database. Parameters are written `?`. Statements use only
+what both databases share: `RETURNING` instead of a cursor's last row, `CASE` instead of `iif`, and
+in an upsert the old row's columns qualified with the table's name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Rows(Protocol):
-    """What a statement found."""
+    """The result of a statement."""
 
     def fetchone(self) -> Any: ...
 
@@ -22,7 +22,7 @@ class Rows(Protocol):
 
 
 class Connection(Protocol):
-    """An open database. Both doors (`database`, `postgresql`) offer one."""
+    """An open database; `storage.sqlite` and `storage.postgresql` each provide one."""
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Rows: ...
 

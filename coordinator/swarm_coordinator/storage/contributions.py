@@ -1,4 +1,4 @@
-"""Who has counted how much in which stage, over all steps that belong to the run."""
+"""Contributions of peers per stage, over all applied steps of the run's history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm_shared.base.types import PeerId, StageIndex
 
 @dataclass(frozen=True, slots=True)
 class StageContribution:
-    """What one peer counted in one stage, over all steps that belong to the run."""
+    """The counted work of one peer in one stage."""
 
     peer: PeerId
     name: str | None
@@ -21,6 +21,7 @@ class StageContribution:
 
 
 def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
+    """Return all contributions, by stage and then by microbatches, the most first."""
     rows = connection.execute(
         "SELECT p.peer, p.name, s.stage, count(*), "
         "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
@@ -35,6 +36,7 @@ def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
 
 
 def read_teams(connection: Connection) -> dict[PeerId, str]:
+    """Return the teams of the peers that are in one."""
     rows = connection.execute(
         "SELECT p.peer, t.team FROM teams t JOIN peers p ON p.id = t.peer WHERE t.team <> ''"
     )

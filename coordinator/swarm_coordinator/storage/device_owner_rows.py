@@ -9,7 +9,7 @@ from swarm_shared.identity.owners import effective_bindings
 
 
 def write_binding(connection: Connection, peer_row: int, device: PeerId, binding: str) -> None:
-    """Empty: it shows none any more."""
+    """Store the binding of `device`; an empty one means that it is bound to no owner."""
     owner = named_owner(device, binding or None)
     connection.execute(
         "INSERT INTO owners (peer, owner, binding) VALUES (?, ?, ?) "
@@ -19,7 +19,7 @@ def write_binding(connection: Connection, peer_row: int, device: PeerId, binding
 
 
 def read_bindings(connection: Connection) -> dict[PeerId, tuple[PeerId, str]]:
-    """Device to owner and envelope, of all bindings that stand."""
+    """Return owner and signed envelope by device, of all effective bindings."""
     rows = connection.execute(
         "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
         "WHERE o.owner <> ''"
@@ -29,4 +29,5 @@ def read_bindings(connection: Connection) -> dict[PeerId, tuple[PeerId, str]]:
 
 
 def read_owners(connection: Connection) -> dict[PeerId, PeerId]:
+    """Return the owner by device, of all effective bindings."""
     return {device: owner for device, (owner, _) in read_bindings(connection).items()}

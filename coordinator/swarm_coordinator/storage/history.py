@@ -1,7 +1,7 @@
-"""What a run has done so far, read from its database, beside a running coordinator or without one.
+"""The history of a run, read from its database, whether a coordinator is running or not.
 
-Owns the reading for people and for other programs (`history --json`, the demo's summary). Never
-writes. Superseded rows, those that a rollback took out, are left out.
+Owns the queries for people and for other programs (`history --json`, the demo's summary). Never
+writes. Rows superseded by a rollback are left out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _SELECT_NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class HistoryStep:
+    """One applied step."""
+
     step: Step
     loss: float
     tokens: int
@@ -39,7 +41,7 @@ class HistoryStep:
 
 @dataclass(frozen=True, slots=True)
 class LinkTotal:
-    """Bytes over one link, as the reporting peer counted them over all its starts."""
+    """Bytes over one link, as counted by the reporting peer over all its starts."""
 
     reporter: PeerId
     remote: PeerId
@@ -50,6 +52,8 @@ class LinkTotal:
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
+    """A peer that has been admitted, with Unix times."""
+
     peer: PeerId
     name: str | None
     first_seen: float
@@ -58,6 +62,8 @@ class KnownPeer:
 
 @dataclass(frozen=True, slots=True)
 class HistoryNote:
+    """One event of the run, as a sentence for the organiser."""
+
     text: str
     peer: PeerId | None
     written_at: float
@@ -65,6 +71,8 @@ class HistoryNote:
 
 @dataclass(frozen=True, slots=True)
 class History:
+    """Everything that `history` reads."""
+
     restored: Restored
     steps: tuple[HistoryStep, ...]
     contributions: tuple[StageContribution, ...]
@@ -77,9 +85,9 @@ class History:
         return self.restored.heldout_loss
 
 
-def history(place: DatabaseLocation) -> History:
-    """Everything the run's database tells. StorageError when there is none or it is damaged."""
-    with open_for_reading(place) as connection:
+def history(location: DatabaseLocation) -> History:
+    """Read the whole history. StorageError when the database is missing or damaged."""
+    with open_for_reading(location) as connection:
         return History(
             restored=read_restored(connection),
             steps=_steps(connection),
@@ -97,36 +105,36 @@ def history(place: DatabaseLocation) -> History:
 
 @dataclass(frozen=True, slots=True)
 class RecentHistory:
-    """The end of the history, oldest first: what a view shows of a run of any length."""
+    """The end of the history, oldest first."""
 
     steps: tuple[HistoryStep, ...]
     notes: tuple[HistoryNote, ...]
 
 
-def read_recent(place: DatabaseLocation, most_steps: int, most_notes: int) -> RecentHistory:
-    """The newest steps and notes. Reads no more than it returns. StorageError as for `history`."""
-    with open_for_reading(place) as connection:
+def read_recent(location: DatabaseLocation, max_steps: int, max_notes: int) -> RecentHistory:
+    """Read the newest steps and notes, and no more. StorageError as for `history`."""
+    with open_for_reading(location) as connection:
         steps = connection.execute(
             f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
             "ORDER BY step DESC LIMIT ?",
-            (most_steps,),
+            (max_steps,),
         ).fetchall()
         notes = connection.execute(
-            f"{_SELECT_NOTES} ORDER BY n.id DESC LIMIT ?", (most_notes,)
+            f"{_SELECT_NOTES} ORDER BY n.id DESC LIMIT ?", (max_notes,)
         ).fetchall()
     return RecentHistory(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
 
 
 def contributions(
-    place: DatabaseLocation,
+    location: DatabaseLocation,
 ) -> tuple[tuple[StageContribution, ...], dict[PeerId, PeerId]]:
-    """Who counted what in which stage, over the whole run; and whose devices those are."""
-    with open_for_reading(place) as connection:
+    """Read all contributions, and the owners of the devices that made them."""
+    with open_for_reading(location) as connection:
         return read_contributions(connection), read_owners(connection)
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
-    """The form in which `history`, `reference` and `demo` write steps. NaN is null in JSON."""
+    """Return steps as `history`, `reference` and `demo` write them in JSON; NaN becomes null."""
     return {
         "version": HISTORY_FORMAT,
         "steps": [

@@ -1,11 +1,12 @@
-"""The order of a run's durable decisions, and a digest of what each of them said.
+"""The journal: the order of a run's durable records, and a digest of each.
 
 Owns the table `journal`: one row per start, step, rollback, checkpoint, evaluation and finish, in
-the order in which they became durable. Each digest covers the one before and the decision's
-content, so that `verification` finds a row that was changed, lost or invented after it was written,
-which a database's own checks do not (SQLite has no checksums of its pages).
+the order in which they became durable. Each digest covers the previous one and the record's
+content, so that `durability.journal_audit` finds a row that was changed, lost or invented after it
+was written, which a database's own checks do not (SQLite has no checksums of its pages).
 
-It is no seal against an organiser, who has the database and could write all of it anew.
+The journal is no protection against the organiser, who has the database and could rewrite all of
+it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def append(
     kind: JournalKind,
     row_id: int,
     generation: int,
-    decision: JournalRecord | None,
+    record: JournalRecord | None,
 ) -> None:
-    """Write the journal's next row, in the transaction that writes the decision itself."""
+    """Write the journal's next row, in the transaction that writes the record itself."""
     sequence, before = connection.execute(
         "SELECT sequence, digest FROM journal ORDER BY sequence DESC LIMIT 1"
     ).fetchone()
@@ -45,37 +46,37 @@ def append(
             kind,
             row_id,
             generation,
-            digest(before, kind, row_id, generation, decision),
+            digest(before, kind, row_id, generation, record),
         ),
     )
 
 
 def digest(
-    before: str, kind: str, row_id: int, generation: int, decision: JournalRecord | None
+    before: str, kind: str, row_id: int, generation: int, record: JournalRecord | None
 ) -> str:
-    """Of one row of the journal. Numbers are spelt exactly, and alike by both databases."""
+    """Return the digest of one row. Numbers are written exactly, and alike for both databases."""
     sha256 = hashlib.sha256()
-    for part in (before, kind, str(row_id), str(generation), *_content(decision)):
+    for part in (before, kind, str(row_id), str(generation), *_content(record)):
         content = part.encode("utf-8", "surrogatepass")
         sha256.update(len(content).to_bytes(8, "big"))
         sha256.update(content)
     return sha256.hexdigest()
 
 
-def _content(decision: JournalRecord | None) -> Iterator[str]:
-    match decision:
+def _content(record: JournalRecord | None) -> Iterator[str]:
+    match record:
         case None:
             return
         case AppliedStep():
-            yield from (str(decision.step), str(decision.attempt), str(decision.tokens))
+            yield from (str(record.step), str(record.attempt), str(record.tokens))
             yield from map(
                 _exact,
-                (decision.loss, decision.seconds, decision.global_norm, decision.learning_rate),
+                (record.loss, record.seconds, record.global_norm, record.learning_rate),
             )
-            for share in sorted(decision.shares, key=lambda share: (share.stage, share.peer)):
+            for share in sorted(record.shares, key=lambda share: (share.stage, share.peer)):
                 yield f"{share.stage} {share.peer} {share.microbatches} {share.tokens}"
-            if decision.attempts:
-                yield f"attempts {decision.attempts}"
+            if record.attempts:
+                yield f"attempts {record.attempts}"
         case CheckpointRecord(version, stages):
             yield str(version)
             for stage in sorted(stages, key=lambda stage: stage.stage):
@@ -89,5 +90,5 @@ def _content(decision: JournalRecord | None) -> Iterator[str]:
 
 
 def _exact(number: float) -> str:
-    # A loss that is an integer by accident comes back as a float.
+    # A loss that happens to be an integer is read back as a float.
     return repr(float(number))

@@ -1,13 +1,13 @@
 """Waiting for the lease of a run whose database several coordinators can reach.
 
-Owns the wait, and what is said meanwhile. The lease itself is `postgresql_store`'s. While it waits
-a coordinator listens nowhere: volunteers that try its address are refused at once and try the next.
+Owns the waiting and the messages that it prints. The lease itself belongs to
+`storage.postgresql_store`. A waiting coordinator listens on no port: volunteers that try its
+address are refused at once and try the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 
 import anyio.to_thread
@@ -16,25 +16,23 @@ import trio
 from swarm_coordinator.storage.location import PostgresqlLocation, postgresql_driver
 from swarm_shared.base.errors import LeadershipError, StorageError
 
-log = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.25
-"""Between two looks at the lease; one costs the server a fraction of a millisecond."""
+"""Seconds between two queries of the lease; one costs the server a fraction of a millisecond."""
 LEASE_MARGIN_SECONDS = 2.0
-"""So much longer than a lease a start waits for that of a coordinator that was killed."""
+"""Seconds beyond a lease that a start waits for the lease of a killed coordinator to expire."""
 
 
 async def wait_for_leadership(
-    place: PostgresqlLocation, report: Callable[[str], None], *, stand_by: bool
+    location: PostgresqlLocation, report: Callable[[str], None], *, stand_by: bool
 ) -> None:
-    """Returns when nobody leads. LeadershipError, unless standing by, when somebody goes on to.
+    """Return when no coordinator leads. LeadershipError, unless standing by, if one keeps leading.
 
-    Standing by outlasts a server that is away: a coordinator that has lost its server ends, and
-    somebody must be there when it is back.
+    A standby keeps waiting while the server is unreachable: a leader that loses its server ends,
+    and a standby must take over when the server is back.
     """
-    deadline = trio.current_time() + place.lease_seconds + LEASE_MARGIN_SECONDS
-    watch = postgresql_driver().LeaderWatch(place)
-    said = ""
+    deadline = trio.current_time() + location.lease_seconds + LEASE_MARGIN_SECONDS
+    watch = postgresql_driver().LeaderWatch(location)
+    reported = ""
     try:
         while True:
             try:
@@ -43,7 +41,7 @@ async def wait_for_leadership(
             except StorageError as error:
                 if not stand_by:
                     raise
-                leader, line = "nobody knows whom", f"standing by: {error}"
+                leader, line = "an unknown host", f"standing by: {error}"
             if leader is None:
                 return
             if not stand_by and trio.current_time() > deadline:
@@ -51,9 +49,9 @@ async def wait_for_leadership(
                     f"the coordinator on {leader} serves this run; start this one with --standby, "
                     "and it takes over when that one ends"
                 )
-            if stand_by and line != said:
+            if stand_by and line != reported:
                 report(line)
-                said = line
+                reported = line
             await trio.sleep(POLL_SECONDS)
     finally:
         with contextlib.suppress(StorageError):

@@ -1,7 +1,7 @@
-"""Where a run's database is: a file in its folder, or a PostgreSQL server that run.toml names.
+"""Where a run's database is: a file in the run folder, or a PostgreSQL server named in run.toml.
 
-Owns the choice, and what is done with a database without writing to it. The doors themselves are
-`database` (SQLite) and `postgresql`, which is imported only for a run that uses it.
+Owns that choice, and every use of a database that does not write to it. `storage.sqlite` and
+`storage.postgresql` do the work; the latter is imported only for a run that uses it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from swarm_shared.base.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class PostgresqlLocation:
-    """A database of its own on a server, one per run."""
+    """A database on a server; each run has its own."""
 
     url: str
     lease_seconds: float = 5.0
 
     def __str__(self) -> str:
-        """Without the password: it is shown to people and written to logs."""
+        """Return the address without its password, for messages and logs."""
         return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:…@", self.url)
 
 
@@ -35,7 +35,7 @@ DatabaseLocation = Path | PostgresqlLocation
 
 
 def postgresql_driver() -> ModuleType:
-    """The door to PostgreSQL; ConfigurationError where its driver is not installed."""
+    """Import `storage.postgresql`; ConfigurationError where its driver is not installed."""
     if importlib.util.find_spec("psycopg") is None:
         raise ConfigurationError(
             "run.toml names a PostgreSQL server, and its driver is not installed; install it with "
@@ -45,41 +45,41 @@ def postgresql_driver() -> ModuleType:
 
 
 @contextlib.contextmanager
-def open_for_reading(place: DatabaseLocation) -> Iterator[Connection]:
-    """One moment of the database, whatever is written meanwhile. StorageError when it is damaged.
+def open_for_reading(location: DatabaseLocation) -> Iterator[Connection]:
+    """Open a consistent snapshot of the database, whether a coordinator is running or not.
 
-    Beside a running coordinator as well as without one.
+    StorageError when the database is missing or damaged.
     """
-    if isinstance(place, PostgresqlLocation):
-        with postgresql_driver().open_for_reading(place) as remote:
+    if isinstance(location, PostgresqlLocation):
+        with postgresql_driver().open_for_reading(location) as remote:
             yield remote
         return
-    connection = sqlite.open_read_only(place)
+    connection = sqlite.open_read_only(location)
     try:
-        with sqlite.storage_errors(place):
+        with sqlite.storage_errors(location):
             connection.execute("BEGIN")
             yield connection
     finally:
         connection.close()
 
 
-def database_exists(place: DatabaseLocation) -> bool:
-    """Whether the run has a database yet."""
-    if isinstance(place, PostgresqlLocation):
-        return bool(postgresql_driver().database_exists(place))
-    return place.exists()
+def database_exists(location: DatabaseLocation) -> bool:
+    """Return whether the run has a database yet."""
+    if isinstance(location, PostgresqlLocation):
+        return bool(postgresql_driver().database_exists(location))
+    return location.exists()
 
 
-def check_pages(place: DatabaseLocation, *, thorough: bool = True) -> list[str]:
-    """What the database itself finds wrong. A PostgreSQL server has its own people for that."""
-    if isinstance(place, PostgresqlLocation):
+def check_pages(location: DatabaseLocation, *, thorough: bool = True) -> list[str]:
+    """Return what the database's own check finds wrong; nothing is checked on a server."""
+    if isinstance(location, PostgresqlLocation):
         return []
-    return sqlite.check_pages(place, thorough=thorough)
+    return sqlite.check_pages(location, thorough=thorough)
 
 
-def copy_database(place: DatabaseLocation, target: Path) -> None:
-    """A copy of one moment of it, as a file of SQLite's: what a backup holds."""
-    if isinstance(place, PostgresqlLocation):
-        postgresql_driver().copy_database(place, target)
+def copy_database(location: DatabaseLocation, target: Path) -> None:
+    """Copy one moment of the database to an SQLite file, the format of every backup."""
+    if isinstance(location, PostgresqlLocation):
+        postgresql_driver().copy_database(location, target)
     else:
-        sqlite.copy_database(place, target)
+        sqlite.copy_database(location, target)

@@ -1,4 +1,4 @@
-"""Opening the store that a run has: the one place that knows both."""
+"""Opening the store of a run; the only module that imports both kinds of store."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from swarm_coordinator.storage.store import SqliteStore, WriterStore
 from swarm_shared.base.clock import Clock, wall
 
 
-def open_store(place: DatabaseLocation, clock: Clock = wall) -> WriterStore:
-    """StorageError when it cannot be had."""
-    if isinstance(place, PostgresqlLocation):
+def open_store(location: DatabaseLocation, clock: Clock = wall) -> WriterStore:
+    """Open the store at `location`; StorageError when it cannot be opened."""
+    if isinstance(location, PostgresqlLocation):
         postgresql_driver()
         from swarm_coordinator.storage.postgresql_store import PostgresqlStore
 
-        return PostgresqlStore.open(place, clock)
-    return SqliteStore.open(place, clock)
+        return PostgresqlStore.open(location, clock)
+    return SqliteStore.open(location, clock)

@@ -1,8 +1,8 @@
-"""The one door to PostgreSQL: connections, the schema there, copies, and what errors mean.
+"""PostgreSQL: connections, the schema, copies, leadership queries, and the meaning of its errors.
 
-The tables are those of SQLite (`schema`), and so are the statements (`sql`). Two more belong to
-this server only: the format's number, which SQLite keeps in its file's head, and `leadership`, the
-one row that says who may write and until when (`postgresql_store`).
+Tables and statements are those of SQLite (`storage.schema`, `storage.connection`). Two tables exist
+on a server only: the schema version, which SQLite keeps in the head of its file, and `leadership`,
+whose one row names the coordinator that may write and until when (`storage.postgresql_store`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from psycopg import errors
 from swarm_coordinator.storage import sqlite
 from swarm_coordinator.storage.connection import Connection, Rows
 from swarm_coordinator.storage.location import PostgresqlLocation
-from swarm_coordinator.storage.schema import MIGRATIONS, TABLES, for_postgresql
+from swarm_coordinator.storage.schema import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    TABLES,
+    for_postgresql,
+    version_problem,
+)
 from swarm_shared.base.errors import StorageError, UsageError, VersionError
 
 CONNECT_SECONDS = 10
+"""Seconds to wait for a connection to the server."""
 TCP_TIMEOUT_SECONDS = 20
-"""A server that acknowledges nothing for so long is gone, whatever the connection says."""
+"""Seconds without an acknowledgement after which a connection to the server counts as lost."""
 
 _OWN_TABLES = """
 CREATE TABLE IF NOT EXISTS swarm_format (number BIGINT NOT NULL);
@@ -39,12 +46,12 @@ CREATE TABLE IF NOT EXISTS leadership (
 );
 INSERT INTO leadership VALUES (TRUE, 0, '', 0, NULL, '-infinity') ON CONFLICT DO NOTHING;
 """
-_MIGRATION_LOCK = 0x5357524D
-"""Two coordinators that start at once must not both make the tables."""
+_SCHEMA_LOCK = 0x5357524D
+"""Key of an advisory lock: two coordinators that start at once must not both make the tables."""
 
 
 class PostgresqlConnection:
-    """What `sql.Connection` asks for; parameters are spelt `%s` here."""
+    """A `storage.connection.Connection` over psycopg, whose parameters are written `%s`."""
 
     def __init__(self, raw: psycopg.Connection[tuple[Any, ...]]) -> None:
         self.raw = raw
@@ -66,28 +73,29 @@ def _to_psycopg(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode() if "?" in sql else sql.encode()
 
 
-def connect(place: PostgresqlLocation) -> psycopg.Connection[tuple[Any, ...]]:
-    with storage_errors(place):
+def connect(location: PostgresqlLocation) -> psycopg.Connection[tuple[Any, ...]]:
+    """Connect to the server; StorageError when that fails."""
+    with storage_errors(location):
         try:
             raw = psycopg.connect(
-                place.url, autocommit=True, connect_timeout=CONNECT_SECONDS,
+                location.url, autocommit=True, connect_timeout=CONNECT_SECONDS,
                 application_name="swarm-coordinator", tcp_user_timeout=TCP_TIMEOUT_SECONDS * 1000,
                 keepalives_idle=5, keepalives_interval=5, keepalives_count=3,
             )  # fmt: skip
         except psycopg.ProgrammingError as error:
             raise StorageError(
-                f"run.toml: [coordinator] store {place} is no address of a server "
+                f"run.toml: [coordinator] store {location} is not the address of a server "
                 f"({_first_line(error)})"
             ) from error
     try:
-        with storage_errors(place):
-            # Whatever the server's default is: a commit that is acknowledged is on the disk.
+        with storage_errors(location):
+            # An acknowledged commit must be on the disk, whatever the server's default is.
             raw.execute(
                 "SELECT set_config('synchronous_commit', 'on', false) "
                 "WHERE current_setting('synchronous_commit') IN ('off', 'local')"
             )
-            # A frozen coordinator must not hold the lock on `leadership` for ever.
-            milliseconds = int(place.lease_seconds * 1000)
+            # A frozen coordinator must not keep its lock on `leadership`.
+            milliseconds = int(location.lease_seconds * 1000)
             raw.execute(f"SET idle_in_transaction_session_timeout = {milliseconds}")
     except BaseException:
         raw.close()
@@ -95,39 +103,36 @@ def connect(place: PostgresqlLocation) -> psycopg.Connection[tuple[Any, ...]]:
     return raw
 
 
-def open_for_writing(place: PostgresqlLocation) -> PostgresqlConnection:
-    """A connection with the schema brought up to date."""
-    raw = connect(place)
+def open_for_writing(location: PostgresqlLocation) -> PostgresqlConnection:
+    """Open a connection for writing; make missing tables."""
+    raw = connect(location)
     try:
-        with storage_errors(place):
-            migrate(raw, place)
+        with storage_errors(location):
+            create_schema(raw, location)
     except BaseException:
         raw.close()
         raise
     return PostgresqlConnection(raw)
 
 
-def migrate(
-    raw: psycopg.Connection[tuple[Any, ...]],
-    place: PostgresqlLocation,
-    migrations: tuple[str, ...] = MIGRATIONS,
-) -> None:
-    """Bring the schema up to date, in one transaction: PostgreSQL can load_backup tables back."""
-    if _format(raw) == len(migrations):
+def create_schema(raw: psycopg.Connection[tuple[Any, ...]], location: PostgresqlLocation) -> None:
+    """Make the tables of an empty database, in one transaction; VersionError for other tables."""
+    if _version(raw) == SCHEMA_VERSION:
         return
     with raw.transaction():
-        raw.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
+        raw.execute("SELECT pg_advisory_xact_lock(%s)", (_SCHEMA_LOCK,))
+        version = _version(raw)
+        if version:
+            # Another coordinator may have made the tables since the first look.
+            _check_version(version, location)
+            return
         raw.execute(_OWN_TABLES)
-        version = _format(raw)
-        _check_format(version, place, len(migrations))
-        for script in migrations[version:]:
-            raw.execute(for_postgresql(script).encode())
-        raw.execute("DELETE FROM swarm_format")
-        raw.execute("INSERT INTO swarm_format VALUES (%s)", (len(migrations),))
+        raw.execute(for_postgresql(SCHEMA).encode())
+        raw.execute("INSERT INTO swarm_format VALUES (%s)", (SCHEMA_VERSION,))
 
 
-def _format(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
-    """0 where there are no tables yet."""
+def _version(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
+    """Return the schema version of the database; 0 where there are no tables yet."""
     there = raw.execute("SELECT to_regclass('swarm_format') IS NOT NULL").fetchone()
     if there is None or not there[0]:
         return 0
@@ -135,76 +140,69 @@ def _format(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
     return 0 if row is None else int(row[0])
 
 
-def _check_format(version: int, place: PostgresqlLocation, newest: int = len(MIGRATIONS)) -> None:
-    if version > newest:
-        raise VersionError(
-            f"{place} was written by a newer swarm-coordinator (format {version}, this one knows "
-            f"{newest}); update this program"
-        )
+def _check_version(version: int, location: PostgresqlLocation) -> None:
+    if version != SCHEMA_VERSION:
+        raise VersionError(f"the run's database {location} {version_problem(version)}")
 
 
 # ---------------------------------------------------------------- reading and copying
 
 
 @contextlib.contextmanager
-def open_for_reading(place: PostgresqlLocation) -> Iterator[Connection]:
-    """One moment of the database."""
-    raw = connect(place)
+def open_for_reading(location: PostgresqlLocation) -> Iterator[Connection]:
+    """Open a consistent snapshot of the database; StorageError when it is empty."""
+    raw = connect(location)
     try:
-        with storage_errors(place):
-            version = _format(raw)
-            _check_format(version, place)
+        with storage_errors(location):
+            version = _version(raw)
             if version == 0:
-                raise StorageError(f"{place} is empty; the run has not been started yet")
-            if version < len(MIGRATIONS):
-                raise VersionError(
-                    f"{place} was written by an older swarm-coordinator (format {version}); "
-                    "`swarm-coordinator start` brings it up to date"
-                )
+                raise StorageError(f"{location} is empty; the run has not been started yet")
+            _check_version(version, location)
             raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             yield PostgresqlConnection(raw)
     finally:
         raw.close()
 
 
-def database_exists(place: PostgresqlLocation) -> bool:
-    raw = connect(place)
+def database_exists(location: PostgresqlLocation) -> bool:
+    """Return whether the run has its tables on the server."""
+    raw = connect(location)
     try:
-        with storage_errors(place):
-            return _format(raw) > 0
+        with storage_errors(location):
+            return _version(raw) > 0
     finally:
         raw.close()
 
 
-def copy_database(place: PostgresqlLocation, target: Path) -> None:
-    """One moment of it as a file of SQLite's, which every backup holds."""
+def copy_database(location: PostgresqlLocation, target: Path) -> None:
+    """Copy one moment of the database to an SQLite file, the format of every backup."""
     copy = sqlite.open_for_writing(target)
     try:
-        with open_for_reading(place) as source, sqlite.storage_errors(target):
+        with open_for_reading(location) as source, sqlite.storage_errors(target):
             _copy_rows(source, copy, "BEGIN IMMEDIATE")
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
     finally:
         copy.close()
 
 
-def load_backup(place: PostgresqlLocation, source: Path, force: bool) -> None:
-    """Fill the server's database with a backup's rows, in one transaction.
+def load_backup(location: PostgresqlLocation, source: Path, force: bool) -> None:
+    """Replace the server's rows by those of a backup, in one transaction.
 
-    UsageError when a coordinator is at work there, or when there is a run and `force` is not set.
+    UsageError when a coordinator is running, or when there is a run and `force` is not set.
     """
-    connection = open_for_writing(place)
+    connection = open_for_writing(location)
     raw = connection.raw
     rows = sqlite.open_read_only(source)
     try:
-        with storage_errors(place), raw.transaction():
+        with storage_errors(location), raw.transaction():
             leader = raw.execute(
                 "SELECT holder FROM leadership WHERE expires_at > clock_timestamp() FOR UPDATE"
             ).fetchone()
             if leader is not None:
-                raise UsageError(f"{leader[0]} serves the run in {place}; stop it first")
+                raise UsageError(f"{leader[0]} serves the run in {location}; stop it first")
             there = raw.execute("SELECT count(*) FROM generations").fetchone()
             if there is not None and there[0] and not force:
-                raise UsageError(f"{place} holds a run already; --force puts the backup there")
+                raise UsageError(f"{location} holds a run already; --force puts the backup there")
             raw.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
             _copy_rows(rows, connection, None)
             for table in _identity_tables(raw):
@@ -218,7 +216,7 @@ def load_backup(place: PostgresqlLocation, source: Path, force: bool) -> None:
 
 
 def _identity_tables(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
-    """Tables whose rows the server numbers."""
+    """Return the tables whose rows the server numbers."""
     found = raw.execute(
         "SELECT table_name FROM information_schema.columns "
         "WHERE is_identity = 'YES' AND table_schema = current_schema()"
@@ -233,37 +231,37 @@ def _copy_rows(source: Connection, target: Connection, begin: str | None) -> Non
     for table in TABLES:
         rows = source.execute(f"SELECT * FROM {table}").fetchall()
         if rows:
-            marks = ", ".join("?" * len(rows[0]))
-            target.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+            parameters = ", ".join("?" * len(rows[0]))
+            target.executemany(f"INSERT INTO {table} VALUES ({parameters})", rows)
     if begin is not None:
         target.execute("COMMIT")
 
 
-# ---------------------------------------------------------------- who leads
+# ---------------------------------------------------------------- leadership
 
 LEADER_QUERY = """
 SELECT holder FROM leadership
 WHERE expires_at > clock_timestamp()
 AND EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = backend AND backend_start = backend_started)
 """
-"""A lease ends with its time, or with the connection of who holds it: without that one nothing can
-be written, and a coordinator that has lost it ends."""
+"""The holder of a valid lease. A lease ends when it expires, or with its holder's connection:
+without that connection the holder cannot write, and a coordinator that has lost it ends."""
 
 
 class LeaderWatch:
-    """Looks at the lease again and again, over one connection for as long as that lasts."""
+    """Queries the lease repeatedly, over one connection for as long as that lasts."""
 
-    def __init__(self, place: PostgresqlLocation) -> None:
-        self._place = place
+    def __init__(self, location: PostgresqlLocation) -> None:
+        self._location = location
         self._raw: psycopg.Connection[tuple[Any, ...]] | None = None
 
     def leader(self) -> str | None:
-        """Who leads; None when nobody does. StorageError while the server cannot be had."""
+        """Return the leader, or None. StorageError while the server cannot be reached."""
         try:
-            with storage_errors(self._place):
+            with storage_errors(self._location):
                 if self._raw is None:
-                    self._raw = connect(self._place)
-                if _format(self._raw) == 0:
+                    self._raw = connect(self._location)
+                if _version(self._raw) == 0:
                     return None
                 row = self._raw.execute(LEADER_QUERY).fetchone()
         except StorageError:
@@ -281,39 +279,39 @@ class LeaderWatch:
 
 
 @contextlib.contextmanager
-def storage_errors(place: PostgresqlLocation) -> Iterator[None]:
-    """The server's errors, and those of a copy beside it, as a StorageError."""
+def storage_errors(location: PostgresqlLocation) -> Iterator[None]:
+    """Convert errors of the server, and of a local SQLite copy, to a StorageError."""
     try:
         yield
     except psycopg.Error as error:
-        raise explain(place, error) from error
+        raise explain(location, error) from error
     except sqlite3.Error as error:
-        raise StorageError(f"the copy of {place} could not be read: {error}") from error
+        raise StorageError(f"the copy of {location} could not be read: {error}") from error
 
 
-def explain(place: PostgresqlLocation, error: Exception) -> StorageError:
-    """What the server's refusal means to a person, as one sentence."""
-    words = _first_line(error)
+def explain(location: PostgresqlLocation, error: Exception) -> StorageError:
+    """Return the server's error as a StorageError with one sentence for the organiser."""
+    text = _first_line(error)
     if isinstance(error, errors.DiskFull):
         return StorageError(
-            f"the disk of {place} is full; free some space there and start again, nothing that "
+            f"the disk of {location} is full; free some space there and start again, nothing that "
             "was acknowledged is lost"
         )
-    # What ends a connection before it is one comes without a class of its own.
-    if "authentication failed" in words or "no pg_hba.conf entry" in words:
-        return StorageError(f"{place} does not let this user in ({words}); check the address")
-    if isinstance(error, psycopg.OperationalError) and "does not exist" in words:
-        return StorageError(f"{words}; make the database or the user that {place} names")
+    # Errors while connecting have no class of their own.
+    if "authentication failed" in text or "no pg_hba.conf entry" in text:
+        return StorageError(f"{location} does not let this user in ({text}); check the address")
+    if isinstance(error, psycopg.OperationalError) and "does not exist" in text:
+        return StorageError(f"{text}; make the database or the user that {location} names")
     if isinstance(error, errors.InsufficientPrivilege):
         return StorageError(
-            f"this user may not write to {place} ({words}); let it own a database for this run"
+            f"this user may not write to {location} ({text}); let it own a database for this run"
         )
     if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
         return StorageError(
-            f"{place} cannot be reached, or ended the connection ({words}); start again when it "
+            f"{location} cannot be reached, or ended the connection ({text}); start again when it "
             "is back, nothing that was acknowledged is lost"
         )
-    return StorageError(f"the run's database {place} refused a change: {words}")
+    return StorageError(f"the run's database {location} refused a change: {text}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""The store on a PostgreSQL server, and the lease that says which coordinator may write to it.
+"""The store on a PostgreSQL server, and the lease that grants one coordinator the right to write.
 
-Owns leadership (docs/decisions, number 0015): one row that names a generation and, by the server's
-clock, until when. Every writing transaction of a coordinator locks that row and finds its own
-generation in it, or is refused; whoever takes over writes a higher one there first. So a leader
-that was frozen, or cut off, and wakes up behind its successor writes nothing any more.
+Owns leadership (docs/decisions, number 0015): one row with a generation and, by the server's clock,
+the end of its lease. Every writing transaction of a coordinator locks that row and is refused
+unless the row has its own generation; a successor first writes a higher one. A leader that was
+frozen or disconnected while a successor took over therefore writes nothing more.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
 
 
 def boot_clock() -> float:
-    """Goes on while the process is frozen and, unlike the monotonic clock, while the machine is."""
+    """Return seconds since boot, including time in which the machine was suspended."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
 
 
 class PostgresqlDatabase:
-    """A connection, with the fence that every transaction of a leader passes."""
+    """A connection whose transactions check that this coordinator still leads."""
 
-    def __init__(self, place: PostgresqlLocation) -> None:
-        self._place = place
-        self.connection: PostgresqlConnection = open_for_writing(place)
+    def __init__(self, location: PostgresqlLocation) -> None:
+        self._location = location
+        self.connection: PostgresqlConnection = open_for_writing(location)
         self.generation = 0
-        """Of this coordinator's leadership; 0: it does not lead."""
+        """Generation of this coordinator's leadership; 0 while it does not lead."""
 
     def begin(self) -> None:
         self.connection.raw.execute("BEGIN")
@@ -63,20 +63,20 @@ class PostgresqlDatabase:
             self.connection.raw.rollback()
 
     def explain(self, error: Exception) -> SwarmError:
-        """A connection that was ended while this process was frozen tells of a successor."""
+        """Return the error; a lost connection is checked for a successor first."""
         if self.generation and self.connection.raw.closed:
             with contextlib.suppress(SwarmError, psycopg.Error):
-                raw = connect(self._place)
+                raw = connect(self._location)
                 try:
                     found = raw.execute("SELECT generation FROM leadership").fetchone()
                 finally:
                     raw.close()
                 if found is not None and found[0] != self.generation:
                     return _superseded(self.generation)
-        return explain(self._place, error)
+        return explain(self._location, error)
 
     def close(self) -> None:
-        """Give the lease back, so that a standby need not wait for its end."""
+        """Release the lease, so that a standby need not wait for it to expire."""
         with contextlib.suppress(psycopg.Error):
             if self.generation:
                 self.connection.raw.execute(
@@ -89,50 +89,50 @@ class PostgresqlDatabase:
 def _superseded(generation: int) -> LeadershipError:
     return LeadershipError(
         f"another coordinator has taken over this run while this one (generation {generation}) was "
-        "frozen or cut off; nothing is lost, and it goes on there; start this one again with "
-        "--standby"
+        "frozen or disconnected; nothing is lost, the run continues there; start this one again "
+        "with --standby"
     )
 
 
 class PostgresqlStore(WriterStore):
-    """The store of a run whose run.toml names a server."""
+    """The store of a run whose run.toml names a PostgreSQL server."""
 
     database_errors = (psycopg.Error,)
 
     def __init__(
-        self, place: PostgresqlLocation, clock: Clock = wall, boot: Clock = boot_clock
+        self, location: PostgresqlLocation, clock: Clock = wall, boot: Clock = boot_clock
     ) -> None:
-        super().__init__(str(place), self._open, clock)
-        self._address = place
+        super().__init__(str(location), self._open, clock)
+        self._location = location
         self._boot = boot
         self._database: PostgresqlDatabase | None = None
         self._leads_until = 0.0
 
     def _open(self) -> PostgresqlDatabase:
-        self._database = PostgresqlDatabase(self._address)
+        self._database = PostgresqlDatabase(self._location)
         return self._database
 
     @classmethod
-    def open(cls, place: PostgresqlLocation, clock: Clock = wall) -> PostgresqlStore:
-        """Its tables are made when they are not there. StorageError when it cannot be had."""
-        return cls(place, clock)._start()
+    def open(cls, location: PostgresqlLocation, clock: Clock = wall) -> PostgresqlStore:
+        """Open the store and make missing tables; StorageError when it cannot be opened."""
+        return cls(location, clock)._start()
 
     def leader(self) -> str | None:
-        """Who leads now; None when the place is free."""
+        """Return the leader, or None."""
 
-        def look(connection: Connection) -> str | None:
+        def query(connection: Connection) -> str | None:
             row = connection.execute(LEADER_QUERY).fetchone()
             return None if row is None else str(row[0])
 
-        return self._call(look)
+        return self._call(query)
 
     def next_generation(self, above: int = 0) -> int:
-        """Become the leader. LeadershipError while another one holds the lease."""
-        now, asked_at = self._clock(), self._boot()
+        """Become the leader. LeadershipError while another coordinator holds the lease."""
+        now, requested_at = self._clock(), self._boot()
         holder = f"{socket.gethostname()} (process {os.getpid()})"
 
         def lead(connection: Connection) -> int:
-            # Waits for a transaction of the former leader; the server ends a frozen one's session.
+            # Waits for a transaction of the former leader; the server ends a frozen session.
             highest = connection.execute("SELECT generation FROM leadership FOR UPDATE").fetchone()
             leader = connection.execute(LEADER_QUERY).fetchone()
             if leader is not None and not self._generation:
@@ -146,30 +146,30 @@ class PostgresqlStore(WriterStore):
                 "backend_started = (SELECT backend_start FROM pg_stat_activity "
                 "WHERE pid = pg_backend_pid()), "
                 "expires_at = clock_timestamp() + ? * interval '1 second'",
-                (generation, holder, self._address.lease_seconds),
+                (generation, holder, self._location.lease_seconds),
             )
             return generation
 
         generation = self._call(lead)
         assert self._database is not None
         self._generation = self._database.generation = generation
-        self._leads_until = asked_at + self._address.lease_seconds
+        self._leads_until = requested_at + self._location.lease_seconds
         return generation
 
     async def renew_lease(self) -> None:
         if not self._generation:
             return
-        asked_at = self._boot()
+        requested_at = self._boot()
 
         def extend(connection: Connection) -> None:
             connection.execute(
                 "UPDATE leadership SET expires_at = clock_timestamp() + ? * interval '1 second' "
                 "WHERE generation = ?",
-                (self._address.lease_seconds, self._generation),
+                (self._location.lease_seconds, self._generation),
             )
 
         await self._call_async(extend)
-        self._leads_until = asked_at + self._address.lease_seconds
+        self._leads_until = requested_at + self._location.lease_seconds
 
     async def ensure_leadership(self) -> None:
         if self._generation and self._boot() >= self._leads_until:
@@ -177,7 +177,7 @@ class PostgresqlStore(WriterStore):
 
     @property
     def renew_seconds(self) -> float | None:
-        return self._address.lease_seconds / 3
+        return self._location.lease_seconds / 3
 
     def _insertion(self, record: Record) -> Callable[[Connection], None]:
         generation, now = self._generation, self._clock()
@@ -190,7 +190,7 @@ class PostgresqlStore(WriterStore):
         return work
 
     def _refuse_beside_a_leader(self, connection: Connection) -> None:
-        """A command must not write what the coordinator at work would not hear of."""
+        """Refuse a command's record that a running coordinator would not notice."""
         connection.execute("SELECT generation FROM leadership FOR UPDATE")
         leader = connection.execute(LEADER_QUERY).fetchone()
         if leader is not None:

@@ -1,7 +1,7 @@
-"""Records as rows: how each is inserted, and how a run is read back from its live rows.
+"""SQL of a run's records: inserting each kind, and rebuilding the run from the rows that count.
 
-Owns the SQL of everything that is written, and of what a restart begins from. Connections,
-transactions and errors are the callers' (`store` writes, `history` reads).
+Owns the statements, and the numbering of generations. Connections, transactions and errors belong
+to the callers: `storage.store` writes, `storage.history` reads.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from swarm_shared.protocol import LinkBytes
 
 @dataclass(frozen=True, slots=True)
 class PeerSeen:
-    """A peer was let in, or its session ended."""
+    """A peer was admitted, or its session ended."""
 
     peer: PeerId
     name: str | None = None
     team: str | None = None
-    """None: nothing was said of it; empty: it is in none."""
+    """None: unchanged; empty: the peer is in no team."""
     binding: str | None = None
-    """To its owner, signed and checked; None: nothing was said of it; empty: it is its own."""
+    """Signed and verified binding to an owner. None: unchanged; empty: bound to no owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinksReported:
-    """Peers' own counts of bytes over their links, as of now, by reporter."""
+    """Bytes that peers counted over their links, by reporter."""
 
     links: Mapping[PeerId, tuple[LinkBytes, ...]]
 
 
 _ON_BRANCH_STEPS = 200
-"""A peer that has the run's version and did not count in one of so many steps starts over."""
+"""Number of last steps read for `on_current_history`. A peer that has the run's version but counted
+in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
@@ -58,8 +59,25 @@ Record = (
 )  # fmt: skip
 
 
+_EPOCH_UNIX_SECONDS = 1_767_225_600
+"""2026-01-01 00:00 UTC."""
+
+LARGEST_GENERATION = 2**29 - 1
+"""Upper bound of generations. Numbers of attempts and leases are generation * 2**24 and must stay
+below 2**53. `generation_floor` reaches the bound in 2043."""
+
+
+def generation_floor(unix_seconds: float) -> int:
+    """Return a generation above every earlier one, for a run whose earlier ones are not known.
+
+    A lost or restored database may know too few starts. A start takes longer than a second, so the
+    seconds since a fixed day exceed the number of starts of any run that was never restored.
+    """
+    return min(LARGEST_GENERATION, max(0, int(unix_seconds) - _EPOCH_UNIX_SECONDS))
+
+
 def insert_generation(connection: Connection, now: float, above: int = 0) -> int:
-    """A number above all earlier ones and `above`: of this start, for as long as it lasts."""
+    """Write and return the generation of this start, above all earlier ones and above `above`."""
     highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
         0
     ]
@@ -72,6 +90,7 @@ def insert_generation(connection: Connection, now: float, above: int = 0) -> int
 
 
 def insert(connection: Connection, record: Record, generation: int, now: float) -> None:
+    """Write one record and, if it belongs to the run's history, its journal entry."""
     match record:
         case AppliedStep():
             row = _insert_step(connection, record, generation, now)
@@ -125,7 +144,7 @@ _PEER_ROW_ID = "(SELECT id FROM peers WHERE peer = ?)"
 
 
 def _insert_missing_peers(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
-    """Make sure that each of them has a row."""
+    """Insert a row for each peer that has none."""
     connection.executemany(
         "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?, ?, ?) "
         "ON CONFLICT (peer) DO NOTHING",
@@ -145,7 +164,7 @@ def _insert_step(connection: Connection, record: AppliedStep, generation: int, n
         (record.step, record.attempt, record.loss, record.tokens, record.seconds,
          record.global_norm, record.learning_rate, generation, now),
     ).fetchone()[0]  # fmt: skip
-    # Thousands in a large run: statements that are prepared once and run beside the loop's thread.
+    # A large run has thousands of shares: executemany prepares each statement once.
     _insert_missing_peers(connection, dict.fromkeys(share.peer for share in record.shares), now)
     connection.executemany(
         "INSERT INTO shares (applied_step, peer, stage, microbatches, tokens) "
@@ -215,19 +234,19 @@ def _insert_links(connection: Connection, record: LinksReported, now: float) -> 
     )
 
 
-# ---------------------------------------------------------------- what a restart begins from
+# ---------------------------------------------------------------- reading back
 
 
 def read_restored(connection: Connection) -> Restored:
-    """The run as its live rows tell it; also used by commands that only read."""
+    """Rebuild the run's progress from the rows that count."""
     generation = connection.execute(
         "SELECT coalesce(max(generation), 0) FROM generations"
     ).fetchone()[0]
     last = _last_applied(connection)
-    # A run whose database was lost goes on from a checkpoint: the rollback row is then its base.
+    # A run whose database was lost continues from a checkpoint; the rollback row is then its base.
     base = connection.execute("SELECT version FROM rollbacks ORDER BY id DESC LIMIT 1").fetchone()
     version = max(last.step if last else 0, base[0] if base else 0)
-    # Of this version: a run whose steps were raised has an evaluation of its former end.
+    # Only of this version: a run whose steps were raised has an evaluation of its former end.
     evaluation = connection.execute(
         "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL AND version = ? "
         "ORDER BY id DESC LIMIT 1",
@@ -255,7 +274,8 @@ def read_restored(connection: Connection) -> Restored:
 
 
 def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:
-    """Checkpoints that belong to the run's history, the newest first, the last word per version."""
+    """Return the checkpoints of the run's history, the newest first, the last record per
+    version."""
     found: dict[int, CheckpointRecord] = {}
     for row, version in connection.execute(
         "SELECT id, version FROM checkpoints WHERE superseded_by IS NULL "
@@ -282,7 +302,8 @@ def _last_applied(connection: Connection) -> AppliedStep | None:
 
 
 def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
-    """One applied step, whether it still counts or was rolled back."""
+    """Return one applied step, whether it counts or was rolled back; None if there is no such
+    row."""
     row = connection.execute(
         "SELECT step, attempt, loss, tokens, seconds, global_norm, learning_rate "
         "FROM applied_steps WHERE id = ?",
@@ -313,5 +334,5 @@ def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
 
 
 def float_or_nan(value: float | None) -> float:
-    """SQLite has no NaN: it stores NULL."""
+    """Convert NULL to NaN, which SQLite cannot store."""
     return math.nan if value is None else float(value)

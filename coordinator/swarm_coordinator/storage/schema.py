@@ -1,20 +1,24 @@
-"""The tables of a run's database, and how they came to be what they are.
+"""The tables of a run's database.
 
-Owns the migrations, and nothing that opens or writes a database. They are spelt for SQLite;
-`for_postgresql` says the same in PostgreSQL's words, so that both stores have one schema and one
-number for it.
+Owns the schema and its version number; opens and writes no database. The schema is written in
+SQLite's dialect; `for_postgresql` translates it, so that both stores have one schema and one
+version number.
 
 Rows are appended and never deleted. Two kinds of columns change afterwards: `superseded_by` points
-from a step, checkpoint, evaluation or finish to the rollback that took it out of the run's history,
-and a time ends a token, an allowance or a ban. Partial unique indices make the database itself
-refuse a step that counts twice, or a second ban of the same peer.
+from a step, checkpoint, evaluation or finish to the rollback that removed it from the run's
+history, and a time ends a token, an allowance or a ban. Partial unique indices make the database
+itself refuse a step that counts twice, or a second ban of the same peer.
 """
 
 from __future__ import annotations
 
 import re
 
-_SCHEMA_1 = """
+SCHEMA_VERSION = 6
+"""Version of the schema below; a database of another version is refused. To be raised with every
+change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
+
+SCHEMA = """
 CREATE TABLE generations (
     generation INTEGER PRIMARY KEY,
     started_at REAL NOT NULL
@@ -100,8 +104,8 @@ CREATE TABLE notes (
     written_at REAL NOT NULL
 ) STRICT;
 
--- `sent` and `received` are the reporter's last word; the `_before` columns hold the sums of its
--- earlier starts, because a volunteer counts from zero again when its program starts again.
+-- `sent` and `received` are the reporter's newest counts; the `_before` columns hold the sums of
+-- its earlier starts, because a volunteer counts from zero again when its program restarts.
 CREATE TABLE links (
     reporter INTEGER NOT NULL REFERENCES peers,
     remote TEXT NOT NULL,
@@ -113,9 +117,7 @@ CREATE TABLE links (
     written_at REAL NOT NULL,
     PRIMARY KEY (reporter, remote, protocol)
 ) STRICT, WITHOUT ROWID;
-"""
 
-_SCHEMA_2 = """
 CREATE TABLE tokens (
     id INTEGER PRIMARY KEY,
     secret_sha256 TEXT NOT NULL UNIQUE,
@@ -149,12 +151,9 @@ CREATE TABLE bans (
     lifted_at REAL
 ) STRICT;
 CREATE UNIQUE INDEX one_live_ban_per_peer ON bans (peer) WHERE lifted_at IS NULL;
-"""
 
-# Every durable decision in the order in which it was made, with a digest of what it said, chained
-# to the one before (`journal`): a row that is changed, lost or invented afterwards is found. A
-# database that is older than this table begins its journal at the version it had.
-_SCHEMA_3 = """
+-- Every durable record in the order in which it was written, with a digest of its content that is
+-- chained to the one before (`journal`): a row changed, lost or invented afterwards is found.
 CREATE TABLE journal (
     sequence INTEGER PRIMARY KEY CHECK (sequence >= 0),
     kind TEXT NOT NULL,
@@ -162,33 +161,20 @@ CREATE TABLE journal (
     generation INTEGER NOT NULL,
     digest TEXT NOT NULL
 ) STRICT;
-INSERT INTO journal (sequence, kind, row_id, generation, digest)
-SELECT 0, 'begun',
-    (SELECT max(v) FROM (
-        SELECT 0 AS v
-        UNION ALL SELECT step FROM applied_steps WHERE superseded_by IS NULL
-        UNION ALL SELECT version FROM rollbacks WHERE id = (SELECT max(id) FROM rollbacks)
-    ) AS versions),
-    (SELECT coalesce(max(generation), 0) FROM generations), '';
-"""
+INSERT INTO journal (sequence, kind, row_id, generation, digest) VALUES (0, 'begun', 0, 0, '');
 
-_SCHEMA_4 = """
 CREATE TABLE teams (
     peer INTEGER PRIMARY KEY REFERENCES peers,
-    team TEXT NOT NULL -- empty: it said that it is in none any more
+    team TEXT NOT NULL -- empty: the peer has left its team
 ) STRICT;
-"""
 
-_SCHEMA_5 = """
 CREATE TABLE owners (
     peer INTEGER PRIMARY KEY REFERENCES peers,
-    owner TEXT NOT NULL, -- empty: it said that it is its own
+    owner TEXT NOT NULL, -- empty: the peer is bound to no owner
     binding TEXT NOT NULL -- signed by the owner, in base64
 ) STRICT;
-"""
 
-# Only of steps whose stages have averaged in unlike attempts; otherwise all have in the step's.
-_SCHEMA_6 = """
+-- Only of steps whose stages averaged in different attempts; otherwise all averaged in the step's.
 CREATE TABLE step_attempts (
     applied_step INTEGER NOT NULL REFERENCES applied_steps,
     stage INTEGER NOT NULL,
@@ -197,17 +183,12 @@ CREATE TABLE step_attempts (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (
-    _SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6,
-)  # fmt: skip
-"""Migration i takes a database from format i to i + 1; never edit one that was released."""
-
 TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
     "allowances", "bans", "journal", "teams", "owners", "step_attempts",
 )  # fmt: skip
-"""All of the newest format, each after those that it refers to."""
+"""All tables, each after those that it refers to."""
 
 _POSTGRESQL = (
     (r"\bid INTEGER PRIMARY KEY\b", "id BIGINT GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY"),
@@ -218,7 +199,15 @@ _POSTGRESQL = (
 
 
 def for_postgresql(script: str) -> str:
-    """A migration in PostgreSQL's words: the four places in which the two differ."""
+    """Translate the schema to PostgreSQL's dialect; the two differ in four places."""
     for pattern, replacement in _POSTGRESQL:
         script = re.sub(pattern, replacement, script)
     return script
+
+
+def version_problem(found: int) -> str:
+    """Describe, as the end of a sentence, a database of another schema version."""
+    return (
+        f"has schema version {found} and this swarm-coordinator needs {SCHEMA_VERSION}; use the "
+        "release that wrote it, or make a new run with `swarm-coordinator init`"
+    )

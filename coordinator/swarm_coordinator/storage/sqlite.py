@@ -1,7 +1,8 @@
-"""The one door to SQLite: how the run's database is opened, migrated, copied; what errors mean.
+"""SQLite: opening, checking and copying a run's database, and the meaning of its errors.
 
-Owns connections, and the translation of SQLite's errors into one sentence for a person. The tables
-are in `schema`, what is written in `store` and `records`, what is read by people in `history`.
+Owns connections and the translation of SQLite's errors into one sentence for the organiser. The
+tables are in `storage.schema`, writing in `storage.store` and `storage.records`, reading for people
+in `storage.history`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from pathlib import Path
 from urllib.parse import quote
 
 from swarm_coordinator.run_dir.folder import quoted
-from swarm_coordinator.storage.schema import MIGRATIONS
+from swarm_coordinator.storage.schema import SCHEMA, SCHEMA_VERSION, version_problem
 from swarm_shared.base.errors import StorageError, VersionError
 
 BUSY_TIMEOUT_SECONDS = 10.0
-"""A reader of a person's command holds its lock for milliseconds; ten seconds are a fault."""
+"""Seconds to wait for a lock. A command that reads holds its lock for milliseconds, so a longer
+wait means a fault."""
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The writer's connection, with the schema brought up to date. Used from one thread only."""
+    """Open the writer's connection, to be used from one thread only; make missing tables."""
     with storage_errors(path):
         connection = sqlite3.connect(
             path, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None, cached_statements=64
@@ -31,7 +33,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
                 "journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON",
             ):  # fmt: skip
                 connection.execute(f"PRAGMA {pragma}").fetchall()
-            migrate(connection, path)
+            create_schema(connection, path)
             _check(connection, path)
         except BaseException:
             connection.close()
@@ -40,18 +42,15 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """A connection that only reads: beside a running coordinator as well as without one.
-
-    What an older release has written is read from a copy in memory that is brought up to date.
-    """
+    """Open a connection that only reads, whether a coordinator is running or not."""
     if not path.is_file():
         raise StorageError(
             f"there is no run database at {path}; the run has not been started yet, "
             f"or this is not a run folder"
         )
     with storage_errors(path):
-        # The writer's folder may be read-only for this user; then SQLite cannot make the index of
-        # the write-ahead log. Without such a log the file alone is the whole database.
+        # The folder may be read-only for this user; SQLite then cannot create the index of the
+        # write-ahead log. Without such a log the file alone is the whole database.
         modes = ["mode=ro"]
         if not Path(f"{path}-wal").exists():
             modes.append("immutable=1")
@@ -62,10 +61,10 @@ def open_read_only(path: Path) -> sqlite3.Connection:
             )  # fmt: skip
             try:
                 version = schema_version(connection)
-                _check_format(version, path)
                 if version == 0:
                     raise StorageError(f"{path} is empty; the run has not been started yet")
-                return connection if version == len(MIGRATIONS) else _newest(connection, path)
+                _check_version(version, path)
+                return connection
             except BaseException as error:
                 connection.close()
                 last = mode == modes[-1]
@@ -74,47 +73,36 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     raise AssertionError("the last mode returns or raises")
 
 
-def _newest(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
-    copy = sqlite3.connect(":memory:", isolation_level=None)
-    connection.backup(copy)
-    connection.close()
-    migrate(copy, path)
-    return copy
-
-
 def schema_version(connection: sqlite3.Connection) -> int:
+    """Return the schema version of the database; 0 for an empty one."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def migrate(
-    connection: sqlite3.Connection, path: Path, migrations: tuple[str, ...] = MIGRATIONS
-) -> None:
-    """Bring the schema up to date, each migration in one transaction with its version number."""
+def create_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the tables of an empty database, in one transaction; VersionError for other tables."""
     version = schema_version(connection)
-    _check_format(version, path, len(migrations))
-    for number, script in enumerate(migrations[version:], start=version + 1):
+    if version == 0:
         connection.executescript(
-            f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;"
+            f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
+    else:
+        _check_version(version, path)
 
 
-def _check_format(version: int, path: Path, newest: int = len(MIGRATIONS)) -> None:
-    if version > newest:
-        raise VersionError(
-            f"{path} was written by a newer swarm-coordinator (format {version}, this one knows "
-            f"{newest}); update this program"
-        )
+def _check_version(version: int, path: Path) -> None:
+    if version != SCHEMA_VERSION:
+        raise VersionError(f"the run's database {path} {version_problem(version)}")
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
-    """A damaged page is better met at the start than in the middle of a step."""
+    """Find a damaged page at the start, rather than in the middle of a step."""
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         raise DatabaseDamaged(path, str(found).splitlines()[-1])
 
 
 def check_pages(path: Path, *, thorough: bool = True) -> list[str]:
-    """What SQLite itself finds wrong with the file: pages, references and, thorough, indices."""
+    """Return what SQLite finds wrong with pages and references and, if `thorough`, with indices."""
     check = "integrity_check" if thorough else "quick_check"
     connection = open_read_only(path)
     try:
@@ -131,9 +119,9 @@ def check_pages(path: Path, *, thorough: bool = True) -> list[str]:
 
 
 def copy_database(path: Path, target: Path) -> None:
-    """A copy of one moment of the database, also while a coordinator writes it.
+    """Copy one moment of the database, also while a coordinator writes it.
 
-    `target` is one whole file without a log beside it, of the newest format.
+    `target` becomes one complete file without a write-ahead log.
     """
     source = open_read_only(path)
     try:
@@ -149,25 +137,25 @@ def copy_database(path: Path, target: Path) -> None:
 
 
 def database_files(path: Path) -> list[Path]:
-    """The database's file and those that SQLite keeps beside it."""
+    """Return the database's file and those that SQLite keeps beside it."""
     return [p for p in (path, Path(f"{path}-wal"), Path(f"{path}-shm")) if p.exists()]
 
 
 class DatabaseDamaged(StorageError):
-    """The file is no database any more, or parts of it are lost."""
+    """The file is not a database, or parts of it are lost."""
 
     def __init__(self, path: Path, detail: str) -> None:
         self.detail = detail
         super().__init__(
             f"the run's database {path} is damaged ({detail}); "
-            f"`swarm-coordinator verify {quoted(path.parent)}` says what the run can go "
-            f"on with"
+            f"`swarm-coordinator verify {quoted(path.parent)}` shows what the run can "
+            f"continue from"
         )
 
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """SQLite's errors as a StorageError that names the file and what to do."""
+    """Convert SQLite's errors to a StorageError that names the file and what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -175,7 +163,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def translate(path: Path, error: Exception) -> StorageError:
-    """What SQLite's refusal means to a person, as one sentence."""
+    """Return SQLite's error as a StorageError with one sentence for the organiser."""
     name = getattr(error, "sqlite_errorname", None) or ""
     if name == "SQLITE_FULL":
         return StorageError(

@@ -1,13 +1,13 @@
-"""What the coordinator must never forget: its interface, and the thread that writes it.
+"""The store of a run's durable records: its interface, and the thread that writes it.
 
-Owns the writer thread, durability and what a restart begins from. `SqliteStore` is the store of a
-run folder; the other one is in `postgresql_store`. The tables are in `schema`, rows in `records`,
-reading for people in `history`.
+Owns the writer thread and durability. `SqliteStore` keeps the database in the run folder;
+`storage.postgresql_store` keeps it on a server. The tables are in `storage.schema`, the statements
+in `storage.records`, reading for people in `storage.history`.
 
 One thread owns the only writing connection, and with it every write and every WAL checkpoint:
-SQLite libraries before 3.51.3 can lose a WAL when several connections write and checkpoint; the
-run folder's lock keeps a second coordinator away. Records that wait together are committed
-together (group commit); a `write` returns when its commit is on the disk (`synchronous=FULL`).
+SQLite libraries before 3.51.3 can lose a WAL when several connections write and checkpoint. The
+run folder's lock excludes a second coordinator. Records that wait together are committed together
+(group commit); `write` returns when its commit is on the disk (`synchronous=FULL`).
 """
 
 from __future__ import annotations
@@ -51,63 +51,63 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _MAX_GROUP_RECORDS = 256
-"""Records in one commit at most: a commit of so many still takes about a millisecond."""
+"""Maximum number of records in one commit; such a commit takes about a millisecond."""
 
 commit_hook: Callable[[str], None] | None = None
-"""For tests that kill the process at a commit's boundaries: told `begin`, `written`, `committed`
-and `answered`, in the writer thread. Nothing in production sets it."""
+"""Hook for tests that kill the process during a commit. Called in the writer thread with `begin`,
+`written`, `committed` and `answered`; never set in production."""
 
 
 class Store(Protocol):
-    """Where a run's durable records go. `write` is for decisions, `post` for everything else."""
+    """The durable records of a run. `write` is for decisions, `post` for everything else."""
 
     def next_generation(self, above: int = 0) -> int:
-        """A number that no earlier start of this run had, above the one given; durable."""
+        """Write and return the generation of this start: above all earlier ones and above
+        `above`."""
 
     def restore(self) -> Restored:
-        """What the run knows: the pure core begins from it."""
+        """Return the progress of the run, from which the pure core begins."""
 
     def checkpoints(self) -> list[CheckpointRecord]:
-        """All that belong to the run's history, the newest first."""
+        """Return the checkpoints of the run's history, the newest first."""
 
     def admission(self) -> AdmissionBook:
-        """Tokens, members, the allow-list and bans, as they were written."""
+        """Return tokens, members, the allow-list and bans."""
 
     def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
-        """Peers that were let in at that time or later, and when they were last."""
+        """Return the peers admitted at that time or later, with the time of the last admission."""
 
     def teams(self) -> dict[PeerId, str]:
-        """Of those that have named one."""
+        """Return the team of each peer that is in one."""
 
     def owners(self) -> dict[PeerId, PeerId]:
-        """Of those devices that are bound to another key."""
+        """Return the owner of each device that is bound to one."""
 
     def contributions(self) -> tuple[StageContribution, ...]:
-        """Of everybody, over all steps that belong to the run. Takes long in a long run."""
+        """Sum the contributions over all steps of the run's history; takes long in a long run."""
 
     async def write(self, record: Record) -> None:
-        """Returns when the record is durable; StorageError when it cannot be made so."""
+        """Return when the record is durable; StorageError when it cannot be written."""
 
     def post(self, record: Record) -> None:
-        """Write soon. Lost when the process dies first; a failure is logged, never raised."""
+        """Queue a record. It is lost if the process dies first; a failure is logged, not raised."""
 
     def close(self) -> None:
-        """Write what was posted and let go of the files."""
+        """Write the queued records and close the database."""
 
     @property
     def renew_seconds(self) -> float | None:
-        """How often `renew_lease` is to be called; None where nobody else could lead."""
+        """Seconds between calls of `renew_lease`; None where no other coordinator could lead."""
 
     async def renew_lease(self) -> None:
-        """Go on leading. LeadershipError when another coordinator has taken over."""
+        """Extend the lease. LeadershipError when another coordinator has taken over."""
 
     async def ensure_leadership(self) -> None:
-        """Returns at once while this coordinator leads for sure; else it asks, as `renew_lease`
-        does."""
+        """Return at once while the lease is valid; otherwise renew it first."""
 
 
 class Database(Protocol):
-    """An open database with room for one transaction at a time; used from one thread only."""
+    """An open database with one transaction at a time; used from one thread only."""
 
     @property
     def connection(self) -> Connection: ...
@@ -117,10 +117,10 @@ class Database(Protocol):
     def commit(self) -> None: ...
 
     def roll_back(self) -> None:
-        """Nothing of the transaction remains. Raises nothing, and needs none to be open."""
+        """Undo the transaction, if one is open. Raises nothing."""
 
     def explain(self, error: Exception) -> SwarmError:
-        """What the database's refusal means to a person."""
+        """Return the database's error as one for the organiser."""
 
     def close(self) -> None: ...
 
@@ -134,13 +134,13 @@ class _Job:
 
 
 class WriterStore:
-    """The `Store` over any `Database`. Made before the event loop or inside it."""
+    """A `Store` over any `Database`. May be constructed before the event loop runs."""
 
     database_errors: ClassVar[tuple[type[Exception], ...]]
-    """What the database raises when it refuses a statement."""
+    """Exceptions that the database raises when it refuses a statement."""
 
-    def __init__(self, place: str, open_database: Callable[[], Database], clock: Clock) -> None:
-        self._place = place
+    def __init__(self, name: str, open_database: Callable[[], Database], clock: Clock) -> None:
+        self._name = name
         self._open_database = open_database
         self._clock = clock
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ class WriterStore:
         self._closed = False
         self._failures = 0
         self._opened: Future[None] = Future()
-        # The last two: a number or a text that the database's binding cannot express.
+        # The last two: a value that the database's binding cannot represent.
         self._handled_errors: tuple[type[Exception], ...] = (
             *self.database_errors, SwarmError, OverflowError, ValueError,
         )  # fmt: skip
@@ -161,12 +161,12 @@ class WriterStore:
 
     @property
     def leads(self) -> bool:
-        """Whether it was given a generation: no other coordinator has a right to write then."""
+        """Whether this store has a generation; no other coordinator may write then."""
         return self._generation > 0
 
     @property
     def failures(self) -> int:
-        """Posted records that could not be written."""
+        """Number of posted records that could not be written."""
         return self._failures
 
     def next_generation(self, above: int = 0) -> int:
@@ -231,7 +231,7 @@ class WriterStore:
 
     def _submit(self, job: _Job) -> None:
         if self._closed:
-            raise StorageError(f"{self._place} is closed already")
+            raise StorageError(f"{self._name} is closed already")
         self._jobs.put(job)
 
     def _call(self, work: Callable[[Connection], _T]) -> _T:
@@ -257,7 +257,7 @@ class WriterStore:
                 failure.append(error)
             else:
                 answer.append(result)
-            # The loop may have ended while the thread was writing: nobody waits any more.
+            # The event loop may have ended while the thread was writing.
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(finished.set)
 
@@ -281,7 +281,7 @@ class WriterStore:
                 pass
 
     def _serve(self, database: Database) -> bool:
-        """Commit what waits, together. False when the store is to be closed."""
+        """Commit the queued jobs together. False when the store is to be closed."""
         jobs: list[_Job] = []
         job = self._jobs.get()
         while job is not None:
@@ -290,13 +290,13 @@ class WriterStore:
                 break
             job = self._jobs.get()
         if jobs and not self._commit(database, jobs) and len(jobs) > 1:
-            # One bad record must not take its neighbours down: each on its own now.
+            # One bad record must not fail the others of its group: commit each by itself.
             for single in jobs:
                 self._commit(database, [single], final=True)
         return job is not None
 
     def _commit(self, database: Database, jobs: list[_Job], final: bool = False) -> bool:
-        """One transaction; its jobs are answered when it succeeded or is not tried again."""
+        """Run one transaction. Its jobs are answered when it succeeded, or failed finally."""
         results: list[Any] = []
         try:
             _call_commit_hook("begin")
@@ -326,7 +326,7 @@ def _call_commit_hook(name: str) -> None:
 
 
 class SqliteDatabase:
-    """The file in a run folder."""
+    """The SQLite file in a run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -351,11 +351,12 @@ class SqliteDatabase:
 
 
 class SqliteStore(WriterStore):
-    """The store of a run folder."""
+    """The store in a run folder."""
 
     database_errors = (sqlite3.Error,)
 
     @classmethod
     def open(cls, path: Path, clock: Clock = wall) -> SqliteStore:
-        """The store at `path`, made when it is not there. StorageError when it cannot be had."""
+        """Open the store at `path` and make missing tables; StorageError when it cannot be
+        opened."""
         return cls(str(path), lambda: SqliteDatabase(path), clock)._start()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from swarm_coordinator.status.document import RunDocument, health
+from swarm_coordinator.status.document import HealthState, RunDocument, current_health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
+from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.formatting import printable
 from swarm_shared.tui.source import DocumentReceived, Event, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
 from swarm_shared.tui.terminal_style import Look
@@ -18,16 +18,18 @@ from swarm_shared.tui.terminal_style import Look
 if TYPE_CHECKING:
     from swarm_shared.tui.recording import Recorder
 
-_ROLES: dict[str, Role] = {
-    "healthy": "good",
-    "finished": "good",
-    "waiting": "warn",
-    "incomplete": "bad",
-    "stopped": "warn",
+_ROLES: dict[HealthState, Role] = {
+    HealthState.HEALTHY: "good",
+    HealthState.FINISHED: "good",
+    HealthState.WAITING: "warn",
+    HealthState.DEGRADED: "bad",
+    HealthState.STOPPED: "warn",
 }
 
 
 class RunApp(ViewApp[RunDocument]):
+    """The view of one run."""
+
     instead: ClassVar[str] = "swarm-coordinator status"
 
     def __init__(
@@ -55,13 +57,15 @@ class RunApp(ViewApp[RunDocument]):
         run = self.document
         if run is None:
             return line(("swarm-coordinator", "strong")), EMPTY, "Reading the run's folder."
-        word, sentence = health(run)
+        # The view itself shows how old the document is.
+        health = current_health(run, run.time)
         steps = (run.version, run.steps)
-        return *self.first_line(word, "", _ROLES[word], printable(run.run), steps), sentence
+        first = self.first_line(health.state, "", _ROLES[health.state], printable(run.run), steps)
+        return *first, printable(health.sentence)
 
     @property
     def is_old(self) -> bool:
-        """A finished run stays as it is."""
+        """Whether the document is outdated; that of a finished run is not."""
         finished = self.document is not None and self.document.finished
         return super().is_old and not (finished and not self.away)
 

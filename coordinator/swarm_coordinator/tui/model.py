@@ -1,4 +1,4 @@
-"""What the view remembers of the documents that it saw: who came and went, how many there were."""
+"""The view's state over the documents it received: the number of peers, arrivals and departures."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.time_series import TimeSeries
 
 _PACE_STEPS = 20
-"""The time left follows so many steps, as a run changes its pace when volunteers come and go."""
+"""Steps that the remaining time is estimated from; a run's pace changes with its volunteers."""
 
 
 class RunModel:
+    """The newest document and what changed since the view began."""
+
     def __init__(self, look: Look) -> None:
         self.look = look
         self.document: RunDocument | None = None
         self.attached = TimeSeries()
         self.came = 0
         self.went = 0
-        """Since the view began: churn."""
+        """Departures since the view began; with `came`, the churn."""
 
     def see(self, document: RunDocument) -> None:
         before = self.document

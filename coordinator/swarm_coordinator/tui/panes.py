@@ -1,4 +1,4 @@
-"""What each pane draws of a run: pure functions of the model, a width and a height."""
+"""The lines of each pane of a run: pure functions of the model, a width and a height."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from collections.abc import Mapping
 
 from swarm_coordinator.status.document import PeerRow, RunDocument, stage_holders
 from swarm_coordinator.tui.model import RunModel
+from swarm_shared.base.text import printable
+from swarm_shared.base.units import MISSING, duration_text, latency_text, rate_text, size_text
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
-    MISSING,
     clock_text,
     counted,
-    disk_text,
-    duration,
-    milliseconds,
     number,
     peer_text,
     percent,
-    printable,
-    rate_text,
     short_number,
 )
 from swarm_shared.tui.plot import plot
@@ -66,13 +62,14 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
     look = model.look
     done = run.version / run.steps if run.steps else None
     cells = run.cells_done / run.cells_total if run.cells_total else None
-    heldout = line(f"held-out {run.heldout_loss:.4f}") if run.heldout_loss is not None else EMPTY
+    heldout = EMPTY if run.heldout_loss is None else line(f"held-out {run.heldout_loss:.4f}")
     checkpoint = MISSING if run.checkpoint_version is None else f"step {run.checkpoint_version}"
     left = model.seconds_left()
     return [
         _named(
             "steps", bar(done, _BAR, look), line(f"{run.version:,} of {run.steps:,}"),
-            line(f"{duration(left)} left") if left else EMPTY, line(f"checkpoint {checkpoint}"),
+            line(f"{duration_text(left)} left") if left else EMPTY,
+            line(f"checkpoint {checkpoint}"),
         ),
         _named(
             "this step", bar(cells, _BAR, look),
@@ -82,7 +79,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
         _named(
             "speed", line((f"{number(run.tokens_per_second)} tokens/s", "strong")),
             line(f"loss {number(run.loss, 4)}"), heldout,
-            line(f"up {duration(run.uptime_seconds)}"),
+            line(f"up {duration_text(run.uptime_seconds)}"),
         ),
         _named(
             "volunteers", line((f"{len(run.peers)} attached", "strong")),
@@ -141,7 +138,7 @@ _TIMES = (
 
 
 def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
-    """How long a microbatch takes, and how long the stages wait for one."""
+    """Draw the time of a microbatch, and the idle time of the stages."""
     known = [row for row in enumerate(run.figures.stages) if row[1].idle_share is not None]
     if not known:
         return []
@@ -149,8 +146,8 @@ def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
         (
             line(str(stage)),
             line(percent(row.idle_share)),
-            line(milliseconds(row.p50_seconds)),
-            line(milliseconds(row.p95_seconds)),
+            line(latency_text(row.p50_seconds)),
+            line(latency_text(row.p95_seconds)),
         )
         for stage, row in known
     ]
@@ -190,7 +187,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
                 line(number(peer.microbatches_per_second, 2)),
                 line((path.kind, "warn") if path and path.kind == "relayed"
                      else path.kind if path else MISSING),
-                line(milliseconds(path.rtt_seconds if path else None)),
+                line(latency_text(path.rtt_seconds if path else None)),
                 line(rate_text(path.bytes_per_second if path else None)),
                 line((printable(peer.device), "dim")),
                 _remarks(peer),
@@ -201,7 +198,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
         heading("Stages", width, look),
         *stage_lines(_stage_bars(run), width, look),
         *_times(run, width, look),
-        heading(f"Peers ({len(run.peers)}), and their way to the coordinator", width, look),
+        heading(f"Peers ({len(run.peers)}), and their path to the coordinator", width, look),
         *((*line("  "), *drawn) for drawn in told),
         heading("Moves between stages", width, look),
         *_moves(run, width),
@@ -215,29 +212,29 @@ def _name(peer: PeerRow, look: Look) -> str:
 
 def _remarks(peer: PeerRow) -> Line:
     if peer.flagged_times:
-        return line((f"marked {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
+        return line((f"flagged {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
     if peer.leaving:
         return line(("leaving", "warn"))
     if peer.silent_seconds > 3.0:
-        return line((f"silent for {duration(peer.silent_seconds)}", "warn"))
+        return line((f"silent for {duration_text(peer.silent_seconds)}", "warn"))
     return line(("relays for others", "dim")) if peer.offers_relay else EMPTY
 
 
 def _moves(run: RunDocument, width: int) -> list[Line]:
     told = run.rebalancing
     if told.rule == "none":
-        return [line(("  run.toml says that nobody is moved", "dim"))]
+        return [line(("  moves are switched off in run.toml", "dim"))]
     lines = [
         line(
             f"  {told.made} made, {told.on_the_way} on the way, {told.dropped} given up, "
-            f"{disk_text(told.bytes_moved)} of state for them"
+            f"{size_text(told.bytes_moved)} of state for them"
         )
     ]
     for decision in reversed(told.decisions):
-        text = f"{duration(decision.seconds_ago)} ago: {decision.text}"
+        text = f"{duration_text(decision.seconds_ago)} ago: {decision.text}"
         lines += wrapped(printable(text), width - 2, indent="  ")
     if told.reason:
-        lines += wrapped(f"nobody moves now: {printable(told.reason)}", width - 2, "dim", "  ")
+        lines += wrapped(f"no move now: {printable(told.reason)}", width - 2, "dim", "  ")
     return lines
 
 
@@ -288,7 +285,7 @@ def contributors(model: RunModel, width: int, height: int) -> list[Line]:
 
 # ---------------------------------------------------------------- events, admission
 
-_BAD_WORDS = ("gone", "failed", "refused", "marked", "lost", "could not", "goes back", "too late")
+_BAD_WORDS = ("gone", "failed", "refused", "flagged", "lost", "could not", "goes back", "too late")
 _GOOD_WORDS = ("admitted", "is back", "is held again", "finished", "stored")
 
 
@@ -313,7 +310,7 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
     if run is None:
         return [EMPTY]
     told = run.admission
-    modes = {"open": "everybody who has the invite", "token": "whoever brings a token",
+    modes = {"open": "every peer with the invite", "token": "every peer with a token",
              "allow-list": "the peers on the list"}  # fmt: skip
     who = modes.get(told.mode, printable(told.mode))
     lines = [
@@ -332,9 +329,9 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
             (f"  since {clock_text(ban.banned_at)}", "dim"),
         )
         for ban in told.bans
-    ] or [line(("  nobody is banned", "dim"))]
-    marked = [peer for peer in run.peers if peer.flagged_times]
-    lines += [EMPTY, heading(f"Marked for wrong results ({len(marked)})", width, look)]
+    ] or [line(("  no peer is banned", "dim"))]
+    flagged = [peer for peer in run.peers if peer.flagged_times]
+    lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width, look)]
     lines += [
         line(
             f"  {_name(peer, look)}",
@@ -344,8 +341,8 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
                 "warn",
             ),
         )
-        for peer in marked
-    ] or [line(("  nobody is marked", "dim"))]
+        for peer in flagged
+    ] or [line(("  no peer is flagged", "dim"))]
     lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width, look)
     lines += _ranked("Sessions ended, by reason", run.sessions_ended, width, look)
     return lines

@@ -1,8 +1,8 @@
-"""The run folder as a source: read again when its status has changed, never faster than it pays.
+"""The run folder as a source: read again when its status has changed, at a bounded cost.
 
-A large run's status takes a while to read, so that the view rests `REST_FACTOR` times as long as
-the processor was busy with it: that keeps it at about 2 % of a core, and a small run at one look
-a second. Reading happens in a thread, and so do its imports: the screen is there before them.
+A large run's status takes a while to read, so the view rests `REST_FACTOR` times as long as the
+processor was busy with it: that keeps it at about 2 % of a core, and a small run at one read a
+second. Reading happens in a thread, and so do its imports: the screen is there before them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from swarm_coordinator.status.document import (
     AppliedStepRow,
     ContributorRow,
     NoteRow,
     RunDocument,
-    health,
-    parse,
+    current_health,
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
-from swarm_shared.identity.owners import group_by_owner, owner_display
+from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
@@ -40,16 +37,16 @@ LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0
 LONGEST_REST_SECONDS = 15.0
 HISTORY_SECONDS = 5.0
-"""Notes come also between steps."""
+"""Interval of reading the history; notes are also written between steps."""
 CONTRIBUTORS_SECONDS = 30.0
-"""They are summed over the whole run, which takes a while in a long one."""
+"""Interval of summing the contributors over the whole run, which takes a while in a long one."""
 MOST_STEPS = 2000
 MOST_NOTES = 500
 
 
 @dataclass(slots=True)
 class RunFolderReader:
-    """Blocking; keeps what need not be read again."""
+    """Reads a run folder; blocking. Keeps what need not be read again."""
 
     run_dir: Path
     clock: Clock = monotonic
@@ -64,11 +61,11 @@ class RunFolderReader:
     _trouble: str = field(default="")
 
     def prepare(self) -> None:
-        """What is imported once does not count as reading."""
+        """Import the reading modules, so that their time does not count as reading."""
         from swarm_coordinator.durability import run_files  # noqa: F401
 
     def read(self) -> tuple[RunDocument, str, float]:
-        """The run now, what could not be read of it, and the processor seconds that this took.
+        """Return the run now, what could not be read of it, and the processor seconds this took.
 
         SwarmError when nothing could be read.
         """
@@ -82,28 +79,19 @@ class RunFolderReader:
         from swarm_coordinator.status.status_file import read_status
 
         folder = RunFolder.open(self.run_dir)
-        told = read_status(folder.status)
-        if told is None:
+        status = read_status(folder.status)
+        if status is None:
             return RunDocument(run=load_manifest(folder).name, phase="never started"), ""
-        running = bool(told.get("running")) and _alive(told.get("pid"))
-        try:
-            document = parse({**told, "running": running})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise StorageError(
-                f"{folder.status} does not read like a status ({first['loc'][0]}: {first['msg']}); "
-                "use the swarm-coordinator that wrote it"
-            ) from error
+        running = status.running and _alive(status.pid)
+        document = status.model_copy(update={"running": running})
         self._read_history((document.generation, document.version))
-        whole = document.model_copy(
-            update={
-                "history": self._steps, "notes": self._notes, "contributors": self._contributors,
-            }
-        )  # fmt: skip
-        return whole, self._trouble
+        return RunDocument.model_construct(
+            **dict(document), history=self._steps, notes=self._notes,
+            contributors=self._contributors,
+        ), self._trouble  # fmt: skip
 
     def _read_history(self, moment: tuple[int, int]) -> None:
-        """What can be read of the database; that it cannot is no reason to show nothing."""
+        """Read what is available in the database; a failure is shown and does not end the view."""
         from swarm_coordinator.storage.history import contributions, read_recent
 
         now = self.clock()
@@ -145,33 +133,32 @@ class RunFolderReader:
 def contributors(
     rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
 ) -> tuple[ContributorRow, ...]:
-    """A row for each person, with all stages of their devices; who counted most comes first."""
-    names = {row.peer: row.name for row in rows}
-    devices_of = group_by_owner(names, owners)
-    parts: dict[PeerId, list[StageContribution]] = {}
+    """A row for each owner, with the stages of all its devices; the most tokens come first."""
+    sums = ContributionSums()
     for row in rows:
-        parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
-    found = [
+        sums.add(row.peer, row.stage, row.microbatches, row.tokens)
+        sums.describe(row.peer, row.name, None, owners.get(row.peer))
+    found = (
         ContributorRow(
-            peer=person,
-            name=owner_display(person, devices_of[person], names),
-            devices=len(devices_of[person]),
-            stages=tuple(int(part.stage) for part in those),
-            microbatches=sum(part.microbatches for part in those),
-            tokens=sum(part.tokens for part in those),
+            peer=one.owner,
+            name=one.name,
+            devices=len(one.devices),
+            stages=one.stages,
+            microbatches=one.microbatches,
+            tokens=one.tokens,
         )
-        for person, those in parts.items()
-    ]
+        for one in sums.by_owner()
+    )
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 
-def _alive(pid: object) -> bool:
+def _alive(pid: int) -> bool:
     """Whether there is such a process.
 
-    The folder's lock would say it for sure, but asking for it could make a coordinator that starts
-    at that moment believe that another one runs.
+    The folder's lock would tell for certain, but taking it could make a coordinator that starts at
+    that moment believe that another one runs.
     """
-    if not isinstance(pid, int) or pid <= 0:
+    if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
@@ -183,7 +170,7 @@ def _alive(pid: object) -> bool:
 
 
 class RunFolderSource:
-    """Looks at the folder for as long as the view is open."""
+    """Reads the folder for as long as the view is open."""
 
     def __init__(
         self, run_dir: Path, reader: RunFolderReader | None = None, sleep: Sleep = asyncio.sleep
@@ -196,7 +183,7 @@ class RunFolderSource:
         return wall()
 
     async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise UsageError("this view only looks; the other commands of swarm-coordinator act")
+        raise UsageError("this view is read-only; use the other commands of swarm-coordinator")
 
     async def events(self) -> AsyncIterator[Event[RunDocument]]:
         await asyncio.to_thread(self._reader.prepare)
@@ -216,7 +203,5 @@ class RunFolderSource:
     def _not_running(self, document: RunDocument) -> str:
         from swarm_coordinator.run_dir.folder import quoted
 
-        _, why = health(document)
-        return (
-            f"{why.removesuffix('.')}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"
-        )
+        reason = current_health(document, document.time).sentence.removesuffix(".")
+        return f"{reason}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"

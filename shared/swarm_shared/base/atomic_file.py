@@ -1,8 +1,8 @@
-"""Files that are whole or not there: written beside their place, synced, then renamed.
+"""Atomic file writes: to a temporary file, synced, then renamed into place.
 
-Owns the only way this project writes a file that must survive a crash, and the translation of
-the operating system's refusals into one sentence for a person. The order (write, fsync, rename,
-fsync of the folder) is the one POSIX needs for a file that is never seen half-written.
+Owns the only way this project writes a file that must survive a crash, and the translation of the
+operating system's refusals into one sentence for a person. The order (write, fsync, rename, fsync
+of the folder) is the one POSIX needs so that a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE: dict[int, str] = {
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """What the operating system's refusal means to a person, as one sentence."""
+    """Explain the operating system's refusal to a person, in one sentence."""
     code = error.errno or 0
     advice = _ADVICE.get(code, f"{error.strerror or error}; check the disk and its permissions")
     return StorageError(f"cannot write {path}: {advice}")
@@ -45,9 +45,9 @@ def storage_error(path: Path, error: OSError) -> StorageError:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
-    """A file to write bytes to; it takes the place of `path` when the block ends without error.
+    """Open a temporary file for writing; it replaces `path` when the block ends without an error.
 
-    On any error (cancellation too) `path` is left as it was and nothing is left beside it.
+    On any error (cancellation too) `path` stays as it was and the temporary file is removed.
     """
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
@@ -55,7 +55,7 @@ def atomic_file(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
         raise storage_error(path, error) from error
     done = False
     try:
-        # mkstemp makes it 0600, so a private file is private from its first byte.
+        # mkstemp creates the file with mode 0600, so a private file is private from the start.
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
@@ -73,7 +73,7 @@ def atomic_file(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Replace `path` by `content`, so that a crash leaves either the old file or the new one."""
+    """Replace `path` by `content`; a crash leaves either the old file or the new one."""
     with atomic_file(path, mode) as file:
         file.write(content)
 
@@ -82,7 +82,7 @@ def sync_folder(folder: Path) -> None:
     """Make renames inside `folder` survive a power cut, where the system can sync a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders; its renames are journalled.
+    except OSError:  # Windows cannot open a folder; its renames are journalled.
         return
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Time as a parameter: production passes these functions, tests pass their own."""
+"""Clocks as parameters: production passes these functions, tests pass their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Returns seconds; only differences mean anything."""
+"""A function that returns seconds; only differences between two results have a meaning."""
 
 monotonic: Clock = time.monotonic
 
 
 def wall() -> float:
-    """Seconds since the Unix epoch; used in certificates, never for measuring durations.
+    """Return the seconds since the Unix epoch; for certificates, never for measuring durations.
 
-    Looked up at every call, so that a test can set the clock of a whole process.
+    `time.time` is looked up at every call, so that a test can set the clock of a whole process.
     """
     return time.time()

@@ -1,4 +1,4 @@
-"""An IP address and a TCP port, and their one spelling as a multiaddr."""
+"""An IP address with a TCP port, and its one spelling as a multiaddr."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Endpoint:
 
     @classmethod
     def parse(cls, multiaddr: str) -> Endpoint | None:
-        """The endpoint of `/ip4/192.0.2.1/tcp/4001`, with or without a peer at its end.
+        """Parse a multiaddr such as `/ip4/192.0.2.1/tcp/4001`, with or without a peer ID at its
+        end.
 
-        None for everything else: names, relays, other transports, port 0. An IPv4 address in
-        IPv6's clothes (::ffff:192.0.2.1) is the IPv4 address, so that equal places are equal.
+        None for everything else: names, relays, other transports, port 0. An IPv4 address mapped
+        into IPv6 (::ffff:192.0.2.1) becomes the IPv4 address, so that equal endpoints compare
+        equal.
         """
         match = _MULTIADDR.fullmatch(multiaddr)
         if match is None:

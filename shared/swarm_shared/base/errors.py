@@ -1,24 +1,24 @@
 """Every error that this project raises on purpose.
 
     SwarmError                     exit 1    something failed; the message says what to do
-    ├── UsageError                 exit 2    the command's words are wrong
+    ├── UsageError                 exit 2    the arguments of a command are wrong
     ├── ConfigurationError         exit 3    run.toml or settings: unknown key, impossible value
     ├── InviteError                exit 4    the invite is damaged, or for another network
     ├── DataError                  exit 5    training data is missing, empty, damaged, not text
     ├── CapacityError              exit 6    no volunteer's (or this machine's) memory can hold it
     ├── StorageError               exit 7    disk full, unwritable folder, damaged checkpoint
     ├── NetworkError               exit 8    port in use, coordinator unreachable, link lost
-    │   ├── LinkClosed                       the other side ended the stream
-    │   └── LinkTimeout                      the other side did not answer in time
+    │   ├── LinkClosed                       the remote ended the stream
+    │   └── LinkTimeout                      the remote did not answer in time
     ├── AdmissionError             exit 9    the run refuses this peer, or the peer is banned
-    ├── VersionError               exit 10   the two sides speak different versions
-    ├── ProtocolError              exit 11   the remote side sent something that is not allowed
+    ├── VersionError               exit 10   the two ends run different versions
+    ├── ProtocolError              exit 11   the remote sent something that is not allowed
     │   ├── FrameError                       a frame that is too long, cut short or not decodable
-    │   └── SignatureError                   a signature, certificate or hash that does not hold
+    │   └── SignatureError                   an invalid signature, certificate or hash
     ├── LeadershipError            exit 12   another coordinator serves this run
     └── DaemonError                exit 13   no daemon runs here, or it does not answer
 
-A message says what was seen, what is needed and what to do. The command line prints it as one
+A message states what was seen, what is needed and what to do. The command line prints it as one
 sentence and exits with `exit_code`; a traceback never reaches a user for any of these.
 """
 
@@ -34,7 +34,7 @@ class SwarmError(Exception):
 
 
 class UsageError(SwarmError):
-    """The words of a command are wrong."""
+    """The arguments of a command are wrong."""
 
     exit_code = 2
 
@@ -46,19 +46,19 @@ class ConfigurationError(SwarmError):
 
 
 class InviteError(SwarmError):
-    """An invite that is damaged or not an invite."""
+    """An invite is damaged, or the text is not an invite."""
 
     exit_code = 4
 
 
 class DataError(SwarmError):
-    """Training data that is missing, empty, damaged or not text."""
+    """Training data is missing, empty, damaged or not text."""
 
     exit_code = 5
 
 
 class CapacityError(SwarmError):
-    """Something does not fit any memory on offer."""
+    """Something does not fit into any memory on offer."""
 
     exit_code = 6
 
@@ -70,17 +70,17 @@ class StorageError(SwarmError):
 
 
 class NetworkError(SwarmError):
-    """A peer cannot be reached or a port cannot be had."""
+    """A peer cannot be reached, or a port is not available."""
 
     exit_code = 8
 
 
 class LinkClosed(NetworkError):
-    """The other side ended the stream, or the connection under it is gone."""
+    """The remote ended the stream, or the connection below it is lost."""
 
 
 class LinkTimeout(NetworkError):
-    """The other side did not answer within the time given."""
+    """The remote did not answer within the time given."""
 
 
 class AdmissionError(SwarmError):
@@ -90,23 +90,23 @@ class AdmissionError(SwarmError):
 
 
 class VersionError(SwarmError):
-    """The two sides speak different versions."""
+    """The two ends run different versions."""
 
     exit_code = 10
 
 
 class ProtocolError(SwarmError):
-    """The remote side sent something that is not allowed: its fault, never ours."""
+    """The remote sent something that is not allowed: its fault, never this side's."""
 
     exit_code = 11
 
 
 class FrameError(ProtocolError):
-    """A frame that is too long, cut short, or not decodable."""
+    """A frame is too long, cut short, or not decodable."""
 
 
 class SignatureError(ProtocolError):
-    """A signature, certificate or hash that does not hold."""
+    """A signature, certificate or hash is not valid."""
 
 
 class LeadershipError(SwarmError):
@@ -116,6 +116,6 @@ class LeadershipError(SwarmError):
 
 
 class DaemonError(SwarmError):
-    """No daemon of this home can be asked, or it cannot be made to run."""
+    """No daemon of this home answers, or it cannot be started."""
 
     exit_code = 13

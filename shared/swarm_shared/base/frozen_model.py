@@ -1,4 +1,4 @@
-"""The base of every value that is parsed from outside the process."""
+"""The base class of every value that is parsed from outside the process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FrozenModel(BaseModel):
-    """Base of every value parsed at an edge: immutable, and strict about unknown keys."""
+    """An immutable model that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

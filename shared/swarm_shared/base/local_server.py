@@ -1,7 +1,7 @@
-"""Serving a Unix socket with lines of JSON (`local_socket`), in trio.
+"""Serving lines of JSON (`swarm_shared.base.local_socket`) on a Unix socket, in trio.
 
-Owns the socket's file and its permissions. What is said is the callers' part, and so is what
-becomes of a conversation that fails: `handle` is a supervisor of its own.
+Owns the socket's file and its permissions. What the messages mean is the callers' part, and so is
+the handling of a connection that fails: `handle` is a supervisor of its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error
 from swarm_shared.base.local_socket import MAX_LINE_BYTES, from_line, socket_address, to_line
 
 _LISTEN_BACKLOG = 16
+"""Connections the kernel queues before they are accepted."""
 
 
 class LocalServerConnection:
-    """The served end of one conversation."""
+    """The server's end of one connection."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._buffer = bytearray()
 
     async def receive(self) -> dict[str, Any] | None:
-        """The next line; None at the end. ValueError for anything else than one JSON object."""
+        """Return the next message; None at the end. ValueError for anything but one JSON object a
+        line."""
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
@@ -52,12 +54,10 @@ async def serve_lines(
     *,
     on_listening: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve conversations at `path` until cancelled. StorageError when there can be no socket.
+    """Serve connections at `path` until cancelled. StorageError when the socket cannot be created.
 
-    `on_listening` is called when whoever connects is heard.
-
-    The caller holds the folder's lock: a socket that is there already was left by a program that
-    was killed.
+    `on_listening` is called once connections are accepted. The caller holds the folder's lock, so a
+    socket that exists already was left by a process that was killed.
     """
     listener = _listen(path)
     try:
@@ -80,7 +80,7 @@ def _listen(path: Path) -> trio.socket.SocketType:
         path.unlink(missing_ok=True)
         with socket_address(path) as address:
             made.bind(address)
-        # Before listen: until then nobody can connect, so that nobody slips in.
+        # Before listen: no connection is possible until the permissions are set.
         path.chmod(PRIVATE_MODE)
         made.listen(_LISTEN_BACKLOG)
     except OSError as error:

@@ -1,8 +1,10 @@
-"""Lines of JSON over a Unix socket in a folder of the user's: how programs of one machine talk.
+"""Lines of JSON over a Unix socket in a folder of the user: how programs of one machine
+communicate.
 
-Owns the form of a line, its bound, and the way to a socket however deep its folder lies. Whoever
-can open the file may do everything its owner may: it is private to the user, as the folder is.
-Free of trio: a command that only asks starts in a moment. Serving is `local_server`'s part.
+Owns the form of a line, its bound, and the address of a socket however deep its folder lies. Every
+process that can open the socket may do what its owner may: the socket is private to the user, as
+its folder is. Free of trio, so that a command that only sends a request starts quickly. Serving is
+in `swarm_shared.base.local_server`.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from typing import Any
 from swarm_shared.base.errors import StorageError
 
 MAX_LINE_BYTES = 64 * 1024
-"""Of a question. Answers may be longer where their reader allows it."""
+"""Longest request. Answers may be longer where their reader allows it."""
 
 _PATH_BYTES = 100
-"""What a socket's address holds is 108 bytes on Linux and 104 on macOS, the final zero included."""
+"""Longest path used as a socket's address, which holds 108 bytes on Linux and 104 on macOS, the
+final zero included."""
 
 
 def to_line(message: dict[str, Any], max_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """One message as it is written; ValueError when it is too long."""
+    """Encode one message as a line; ValueError when it is too long."""
     content = json.dumps(message).encode() + b"\n"
     if len(content) > max_bytes:
         raise ValueError(f"a message of {len(content)} bytes is too long")
@@ -33,7 +36,7 @@ def to_line(message: dict[str, Any], max_bytes: int = MAX_LINE_BYTES) -> bytes:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    """ValueError for anything but one JSON object."""
+    """Parse a line; ValueError for anything but one JSON object."""
     try:
         message = json.loads(line)
     except RecursionError as error:
@@ -45,7 +48,7 @@ def from_line(line: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """A name of `path` that fits a socket's address, however deep its folder lies."""
+    """Yield a path that leads to `path` and fits into a socket's address."""
     if len(os.fsencode(path)) <= _PATH_BYTES:
         yield str(path)
         return
@@ -62,7 +65,7 @@ def socket_address(path: Path) -> Iterator[str]:
 
 
 class LocalConnection:
-    """One conversation with whoever serves; made by `connect`. Blocks; OSError when it breaks."""
+    """The client's end of one connection; made by `connect`. Blocks; OSError when it breaks."""
 
     def __init__(self, connection: socket.socket, max_line_bytes: int) -> None:
         self._connection = connection
@@ -73,7 +76,8 @@ class LocalConnection:
         self._connection.sendall(to_line(message))
 
     def receive(self, timeout_seconds: float | None) -> dict[str, Any] | None:
-        """The next line; None at the end. TimeoutError; ValueError for what is no line of ours."""
+        """Return the next message; None at the end. TimeoutError; ValueError for a malformed
+        line."""
         self._connection.settimeout(timeout_seconds)
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -95,7 +99,8 @@ class LocalConnection:
 def connect(
     path: Path, timeout_seconds: float, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[LocalConnection]:
-    """FileNotFoundError or ConnectionRefusedError when nobody serves there (now)."""
+    """Connect to the server at `path`. FileNotFoundError or ConnectionRefusedError when none
+    listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_seconds)
         with socket_address(path) as address:

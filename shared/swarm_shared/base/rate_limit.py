@@ -1,4 +1,4 @@
-"""Token buckets, one per requester: so many requests at once, so many a second in the long run."""
+"""Token buckets, one per requester: a burst at once, and a rate over the long run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from swarm_shared.base.clock import Clock, monotonic
 
 
 class RateLimit:
-    """Remembers `max_keys` requesters; of more, those who have been quiet longest start anew.
+    """Buckets of at most `max_keys` requesters; beyond that, the longest idle ones are forgotten.
 
-    Whoever has that many addresses escapes any limit by address, and must not fill the memory.
+    A requester with that many addresses escapes any limit by address, and must not fill the memory.
     """
 
     def __init__(
@@ -28,7 +28,8 @@ class RateLimit:
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def take(self, key: Hashable, cost: float = 1.0) -> float:
-        """0.0 when `key` may go on now; otherwise seconds until it may, and nothing is taken."""
+        """Take `cost` tokens of `key`. Returns 0.0, or the seconds until it may, with nothing
+        taken."""
         now = self._clock()
         tokens, at = self._buckets.pop(key, (self._burst, now))
         tokens = min(self._burst, tokens + (now - at) * self._per_second)

@@ -1,7 +1,7 @@
-"""What is wrong with a person's setting, in the person's words and not the checking library's.
+"""Sentences about invalid settings, in the terms of the file and not of the validating library.
 
-Owns the wording that every file of settings shares: which kind of value is needed, which bounds
-hold, and which known name is meant.
+Owns the wording that every settings file shares: which kind of value is needed, which bounds hold,
+and which known name is probably meant.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 MAX_SHOWN_CHARACTERS = 60
-"""Characters of a value that are shown."""
+"""Characters of an invalid value that are shown."""
 
 
 def nearest(name: str, known: Iterable[str], form: str = "'{}'") -> str:
-    """The end of a sentence about an unknown name."""
+    """Return the end of a sentence about an unknown name: the nearest known one, or all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
@@ -54,7 +54,7 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def describe_setting_error(detail: ErrorDetails) -> str:
-    """What the value must be, and what it is."""
+    """Describe what the value must be, and what it is."""
     rule = _RULES.get(detail["type"])
     context = dict(detail.get("ctx") or {})
     wanted = rule(context) if rule else f"is not accepted ({detail['msg']}); it is"

@@ -1,4 +1,4 @@
-"""The version of this software, on its own: commands that only print it start in a moment."""
+"""The version of this software, in a module of its own so that printing it imports nothing else."""
 
 from typing import Final
 

@@ -1,23 +1,23 @@
-"""int8 and int4: values as whole multiples of a scale that their block shares.
+"""int8 and int4: values as integer multiples of a scale shared by their block.
 
     payload    the blocks' scales (bfloat16), then their values
     scale      largest magnitude of the block over the largest level, to the nearest bfloat16
-    int8       256 values to a block, levels -127 to 127, a byte each; the last block may be short
-    int4       64 values to a block, levels -7 to 7, plus 8 a nibble each; byte i of a block holds
+    int8       256 values a block, levels -127 to 127, a byte each; the last block may be short
+    int4       64 values a block, levels -7 to 7, plus 8 a nibble each; byte i of a block holds
                value i (low) and value i + 32 (high); the last block is filled up with zeros
 
-Symmetric: zero stays zero. Rounding is to the nearest, ties to even, so an error is at most half
-a scale. A bfloat16's relative error is below 1/256, so that the largest value of a block always
-falls on its largest level (127 / (1 + 1/256) > 126.5): in float32 a decoded tensor encodes to the
-same bytes again.
+The quantisation is symmetric: zero stays zero. Rounding is to the nearest, ties to even, so an
+error is at most half a scale. A bfloat16's relative error is below 1/256, so that the largest value
+of a block always falls on its largest level (127 / (1 + 1/256) > 126.5): in float32 a decoded
+tensor encodes to the same bytes again.
 
-Two ends of the range are outside of that. A block below 2**-126 times its largest level becomes
-zeros: smaller scales have no full mantissa. And scales end just below 2**121 (2**125 for int4), so
-that no byte, of whatever origin, decodes to an infinity: the largest floats, beyond 3.3e38
+The two ends of the range are exceptions. A block below 2**-126 times its largest level becomes
+zeros, because smaller scales have no full mantissa. Scales end just below 2**121 (2**125 for int4),
+so that no byte, of whatever origin, decodes to an infinity: the largest floats, beyond 3.3e38
 (2.9e38), come back as the largest multiple there is.
 
-N: values. B: blocks. S: values of one block. All arithmetic is float32, elementwise or a maximum:
-neither threads nor vector width show in the result.
+Shape suffixes: N values, B blocks, S values of one block. All arithmetic is float32, elementwise or
+a maximum, so that neither threads nor vector width affect the result.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from swarm_shared.codecs.errors import CodecError
 from swarm_shared.run.codec_sizes import INT4_BLOCK, INT8_BLOCK, SCALE_BYTES, blocks
 
 SMALLEST_SCALE = 2.0**-126
+"""Smallest scale that is written; below it float32 loses mantissa bits."""
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Encoded at a time: 4 MiB of float32 beside the tensor, which a processor's cache may hold."""
+"""Elements encoded at a time: 4 MiB of float32 beside the tensor, which fits a processor's
+cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The levels of one codec."""
+    """The quantisation levels of one codec."""
 
     block: int
     top: int
@@ -47,7 +49,7 @@ class Grid:
 
     @property
     def largest_scale(self) -> float:
-        """The last bfloat16 below 2**128 over the smallest level that a byte can spell."""
+        """The last bfloat16 below 2**128 over the smallest level that a byte can hold."""
         return (1 - 2.0**-8) * 2.0**128 / (self.top + 1)
 
     @property
@@ -60,7 +62,7 @@ INT4 = Grid(INT4_BLOCK, 7, packed=True)
 
 
 def encode_scaled(values_N: Tensor, out: Tensor, grid: Grid) -> None:
-    """Write finite values into `out`, bytes of exactly the right number; CodecError for others."""
+    """Write finite values into `out`, whose size is exact; CodecError for other values."""
     count = values_N.numel()
     scales_B, data = _parts(out, count, grid)
     step = _CHUNK_ELEMENTS // grid.block * grid.block
@@ -83,7 +85,7 @@ def encode_scaled(values_N: Tensor, out: Tensor, grid: Grid) -> None:
 
 
 def decode_scaled(data: Tensor, count: int, grid: Grid) -> Tensor:
-    """The float32 values_N; finite whatever the bytes, unless they are refused (CodecError)."""
+    """Return the float32 values_N, always finite; CodecError for bytes that no sender writes."""
     scales_B, packed = _parts(data, count, grid)
     scales_B1 = _checked_scales(scales_B, grid)[:, None]
     if grid.packed:
@@ -110,9 +112,11 @@ def _encode_blocks(values_BS: Tensor, scales_B: Tensor, data: Tensor, grid: Grid
     rough_B = largest_B.div_(grid.top)
     highest = float(rough_B.max())
     if not highest < float("inf"):
-        raise CodecError("a tensor holds infinities or NaNs, which no block of levels can say")
+        raise CodecError(
+            "a tensor holds infinities or NaNs, which no block of levels can represent"
+        )
     scales_B.copy_(rough_B.clamp_(max=grid.largest_scale))
-    # As the receiver will read it.
+    # The scale as the receiver will read it.
     exact_B = scales_B.to(torch.float32)
     empty_B = exact_B < SMALLEST_SCALE
     scales_B.masked_fill_(empty_B, 0.0)
@@ -143,13 +147,13 @@ def _checked_scales(scales_B: Tensor, grid: Grid) -> Tensor:
 
 
 def _parts(data: Tensor, count: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Scales_B (bfloat16) and the bytes behind them (int8), views of the payload."""
+    """Return scales_B (bfloat16) and the bytes behind them (int8), views of the payload."""
     scale_bytes = SCALE_BYTES * blocks(count, grid.block)
     return data[:scale_bytes].view(torch.bfloat16), data[scale_bytes:].view(torch.int8)
 
 
 def _bytes_of(data: Tensor, start: int, stop: int, grid: Grid) -> Tensor:
-    """Of the values from `start`, which begins a block, to `stop`."""
+    """Return the bytes of the values from `start`, which begins a block, to `stop`."""
     if grid.packed:
         return data[start // 2 : blocks(stop, grid.block) * grid.block_bytes]
     return data[start:stop]

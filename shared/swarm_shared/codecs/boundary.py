@@ -1,8 +1,10 @@
-"""A border between two stages inside a model that is not cut: the reference's.
+"""A stage boundary inside a model that is not cut, for the reference.
 
-In a swarm the next stage computes with the decoded activation, and the stage before goes on with
-the decoded gradient. The same two functions, put into one process's graph, make it compute what
-the swarm does; that rounding has no slope of its own is what the swarm takes it for, too.
+In a swarm the next stage computes with the decoded activation, and the stage before with the
+decoded gradient. The same two functions, put into one process's graph, make it compute what the
+swarm computes. Rounding passes the gradient unchanged, as it does in the swarm.
+
+Shape suffixes: B sequences, T positions, D width of the boundary.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class _StageBoundary(torch.autograd.Function):
 def stage_boundary(
     activation: ActivationCodec, gradient: GradientCodec
 ) -> Callable[[Tensor], Tensor]:
-    """What an activation_BTD passes where the model would be cut."""
+    """Return the function that an activation_BTD passes where the model would be cut."""
 
     def cross(x_BTD: Tensor) -> Tensor:
-        crossed: Tensor = _StageBoundary.apply(x_BTD, activation, gradient)  # type: ignore[no-untyped-call]
+        crossed: Tensor = _StageBoundary.apply(  # type: ignore[no-untyped-call]
+            x_BTD, activation, gradient
+        )
         return crossed
 
     return cross

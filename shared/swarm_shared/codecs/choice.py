@@ -1,8 +1,8 @@
-"""Which pair of codecs a run should have, from what was measured. Pure.
+"""The choice of a run's pair of codecs from measured costs. Pure functions.
 
-A microbatch at a border takes, each way, encoding, the line and decoding. Of the pairs whose loss
-an organiser accepts, the one that takes least is chosen: on slow lines the one of fewest bytes, on
-fast ones the one that is soonest encoded.
+At a stage boundary a microbatch takes, each way, encoding, sending and decoding. Of the pairs whose
+loss an organiser accepts, the one that takes least time is chosen: on slow links the one of fewest
+bytes, on fast links the one that encodes fastest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CodecPair(FrozenModel):
     activation: ActivationCodec
     gradient: GradientCodec
     gap_relative: float
-    """Of the final held-out loss, against none; measured over seeds."""
+    """Relative increase of the final held-out loss over no codec; measured over seeds."""
 
     @property
     def name(self) -> str:
@@ -29,11 +29,11 @@ class CodecPair(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one tensor in one codec."""
+    """The cost of one tensor in one codec."""
 
     nbytes: int
     seconds: float
-    """Encoding and decoding."""
+    """Time of encoding and decoding."""
 
 
 def pair_name(activation: str, gradient: str) -> str:
@@ -41,7 +41,7 @@ def pair_name(activation: str, gradient: str) -> str:
 
 
 def seconds(pair: CodecPair, costs: Mapping[str, Cost], bytes_per_second: float) -> float:
-    """Of one microbatch at one border, there and back, on a line of this rate each way."""
+    """Return the time of one microbatch at one boundary, there and back, at this rate each way."""
     return sum(
         costs[codec].seconds + costs[codec].nbytes / bytes_per_second
         for codec in (pair.activation, pair.gradient)
@@ -49,6 +49,7 @@ def seconds(pair: CodecPair, costs: Mapping[str, Cost], bytes_per_second: float)
 
 
 def accepted(pairs: Mapping[str, CodecPair], largest_relative_gap: float) -> dict[str, CodecPair]:
+    """Return the pairs whose relative gap is within the limit."""
     return {name: one for name, one in pairs.items() if one.gap_relative <= largest_relative_gap}
 
 
@@ -58,9 +59,9 @@ def choose(
     bytes_per_second: float,
     largest_relative_gap: float,
 ) -> str | None:
-    """The name of the fastest pair within the budget; None when there is none.
+    """Return the name of the fastest pair within the limit; None when there is none.
 
-    `costs` has at least the codecs of the pairs that are accepted.
+    `costs` has at least the codecs of the accepted pairs.
     """
     within = accepted(pairs, largest_relative_gap)
     if not within:

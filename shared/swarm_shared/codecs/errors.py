@@ -1,4 +1,4 @@
-"""What a codec refuses."""
+"""The error of codecs."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from swarm_shared.base.errors import ProtocolError
 
 
 class CodecError(ProtocolError):
-    """Bytes that no sender of this codec writes, or a tensor that no codec can write."""
+    """Bytes that no sender of this codec writes, or a tensor that no codec can encode."""

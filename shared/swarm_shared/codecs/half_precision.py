@@ -1,12 +1,12 @@
-"""none, float16 and bfloat16: every value by itself, in fewer digits.
+"""none, float16 and bfloat16: each value on its own, with fewer digits.
 
     none       the values in the dtype that the model computes in
     bfloat16   to the nearest, ties to even
     float16    an int32 exponent, then the values over two to its power: the largest comes to lie
                between 2**14 and 2**15, so that gradients of any size keep float16's 11 digits
 
-Values that only rounding would make infinite become the largest finite one. Little-endian, as
-every machine is that torch runs on. N: values.
+Values that only rounding would make infinite become the largest finite one. Little-endian, as is
+every machine that torch runs on. Shape suffix: N values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from swarm_shared.run.codec_sizes import EXPONENT_BYTES
 
 _TARGET_EXPONENT = 15
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -126, 112
-"""Two to the power of either, and its inverse, are ordinary float32s."""
+"""Range of the exponent; two to the power of either, and its inverse, are normal float32
+numbers."""
 
 _NOT_FINITE = "a tensor holds infinities or NaNs; the peer that sent it computes wrongly"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """One pass, no temporary mask: 20 times as fast as isfinite().all() on a CPU."""
+    """Whether all values are finite. One pass without a temporary mask: 20 times as fast as
+    isfinite().all() on a CPU."""
     if tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor.detach())
@@ -36,7 +38,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def encode_unchanged(values_N: Tensor, out: Tensor) -> None:
-    """Copy without a look: who computed the tensor has checked it."""
+    """Copy without a check: the worker that computed the tensor has checked it."""
     out.view(values_N.dtype).copy_(values_N)
 
 
@@ -45,7 +47,7 @@ def decode_unchanged(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode_bfloat16(values_N: Tensor, out: Tensor) -> None:
-    """CodecError for values that are not finite."""
+    """Write the values as bfloat16; CodecError for values that are not finite."""
     narrow_N = out.view(torch.bfloat16)
     narrow_N.copy_(values_N)
     if not is_finite(narrow_N):
@@ -58,7 +60,8 @@ def decode_bfloat16(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode_float16(values_N: Tensor, out: Tensor) -> None:
-    """CodecError for values that are not finite."""
+    """Write the values as float16 behind their exponent; CodecError for values that are not
+    finite."""
     exponent = _exponent(values_N)
     out[:EXPONENT_BYTES].view(torch.int32).fill_(exponent)
     scaled_N = values_N.to(torch.float32) * 2.0**-exponent
@@ -84,7 +87,7 @@ def _exponent(values_N: Tensor) -> int:
     if not largest < float("inf"):
         raise CodecError(_NOT_FINITE)
     exponent = math.frexp(largest)[1] - _TARGET_EXPONENT
-    # 11 digits of it may round up to the next power of two, from which another would follow.
+    # Rounding to 11 digits may reach the next power of two, whose exponent is one larger.
     if math.ldexp(largest, -exponent) >= 2.0**_TARGET_EXPONENT - 2.0 ** (_TARGET_EXPONENT - 12):
         exponent += 1
     return min(max(exponent, _LOWEST_EXPONENT), _HIGHEST_EXPONENT)

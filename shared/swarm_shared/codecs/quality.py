@@ -1,4 +1,4 @@
-"""What each pair of codecs costs in loss: the table that `benchmarks/quality.py` wrote.
+"""The measured cost in loss of each pair of codecs, as `benchmarks/quality.py` wrote it.
 
 quality.json beside this file is never edited by hand: `make bench-quality` measures and writes it,
 together with its result file, whose date it repeats.
@@ -23,7 +23,7 @@ class QualityTable(FrozenModel):
     steps: int
     seeds: int = Field(ge=2)
     noise_relative: float = Field(gt=0)
-    """Standard deviation of the final loss from seed to seed without codecs, over that loss."""
+    """Standard deviation of the final loss over seeds without codecs, relative to that loss."""
     pairs: dict[str, CodecPair]
 
 
@@ -34,5 +34,5 @@ def quality_table() -> QualityTable:
 
 
 def measured_noise() -> float:
-    """The gap that no reader of a loss curve could tell from another seed's; four digits."""
+    """Return the relative gap that cannot be told from another seed's, rounded to four digits."""
     return round(quality_table().noise_relative, 4)

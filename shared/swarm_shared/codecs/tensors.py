@@ -1,7 +1,8 @@
-"""Encodes a tensor into bytes and makes one of bytes again, by a codec's name.
+"""Encoding a tensor into bytes and decoding it, by a codec's name.
 
-What a remote sends is refused (CodecError) before memory is taken for it: a length that is not the
-codec's, and then whatever no sender writes. What is taken is finite.
+Bytes from a remote are rejected (CodecError) before memory is taken for them when their length is
+not the codec's, and afterwards when no sender writes them. A decoded tensor is finite. Shape
+suffix: N values.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _NAMES: dict[torch.dtype, ComputeDtype] = {dtype: name for name, dtype in DTYPES
 
 
 def encode(codec: CodecName, tensor: Tensor, out: memoryview) -> int:
-    """Write the tensor to the start of `out`; returns the bytes written.
+    """Write the tensor to the start of `out` and return the bytes written.
 
-    The tensor's dtype is the one that the model computes in. CodecError when it is not finite
-    (`none` does not look).
+    The tensor's dtype is the one that the model computes in. CodecError when the tensor is not
+    finite (`none` does not check).
     """
     values_N = tensor.detach().reshape(-1)
     dtype = _NAMES[tensor.dtype]
@@ -57,7 +58,7 @@ def encode(codec: CodecName, tensor: Tensor, out: memoryview) -> int:
 
 
 def decode(codec: CodecName, data: Buffer, shape: Sequence[int], dtype: ComputeDtype) -> Tensor:
-    """A new tensor of this shape and dtype, all finite; CodecError for bytes that are refused."""
+    """Return a new tensor of this shape and dtype, all finite; CodecError for rejected bytes."""
     count = math.prod(shape)
     needed, seen = encoded_bytes(codec, count, dtype), memoryview(data).nbytes
     if seen != needed:
@@ -75,7 +76,7 @@ def decode(codec: CodecName, data: Buffer, shape: Sequence[int], dtype: ComputeD
 
 
 def round_trip(codec: CodecName, tensor: Tensor) -> Tensor:
-    """What the receiver of this tensor computes with."""
+    """Return what the receiver of this tensor computes with."""
     name = _NAMES[tensor.dtype]
     payload = memoryview(bytearray(encoded_bytes(codec, tensor.numel(), name)))
     encode(codec, tensor.cpu(), payload)
@@ -100,6 +101,6 @@ def _decoded(codec: CodecName, data: Tensor, count: int, dtype: torch.dtype) -> 
 
 def _bytes_tensor(data: Buffer) -> Tensor:
     with warnings.catch_warnings():
-        # A decoder only reads what it is given.
+        # Decoders only read the buffer.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,13 +1,13 @@
-"""top-k: of every block of 256 values the 16 largest, the others become zero. For gradients.
+"""top-k: the 16 largest of every block of 256 values; the others become zero. For gradients.
 
-    payload    bfloat16 values, 16 a block, then their places in the block, a byte each; places
+    payload    bfloat16 values, 16 a block, then their indices in the block, a byte each; indices
                ascend within a block
 
-The value counts as the bfloat16 that is sent, and among equals the first stays: which are taken is
-one answer on every machine. The last block is filled up with zeros. There is no memory of what was
-left out (decision 0021 says why): the codec is a pure function of the tensor.
+Values are compared as the bfloat16 that is sent, and of equals the first is kept, so that the
+selection is the same on every machine. The last block is filled up with zeros. The values left out
+are not remembered (decision 0021 gives the reason): the codec is a pure function of the tensor.
 
-N: values. B: blocks. S: values of one block. K: values kept of it.
+Shape suffixes: N values, B blocks, S values of one block, K values kept of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK_BLOCKS = 4096
 
 
 def encode_sparse(values_N: Tensor, out: Tensor) -> None:
-    """Write finite values into `out`, bytes of exactly the right number; CodecError for others."""
+    """Write finite values into `out`, whose size is exact; CodecError for other values."""
     count = values_N.numel()
     values_BK, places_BK = _parts(out, count)
     whole = count // TOPK_BLOCK
@@ -37,7 +37,7 @@ def encode_sparse(values_N: Tensor, out: Tensor) -> None:
 
 
 def decode_sparse(data: Tensor, count: int) -> Tensor:
-    """The float32 values_N, finite; CodecError for what no sender writes."""
+    """Return the float32 values_N, finite; CodecError for bytes that no sender writes."""
     values_BK, places_BK = _parts(data, count)
     wide_BK = values_BK.to(torch.float32)
     places_BK = places_BK.to(torch.int64)
@@ -59,7 +59,7 @@ def _encode_blocks(values_BS: Tensor, kept_BK: Tensor, places_BK: Tensor) -> Non
         raise CodecError("a tensor holds infinities or NaNs; it cannot be sent")
     limit = torch.finfo(torch.bfloat16).max
     narrow_BS = values_BS.clamp(-limit, limit).to(torch.bfloat16)
-    # A key per value that no other has: the magnitude's bits, then the place counted from the end.
+    # A unique key per value: the magnitude's bits, then the index counted from the end.
     backwards_S = torch.arange(TOPK_BLOCK - 1, -1, -1, dtype=torch.int32, device=values_BS.device)
     key_BS = (narrow_BS.view(torch.int16) & 0x7FFF).to(torch.int32)
     key_BS.mul_(TOPK_BLOCK).add_(backwards_S)
@@ -70,7 +70,7 @@ def _encode_blocks(values_BS: Tensor, kept_BK: Tensor, places_BK: Tensor) -> Non
 
 
 def _parts(data: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """values_BK (bfloat16) and places_BK (uint8), views of the payload."""
+    """Return values_BK (bfloat16) and places_BK (uint8), views of the payload."""
     kept = blocks(count, TOPK_BLOCK) * TOPK_KEPT
     values_BK = data[: 2 * kept].view(torch.bfloat16).view(-1, TOPK_KEPT)
     return values_BK, data[2 * kept :].view(-1, TOPK_KEPT)

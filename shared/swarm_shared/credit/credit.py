@@ -1,12 +1,12 @@
-"""Credit: what a contribution is worth, as pure functions that anybody can compute again.
+"""Credit: the value of a contribution, as pure functions that everyone can recompute.
 
-One credit is one token through the whole model: who did a stage gets the stage's share of the
-model's arithmetic for each token. So all credit of a run together is the tokens it was trained on.
-The recent average is what BOINC calls it: credit per day, with a half-life of 7 days; old work
-fades, steady work r per day tends to r.
+One credit is one token through the whole model: a peer that computed one stage gets the stage's
+share of the model's arithmetic for each token, so the credits of a run add up to the tokens it was
+trained on. The recent average is BOINC's: credit per day with a half-life of 7 days; old work
+decays, and a steady r per day tends to r.
 
-Sums are exact (`math.fsum`) wherever an order could show: two people who add the same
-contributions in another order get the same number.
+Sums are exact (`math.fsum`) wherever the order could show: adding the same contributions in another
+order gives the same number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.text import printable
+
 HALF_LIFE_SECONDS = 7 * 86_400.0
 MAX_TEAM_CHARACTERS = 40
 _PER_DAY = 86_400.0 * math.log(2) / HALF_LIFE_SECONDS
-"""A stream of one credit a day has decayed to a sum of 1 / _PER_DAY credits at any moment."""
+"""Decay rate per day; a stream of one credit a day has decayed to a sum of 1 / _PER_DAY credits at
+any moment."""
 
 
 def work_shares(work_flops: Sequence[float]) -> tuple[float, ...]:
-    """Each stage's share of the model's arithmetic; equal ones where it was never measured."""
+    """Return each stage's share of the model's arithmetic; equal shares where it was never
+    measured."""
     total = math.fsum(work_flops)
     if total <= 0:
         return tuple(1.0 / len(work_flops) for _ in work_flops)
@@ -31,15 +35,15 @@ def work_shares(work_flops: Sequence[float]) -> tuple[float, ...]:
 
 
 def credit_of(tokens_by_stage: Iterable[tuple[int, int]], shares: Sequence[float]) -> float:
-    """Of (stage, tokens) pairs, in any order."""
+    """Return the credit of (stage, tokens) pairs, in any order."""
     return math.fsum(tokens * shares[stage] for stage, tokens in tokens_by_stage)
 
 
 @dataclass(frozen=True, slots=True)
 class RecentCredit:
-    """Credit that fades: a sum as of a moment, in which every part has decayed since it was earned.
+    """Decaying credit: a sum as of a moment, in which every part has decayed since it was earned.
 
-    Moments are Unix seconds. A part from before `at` is entered as what is left of it, and one from
+    Moments are Unix seconds. A part from before `at` is added at what is left of it, and one from
     after it moves `at` on, so the order of entries does not matter but for rounding.
     """
 
@@ -52,21 +56,21 @@ class RecentCredit:
         return RecentCredit(self.decayed + credit * decay_factor(self.at - at), self.at)
 
     def per_day(self, now: float) -> float:
-        """Credit per day as of `now`, which is not before the last part."""
+        """Return the credit per day as of `now`, which is not before the last part."""
         return self.decayed * decay_factor(max(0.0, now - self.at)) * _PER_DAY
 
 
 def normalised_team(text: str | None) -> str:
-    """A team's name as all of its members are found by it; empty for none.
+    """Return a team's name in the one form its members are grouped by; empty for none.
 
-    People type the same name with other spaces, or their system composes its letters otherwise.
-    What cannot be printed is left out: it would make teams that look alike.
+    People type the same name with different spaces, and systems compose its letters differently.
+    Characters that cannot be printed are left out, as they would make teams that look alike.
     """
     composed = unicodedata.normalize("NFKC", text or "")
-    kept = "".join(c if c.isprintable() else " " for c in composed)
+    kept = printable(composed, " ")
     return " ".join(kept.split())[:MAX_TEAM_CHARACTERS].rstrip()
 
 
 def decay_factor(seconds: float) -> float:
-    """The part that is left of something after so long."""
+    """Return the share of a credit that is left after `seconds`."""
     return math.exp2(-seconds / HALF_LIFE_SECONDS)

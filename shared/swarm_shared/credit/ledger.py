@@ -1,38 +1,37 @@
-"""The public ledger of a run: who counted what in every applied step, signed by the organiser.
+"""The public ledger of a run: each peer's counted work in every applied step, signed by the
+organiser.
 
 Owns the file's form, writing and checking it. Lines of JSON, each with a digest that covers the
-line before; the last one is the organiser's signature over the last digest, so that it covers
-every line.
+line before; the last one is the organiser's signature over the last digest, so that it covers every
+line.
 
     head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
-    step     one applied step: (peer, stage, microbatches) of everybody who counted in it
+    step     one applied step: (peer, stage, microbatches) of every peer counted in it
     owner    that one peer is another key's device, signed by that key
-    total    one peer's sums, with the name it gave itself, recomputable from the steps
+    total    one peer's sums, with the name it chose, recomputable from the steps
     seal     number of lines, last digest, the organiser's envelope
 
-People have rows as well, without lines of their own: they are the totals of all peers bound to one
-key, added up by whoever reads.
+Owners have no lines of their own: an owner's total is the sum over all peers bound to its key,
+added up by the reader.
 
-What it proves. That the numbers follow from the steps; that every step holds every microbatch once
-in every stage, no more and no fewer; that whoever has a row has signed for each device in it; and
-that the organiser stands by exactly these lines: whoever keeps a ledger can show that a later one
-tells another past. What it cannot prove is that the organiser told the truth about who counted a
-microbatch, or that a device agreed to its owner, as its connection showed. Volunteers sign a
-receipt for each microbatch, which the coordinator checks and does not keep: half a kilobyte for
-every microbatch and stage comes to gigabytes in a run of ten thousand steps. A volunteer can hold
-its own count against the ledger's.
+The ledger proves that the numbers follow from the steps; that every step holds every microbatch
+exactly once in every stage; that an owner has signed for each of its devices; and that the
+organiser stands by exactly these lines: a kept ledger exposes a later one with a different past. It
+cannot prove that the organiser recorded truthfully which peer counted a microbatch, nor that a
+device agreed to its owner, as its connection showed. Volunteers sign a receipt for each microbatch,
+which the coordinator checks and does not keep: half a kilobyte for every microbatch and stage adds
+up to gigabytes in a run of ten thousand steps. A volunteer can compare its own count with the
+ledger's.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,7 +39,8 @@ from pydantic import ValidationError
 from swarm_shared.base.errors import ProtocolError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.credit.credit import RecentCredit, credit_of, work_shares
+from swarm_shared.credit.contributions import ContributionSums
+from swarm_shared.credit.credit import credit_of, work_shares
 from swarm_shared.credit.ledger_lines import (
     Head,
     Line,
@@ -53,7 +53,7 @@ from swarm_shared.credit.ledger_lines import (
 )
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
+from swarm_shared.identity.owners import effective_bindings
 from swarm_shared.identity.signed_manifest import (
     MANIFEST_DOMAIN,
     MAX_MANIFEST_BYTES,
@@ -61,7 +61,9 @@ from swarm_shared.identity.signed_manifest import (
     run_id_of,
 )
 from swarm_shared.identity.signing import (
+    decode_envelope,
     describe_validation_error,
+    encode_envelope,
     open_envelope,
     open_message,
     sign_message,
@@ -70,49 +72,37 @@ from swarm_shared.run.manifest import Manifest
 
 LEDGER_DOMAIN = "swarmtrain-ledger-1"
 MAX_LINE_BYTES = 16 * 2**20
-"""A step of ten thousand peers has a megabyte."""
+"""Longest line; a step of ten thousand peers has a megabyte."""
 TOLERANCE = 1e-9
-"""Of an average that fades, relative: machines round powers differently in the last digits."""
+"""Relative tolerance of decayed averages: machines round powers differently in the last digits."""
 
 NameAndTeam = tuple[str | None, str | None]
 """A peer's name and its team."""
 
 
-@dataclass(slots=True)
-class _PeerSums:
-    microbatches: int = 0
-    tokens: Counter[int] = field(default_factory=Counter)
-    """By stage."""
-    recent: RecentCredit = field(default_factory=RecentCredit)
-
-
-class _LedgerSums:
-    """What follows from the steps: the same code makes the totals and checks them."""
+class _LedgerSums(ContributionSums):
+    """The totals that follow from the steps: the same code writes and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._tokens = manifest.tokens_per_microbatch
-        self.of: dict[str, _PeerSums] = {}
+        super().__init__(self._shares)
 
-    def add(self, step: StepLine) -> None:
-        for peer, stage, microbatches in step.shares:
-            one = self.of.setdefault(peer, _PeerSums())
+    def add_step(self, line: StepLine) -> None:
+        for peer, stage, microbatches in line.shares:
             tokens = microbatches * self._tokens
-            one.microbatches += microbatches
-            one.tokens[stage] += tokens
-            credit = credit_of([(stage, tokens)], self._shares)
-            one.recent = one.recent.with_credit(credit, step.applied_at)
+            self.add(PeerId(peer), stage, microbatches, tokens, applied_at=line.applied_at)
 
-    def total(self, peer: str, named: NameAndTeam, as_of: float) -> TotalLine:
-        one = self.of[peer]
+    def total(self, peer: PeerId, named: NameAndTeam, as_of: float) -> TotalLine:
+        sums = self.peers[peer]
         return TotalLine(
             peer=peer,
             name=named[0],
             team=named[1],
-            microbatches=one.microbatches,
-            tokens=one.tokens.total(),
-            credit=credit_of(one.tokens.items(), self._shares),
-            credit_per_day=one.recent.per_day(as_of),
+            microbatches=sums.microbatches,
+            tokens=sum(sums.tokens.values()),
+            credit=credit_of(sums.tokens.items(), self._shares),
+            credit_per_day=sums.recent.per_day(as_of),
         )
 
 
@@ -127,10 +117,10 @@ def write_ledger(
     as_of: float,
     bindings: Mapping[PeerId, str] | None = None,
 ) -> Iterator[bytes]:
-    """The lines of a ledger, each with its line break. `envelope` is the signed manifest.
+    """Yield the lines of a ledger, each with its line break. `envelope` is the signed manifest.
 
-    `bindings` are devices' owner bindings in base64, without chains; of those that never counted
-    nothing is written.
+    `bindings` are devices' owner bindings in base64, without chains; those of devices that never
+    counted are left out.
     """
     bindings = bindings or {}
     manifest = open_manifest(envelope, organiser.peer_id)
@@ -138,27 +128,27 @@ def write_ledger(
     chain = _Chain()
     yield chain.put(
         Head(
-            format=2 if bindings else 1, run=run, as_of=as_of,
-            manifest=base64.b64encode(envelope).decode(),
+            run=run, as_of=as_of,
+            manifest=encode_envelope(envelope),
         )
     )  # fmt: skip
     sums = _LedgerSums(manifest)
     for step in steps:
-        sums.add(step)
+        sums.add_step(step)
         yield chain.put(step)
-    for peer in sorted(sums.of):
-        if PeerId(peer) in bindings:
-            yield chain.put(OwnerLine(peer=peer, binding=bindings[PeerId(peer)]))
-    for peer in sorted(sums.of):
-        yield chain.put(sums.total(peer, names.get(PeerId(peer), (None, None)), as_of))
+    for peer in sorted(sums.peers):
+        if peer in bindings:
+            yield chain.put(OwnerLine(peer=peer, binding=bindings[peer]))
+    for peer in sorted(sums.peers):
+        yield chain.put(sums.total(peer, names.get(peer, (None, None)), as_of))
     sealed = sign_message(
         organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
     )
-    yield chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))
+    yield chain.put(SealLine(envelope=encode_envelope(sealed)))
 
 
 class _Chain:
-    """Each line with the digest of itself and of the one before."""
+    """Writes each line with the digest of itself and of the line before."""
 
     def __init__(self) -> None:
         self.digest = "0" * 64
@@ -176,7 +166,7 @@ def _digest(before: str, content: Mapping[str, Any]) -> str:
 
 
 def _canonical_json(content: Mapping[str, Any]) -> bytes:
-    """One spelling only, so that everybody's digest is of the same bytes."""
+    """Encode in one canonical form, so that every digest is of the same bytes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -185,7 +175,7 @@ def _canonical_json(content: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OwnerTotal:
-    """The sums of all peers that are bound to one key; of most people it is one peer."""
+    """The sums of all peers that are bound to one key; mostly a single peer."""
 
     peer: PeerId
     name: str | None
@@ -199,7 +189,7 @@ class OwnerTotal:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedLedger:
-    """A ledger in which every number is right."""
+    """A ledger whose every number was found right."""
 
     run: RunId
     name: str
@@ -207,16 +197,16 @@ class VerifiedLedger:
     as_of: float
     steps: int
     totals: tuple[TotalLine, ...]
-    """The most credit first."""
+    """Totals by peer, highest credit first."""
     people: tuple[OwnerTotal, ...]
-    """The same, by person."""
+    """Totals by owner, highest credit first."""
 
 
 def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> VerifiedLedger:
-    """Recomputes everything. ProtocolError names the first line that is wrong, and why.
+    """Recompute everything. ProtocolError names the first wrong line and the reason.
 
-    Without an `organiser` the one that the ledger names is taken: it is then worth as much as the
-    way on which it came.
+    Without an `organiser` the one that the ledger names is used: the result is then only as
+    trustworthy as the source of the file.
     """
     check = _Check(organiser)
     number = 0
@@ -233,7 +223,7 @@ def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Ve
 
 
 class _Check:
-    """Takes one line after the other, in the only order that there is."""
+    """Takes the lines one by one, in the only order allowed."""
 
     def __init__(self, organiser: PeerId | None) -> None:
         self._organiser = organiser
@@ -285,10 +275,7 @@ class _Check:
     def _take_head(self, line: Line) -> None:
         if not isinstance(line, Head):
             raise ProtocolError("a ledger begins with its head")
-        try:
-            envelope = base64.b64decode(line.manifest, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("its manifest is not in base64") from error
+        envelope = decode_envelope(line.manifest, "its manifest")
         organiser = self._organiser or _named_organiser(envelope)
         self._manifest = open_manifest(envelope, organiser)
         if run_id_of(self._manifest) != line.run:
@@ -314,22 +301,16 @@ class _Check:
         if len(counted) != self._manifest.stage_count:
             raise ProtocolError(f"step {line.step} counts in stages that the run does not have")
         self._steps = line.step
-        self._sums.add(line)
+        self._sums.add_step(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        assert self._head is not None
-        if self._head.format < 2:
-            raise ProtocolError("a ledger of format 1 has no owners")
         if self._totals:
             raise ProtocolError("an owner follows totals, where nobody looks for it")
-        if line.peer not in self._sums.of:
+        if line.peer not in self._sums.peers:
             raise ProtocolError(f"{line.peer} has an owner and counts in no step")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
-        try:
-            envelope = base64.b64decode(line.binding, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError(f"the owner binding of {line.peer} is not in base64") from error
+        envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
         device = PeerId(line.peer)
         self._owners[device] = open_owner_binding(envelope, device).owner
 
@@ -340,12 +321,12 @@ class _Check:
             raise ProtocolError(
                 f"{chained} is the owner of others and has an owner; a row would be in another"
             )
-        if line.peer not in self._sums.of:
+        if line.peer not in self._sums.peers:
             raise ProtocolError(f"{line.peer} has a total and counts in no step")
         if self._totals and line.peer <= next(reversed(self._totals)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         named = (line.name, line.team)
-        right = self._sums.total(line.peer, named, self._head.as_of)
+        right = self._sums.total(PeerId(line.peer), named, self._head.as_of)
         for name in ("microbatches", "tokens", "credit", "credit_per_day"):
             told, recomputed = getattr(line, name), getattr(right, name)
             if not math.isclose(told, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):
@@ -355,13 +336,10 @@ class _Check:
         self._totals[line.peer] = line
 
     def _take_seal(self, line: SealLine, digest: str) -> None:
-        missing = set(self._sums.of) - set(self._totals)
+        missing = set(self._sums.peers) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
-        try:
-            envelope = base64.b64decode(line.envelope, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("the seal is not in base64") from error
+        envelope = decode_envelope(line.envelope, "the seal")
         seal, _ = open_message(envelope, Seal, LEDGER_DOMAIN, self._signer)
         assert self._head is not None
         if seal != Seal(run=self._head.run, lines=self._chain.lines - 1, digest=digest):
@@ -377,26 +355,25 @@ class _Check:
         )  # fmt: skip
 
     def _people(self) -> tuple[OwnerTotal, ...]:
-        names = {PeerId(peer): total.name for peer, total in self._totals.items()}
-        teams = {PeerId(peer): total.team for peer, total in self._totals.items()}
-        found: list[OwnerTotal] = []
-        for person, devices in group_by_owner(names, self._owners).items():
-            parts = [self._totals[one] for one in devices]
-            found.append(
-                OwnerTotal(
-                    peer=person,
-                    name=owner_display(person, devices, names),
-                    team=owner_display(person, devices, teams),
-                    devices=tuple(devices),
-                    microbatches=sum(part.microbatches for part in parts),
-                    tokens=sum(part.tokens for part in parts),
-                    credit=math.fsum(part.credit for part in parts),
-                    credit_per_day=math.fsum(part.credit_per_day for part in parts),
-                )
+        assert self._head is not None
+        for peer, total in self._totals.items():
+            device = PeerId(peer)
+            self._sums.describe(device, total.name, total.team, self._owners.get(device))
+        return tuple(
+            OwnerTotal(
+                peer=sums.owner,
+                name=sums.name,
+                team=sums.team,
+                devices=sums.devices,
+                microbatches=sums.microbatches,
+                tokens=sums.tokens,
+                credit=sums.credit,
+                credit_per_day=sums.credit_per_day(self._head.as_of),
             )
-        return tuple(sorted(found, key=lambda one: (-one.credit, one.peer)))
+            for sums in self._sums.ranked()
+        )
 
 
 def _named_organiser(envelope: bytes) -> PeerId:
-    """Whom the manifest itself names; its signature is checked against that next."""
+    """Return the signer of the manifest's envelope; its signature is checked against that next."""
     return open_envelope(envelope, MANIFEST_DOMAIN, max_bytes=MAX_MANIFEST_BYTES).signer

@@ -1,6 +1,6 @@
-"""The lines of a run's public ledger, as values: what each may hold, and no more.
+"""The lines of a run's public ledger, as bounded values.
 
-What they mean together, and how they are chained, is `ledger`'s.
+What they mean together, and how they are chained, is in `swarm_shared.credit.ledger`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ Peer = Annotated[str, Field(min_length=1, max_length=100)]
 
 class Head(FrozenModel):
     line: Literal["head"] = "head"
-    format: Literal[1, 2] = 1
-    """2 when there are owners, which earlier programs cannot read."""
+    format: Literal[2] = 2
     run: RunId
     as_of: Finite
-    """Unix seconds: the recent averages are as of then."""
+    """Unix seconds at which the recent averages are computed."""
     manifest: Annotated[str, Field(max_length=4 * 2**20)]
     """The signed envelope, in base64."""
 
@@ -35,7 +34,7 @@ class StepLine(FrozenModel):
     step: Annotated[int, Field(ge=1, lt=2**53)]
     applied_at: Finite
     shares: Annotated[tuple[tuple[Peer, Count, Count], ...], Field(max_length=200_000)]
-    """(peer, stage, microbatches)."""
+    """(peer, stage, microbatches) of every peer that counted."""
 
 
 class OwnerLine(FrozenModel):
@@ -43,16 +42,16 @@ class OwnerLine(FrozenModel):
     peer: Peer
     """The device."""
     binding: Annotated[str, Field(max_length=8_192)]
-    """The owner's envelope, in base64."""
+    """The envelope signed by the owner, in base64."""
 
 
 class TotalLine(FrozenModel):
     line: Literal["total"] = "total"
     peer: Peer
     name: Annotated[str, Field(max_length=60)] | None
-    """As the peer calls itself; nothing follows from it."""
+    """The name the peer chose; no number depends on it."""
     team: Annotated[str, Field(max_length=MAX_TEAM_CHARACTERS)] | None
-    """That it is in now, by its own word."""
+    """The team the peer is in now, as it declares."""
     microbatches: Count
     tokens: Count
     credit: Finite

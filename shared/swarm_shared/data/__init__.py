@@ -1,1 +1,1 @@
-"""Training data: tokenizers, files of token ids, and which of them a microbatch is made of."""
+"""Training data: tokenizers, files of token ids, and the sequences that make up a microbatch."""

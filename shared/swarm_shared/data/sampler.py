@@ -1,14 +1,14 @@
-"""Which sequences a microbatch is made of: a pure function of the manifest and the index.
+"""The sequences that make up a microbatch: a pure function of the manifest and the index.
 
-Owns the order of the training data. Any trainer, and the reference, make the same arrays from
-the same (seed, step, microbatch index), with nothing shared but the manifest and the shards.
+Owns the order of the training data. Any trainer, and the reference, make the same arrays from the
+same (seed, step, microbatch index), with nothing shared but the manifest and the shards.
 
-Every epoch visits every slot once, in an order of its own, without holding a permutation in
-memory: a keyed Feistel network (Luby & Rackoff 1988) over the next even power of two, walked
-along its cycle until it lands inside the range (Black & Rogaway 2002). It is not meant to
-resist an attacker; it only has to be a permutation and look unordered.
+Every epoch visits every slot once, in an order of its own, without holding a permutation in memory:
+a keyed Feistel network (Luby & Rackoff 1988) over the next even power of two, walked along its
+cycle until it lands inside the range (Black & Rogaway 2002). It need not resist an attacker; it
+only has to be a permutation and look unordered.
 
-Legend: B sequences of a microbatch, T tokens of a sequence.
+Shape suffixes: B sequences of a microbatch, T tokens of a sequence, S tokens of a slot (T + 1).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ROUNDS = 6
 def microbatch(
     stream: TokenStream, manifest: Manifest, step: int, index: int
 ) -> tuple[Int64, Int64]:
-    """The (inputs_BT, targets_BT) of one microbatch; targets are the inputs shifted by one."""
+    """Return (inputs_BT, targets_BT) of one microbatch; targets are the inputs shifted by one."""
     return _arrays(stream, manifest, "train", training_slots(manifest, step, index))
 
 
 def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> tuple[Int64, Int64]:
-    """The held-out sequences in order; past the last one they begin again.
+    """Return the held-out sequences in order; after the last one they start again.
 
-    `stream` is the held-out split, whose files hold no training token, so nothing is shared.
+    `stream` is the held-out split, whose files hold no training token.
     """
     if index < 0:
         raise ProtocolError(f"there is no held-out microbatch {index}; they count from 0")
@@ -49,7 +49,8 @@ def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> t
 
 
 def training_slots(manifest: Manifest, step: int, index: int) -> Int64:
-    """The slots of the training split that make up one microbatch; needs no shard to be here."""
+    """Return the slots of the training split that make up one microbatch; needs no shard on this
+    machine."""
     training = manifest.training
     if step < 1 or not 0 <= index < training.microbatches_per_step:
         raise ProtocolError(
@@ -68,7 +69,7 @@ def training_slots(manifest: Manifest, step: int, index: int) -> Int64:
 
 
 def split_slots(data: DataConfig, split: Split, sequence_length: int) -> int:
-    """How many sequences a split holds, by its description alone."""
+    """Return the number of sequences in a split, from its description alone."""
     count = sum(slots_in(shard.tokens, sequence_length) for shard in data.split(split))
     if count == 0:
         raise DataError(
@@ -79,11 +80,11 @@ def split_slots(data: DataConfig, split: Split, sequence_length: int) -> int:
 
 
 def permuted(positions: Int64, count: int, seed: int, epoch: int) -> Int64:
-    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), sends each position."""
+    """Map positions by a permutation of 0 … count - 1 that (seed, epoch) chooses."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     values = _feistel(positions.astype(np.uint64), keys, half_bits)
-    # Fewer than 3 of 4 values lie outside on average, and each walk comes back to its own cycle.
+    # Fewer than 3 of 4 values lie outside on average, and each walk stays on its own cycle.
     while (outside := values >= count).any():
         values[outside] = _feistel(values[outside], keys, half_bits)
     return values.astype(np.int64)

@@ -1,8 +1,8 @@
 """Files of token ids: written once, hashed, memory-mapped.
 
-Owns the shard file (`<name>.tokens`: little-endian unsigned integers of 1, 2 or 4 bytes and
-nothing else; what it holds is said by `ShardInfo` in the manifest). Does not decide which
-tokens make up a microbatch (sampler.py) or where they come from.
+Owns the shard file (`<name>.tokens`: little-endian unsigned integers of 1, 2 or 4 bytes and nothing
+else; `ShardInfo` in the manifest describes it). Does not decide which tokens make up a microbatch
+(`swarm_shared.data.sampler`) or where they come from.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TokenBytes = Literal[1, 2, 4]
 Tokens = npt.NDArray[Any]
 
 SHARD_TOKENS = 64 * 1024 * 1024
-"""Tokens after which the next shard is begun: small enough to fetch again after a damage."""
+"""Tokens after which the next shard begins: small enough to fetch again after damage."""
 
 _READ_TOKENS = 1024 * 1024
 
 
 def token_bytes_for(vocabulary_size: int) -> TokenBytes:
-    """The narrowest integer that holds every id."""
+    """Return the narrowest integer size that holds every id."""
     if vocabulary_size <= 2**8:
         return 1
     return 2 if vocabulary_size <= 2**16 else 4
@@ -110,11 +110,11 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """The memory-mapped shards of one split, seen as slots of one sequence each.
+    """The memory-mapped shards of one split, as slots of one sequence each.
 
-    A slot is `sequence_length` inputs and the token after them; neighbouring slots share that
-    one token (the last target of one is the first input of the next). No slot crosses a shard,
-    so a sequence needs one file only.
+    A slot is `sequence_length` inputs and the token after them; neighbouring slots share that one
+    token (the last target of one is the first input of the next). No slot crosses a shard, so a
+    sequence needs one file only.
     """
 
     shards: tuple[Tokens, ...]
@@ -129,7 +129,7 @@ class TokenStream:
     def sequences(
         self, slots_B: npt.NDArray[np.int64], sequence_length: int
     ) -> npt.NDArray[np.int64]:
-        """The tokens of the slots, shape (B, sequence_length + 1)."""
+        """Return the tokens of the slots, shape (B, sequence_length + 1)."""
         ends = np.cumsum([slots_in(shard.size, sequence_length) for shard in self.shards])
         owners_B = np.searchsorted(ends, slots_B, side="right")
         tokens_BS = np.empty((len(slots_B), sequence_length + 1), dtype=np.int64)
@@ -141,7 +141,8 @@ class TokenStream:
 
 
 def slots_in(tokens: int, sequence_length: int) -> int:
-    """How many sequences a shard of `tokens` tokens holds; each needs one token more as target."""
+    """Return the number of sequences in a shard of `tokens` tokens; each needs one more token as
+    target."""
     return max(0, tokens - 1) // sequence_length
 
 
@@ -163,7 +164,7 @@ def open_shards(folder: Path, data: DataConfig, split: Split) -> TokenStream:
 def verify_shard(
     path: Path, info: ShardInfo, token_bytes: TokenBytes, vocabulary_size: int
 ) -> None:
-    """Read the whole file and refuse it unless size, hash and every token id are right."""
+    """Read the whole file; DataError unless size, hash and every token id are right."""
     _check_size(path, info, token_bytes)
     digest, largest = hashlib.sha256(), -1
     dtype = token_dtype(token_bytes)
@@ -189,7 +190,7 @@ def verify_shard(
 
 
 def unigram_entropy_nats(stream: TokenStream, vocabulary_size: int) -> float:
-    """Entropy of the stream's own token distribution."""
+    """Return the entropy of the stream's own token distribution."""
     counts = np.zeros(vocabulary_size, dtype=np.int64)
     for shard in stream.shards:
         for start in range(0, shard.size, _READ_TOKENS):

@@ -1,9 +1,9 @@
 """Text to token ids and back: plain bytes, or byte-level BPE.
 
-Owns both tokenizers and the meaning of id 0, the mark between documents. Does not know about
-files of tokens (shards.py) or about where text comes from. Byte-level BPE is GPT-2's scheme
-(Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), as the `tokenizers` package
-trains it; the same texts always give the same tokenizer, whatever the number of threads.
+Owns both tokenizers and the meaning of id 0, the separator of documents. Does not own files of
+tokens (`swarm_shared.data.shards`) or the origin of texts. Byte-level BPE is GPT-2's scheme
+(Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), as the `tokenizers` package trains
+it; the same texts always give the same tokenizer, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ END_OF_TEXT = 0
 
 END_OF_TEXT_WORD = "<|endoftext|>"
 SMALLEST_BPE_VOCABULARY = 257
-"""256 bytes and the mark between documents."""
+"""256 bytes and the separator of documents."""
 
 
 class Tokenizer(Protocol):
-    """Deterministic and lossless: `decode(encode(text)) == text`."""
+    """A deterministic and lossless tokenizer: `decode(encode(text)) == text`."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Every id that `encode` gives is below this."""
+        """Exclusive upper bound of the ids that `encode` returns."""
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of `text`, without a mark at its end."""
+        """Return the ids of `text`, without a separator at its end."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """`encode` of every text, faster."""
+        """Encode every text; faster than one call each."""
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of `ids`; marks between documents and ids of no token are left out."""
+        """Return the text of `ids`; separators of documents and ids of no token are left out."""
 
 
 class BytesTokenizer:
@@ -70,7 +70,7 @@ class BpeTokenizer:
     """Byte-level BPE; its file is the `tokenizer.json` that Hugging Face's packages read."""
 
     def __init__(self, backend: Any) -> None:
-        # A document that spells the mark out in letters must not end there.
+        # A document that spells the separator out in letters must not end there.
         backend.encode_special_tokens = True
         self._backend = backend
         self.vocabulary_size = int(backend.get_vocab_size(with_added_tokens=True))
@@ -87,12 +87,12 @@ class BpeTokenizer:
         return str(self._backend.decode(known.tolist(), skip_special_tokens=True))
 
     def to_bytes(self) -> bytes:
-        """The content of `tokenizer.json`."""
+        """Return the content of `tokenizer.json`."""
         text: str = self._backend.to_str(pretty=True)
         return text.encode("utf-8")
 
     def save(self, path: Path) -> str:
-        """Write `tokenizer.json` and give its SHA-256, as the manifest names it."""
+        """Write `tokenizer.json` and return its SHA-256, as the manifest names it."""
         content = self.to_bytes()
         write_atomically(path, content)
         return hashlib.sha256(content).hexdigest()
@@ -118,7 +118,7 @@ class BpeTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> BpeTokenizer:
-    """A tokenizer of at most `vocabulary_size` ids; a small text yields fewer."""
+    """Train a tokenizer of at most `vocabulary_size` ids; a small text yields fewer."""
     if vocabulary_size < SMALLEST_BPE_VOCABULARY:
         raise ConfigurationError(
             f"a bpe tokenizer needs a vocabulary of at least {SMALLEST_BPE_VOCABULARY}, "
@@ -141,7 +141,7 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> BpeTokenizer:
 def load_tokenizer(
     kind: Literal["bytes", "bpe"], path: Path, sha256: str | None = None
 ) -> Tokenizer:
-    """The tokenizer that a manifest names; `path` is read for bpe only, and checked."""
+    """Load the tokenizer that a manifest names; `path` is read for bpe only, and checked."""
     if kind == "bytes":
         return BytesTokenizer()
     content = _read(path)
@@ -163,6 +163,6 @@ def _read(path: Path) -> bytes:
 
 
 def _known_ids(ids: Sequence[int] | npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
-    """A model's vocabulary may be larger than its tokenizer's, so it can sample ids of no token."""
+    """Drop ids of no token: a model's vocabulary may be larger than its tokenizer's."""
     values = np.asarray(ids, dtype=np.int64).reshape(-1)
     return values[(values > END_OF_TEXT) & (values < size)]

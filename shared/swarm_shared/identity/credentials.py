@@ -1,7 +1,8 @@
-"""What peers sign: membership certificates, receipts, carrier and owner bindings (design: trust).
+"""Signed values: membership certificates, receipts, carrier and owner bindings (design: trust).
 
-Owns the signed values and the rules by which they hold. Signing itself is in `signing`; who is
-let in is the coordinator's decision. All times are Unix seconds, passed in.
+Owns the values and the rules by which they are valid. Signing itself is in
+`swarm_shared.identity.signing`; the decision about admission is the coordinator's. All times are
+Unix seconds, passed in.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ CARRIER_DOMAIN = "swarmtrain-carrier-1"
 OWNER_DOMAIN = "swarmtrain-owner-1"
 
 CLOCK_SKEW_SECONDS = 120.0
-"""How far two clocks may be apart. Home machines without NTP drift by minutes; certificates
-live for hours, so that two minutes more give a revoked peer little."""
+"""Largest accepted difference of two clocks. Home machines without NTP drift by minutes;
+certificates are valid for hours, so that two more minutes give a revoked peer little."""
 
 FIRST_GENERATION = Generation(0)
-"""Of a check that accepts every generation."""
+"""Oldest generation of a check that accepts every generation."""
 
 MAX_CREDENTIAL_BYTES = 4096
-"""The largest of these messages has about 600 bytes."""
+"""Longest envelope; the largest of these messages has about 600 bytes."""
 
 Role = Literal["volunteer", "coordinator"]
 
 
 class MembershipCertificate(FrozenModel):
-    """The organiser's word that `peer` belongs to the run; shown on every protocol."""
+    """The organiser's certificate that `peer` belongs to the run; shown on every protocol."""
 
     peer: PeerId
     run: RunId
@@ -46,7 +47,7 @@ class MembershipCertificate(FrozenModel):
 
 
 class Receipt(FrozenModel):
-    """`peer`'s word that it has accumulated one stage of one microbatch."""
+    """A receipt signed by `peer`: it has accumulated one stage of one microbatch."""
 
     run: RunId
     generation: Generation = Field(ge=0)
@@ -57,11 +58,11 @@ class Receipt(FrozenModel):
     samples: int = Field(ge=0, lt=2**53)
     tokens: int = Field(ge=0, lt=2**53)
     loss_sum: float | None = Field(default=None, ge=-1e100, le=1e100, allow_inf_nan=False)
-    """Summed over the tokens; only the last stage knows it."""
+    """Loss summed over the tokens; only the last stage has it."""
 
 
 class CarrierBinding(FrozenModel):
-    """`peer`'s word that the p2pd daemon with `carrier_peer_id` is its own."""
+    """A binding signed by `peer`: the p2pd daemon with `carrier_peer_id` is its own."""
 
     peer: PeerId
     carrier_peer_id: str = Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")
@@ -69,9 +70,10 @@ class CarrierBinding(FrozenModel):
 
 
 class OwnerBinding(FrozenModel):
-    """`owner`'s word that what `device` does is its own doing.
+    """A binding signed by `owner`: the device's work counts as the owner's.
 
-    It never expires and is of no run: who has both keys says it wherever the device takes part.
+    It never expires and belongs to no run: the holder of both keys shows it wherever the device
+    participates.
     """
 
     owner: PeerId
@@ -90,11 +92,11 @@ def check_certificate(
     remote_peer: PeerId,
     oldest_generation: Generation = FIRST_GENERATION,
 ) -> MembershipCertificate:
-    """The certificate, when it lets `remote_peer` take part in `run` at `now`.
+    """Return the certificate if it lets `remote_peer` take part in `run` at `now`.
 
-    Raises AdmissionError with the reason otherwise. `remote_peer` must come from the
-    connection, which proves it; a certificate is no secret and proves nothing alone.
-    Certificates of starts of the coordinator before `oldest_generation` hold no longer.
+    Raises AdmissionError with the reason otherwise. `remote_peer` must come from the connection,
+    which proves it; a certificate is no secret and proves nothing alone. Certificates of
+    coordinator starts before `oldest_generation` are rejected.
     """
     try:
         certificate, _ = open_message(
@@ -134,7 +136,7 @@ def sign_receipt(identity: Identity, receipt: Receipt) -> bytes:
 
 
 def open_receipt(envelope: bytes) -> Receipt:
-    """The receipt, signed by the peer it names. FrameError or SignatureError otherwise."""
+    """Return the receipt, signed by the peer it names. FrameError or SignatureError otherwise."""
     receipt, signer = open_message(
         envelope, Receipt, RECEIPT_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
     )
@@ -149,7 +151,8 @@ def sign_carrier_binding(identity: Identity, binding: CarrierBinding) -> bytes:
 
 
 def open_carrier_binding(envelope: bytes, peer: PeerId, now: float) -> CarrierBinding:
-    """The binding, signed by `peer` and not expired. FrameError or SignatureError otherwise."""
+    """Return the binding, signed by `peer` and not expired. FrameError or SignatureError
+    otherwise."""
     binding, _ = open_message(envelope, CarrierBinding, CARRIER_DOMAIN, peer, MAX_CREDENTIAL_BYTES)
     if binding.peer != peer:
         raise SignatureError(f"{peer} signed a carrier binding in the name of {binding.peer}")
@@ -163,10 +166,10 @@ def sign_owner_binding(identity: Identity, device: PeerId) -> bytes:
 
 
 def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
-    """The binding of `device`, signed by the owner it names; FrameError or SignatureError.
+    """Return the binding of `device`, signed by the owner it names; FrameError or SignatureError.
 
-    Both agree only if `device` is proven beside it, as a connection does: anybody can sign that
-    somebody else's device is theirs.
+    It proves that both agree only if `device` is proven beside it, as a connection does: any key
+    can sign a binding for a foreign device.
     """
     binding, signer = open_message(
         envelope, OwnerBinding, OWNER_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
@@ -176,5 +179,7 @@ def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
     if binding.device != device:
         raise SignatureError(f"{device} shows the owner binding of {binding.device}")
     if binding.owner == device:
-        raise SignatureError(f"{device} is bound to itself; who is its own owner shows no binding")
+        raise SignatureError(
+            f"{device} is bound to itself; a device that is its own owner shows no binding"
+        )
     return binding

@@ -3,9 +3,9 @@
     swarm1 + base32 (lower case, a-z and 2-7) of: format u8, flags u8, coordinator key,
              [organiser key], run id, [token], addresses, checksum
 
-Owns the text form and its check. An invite is not signed: who hands it out is trusted by the
-person who pastes it, and everything it points to is verified against the keys in it. The
-checksum is for accidents (a character lost in copying), and says so before any network use.
+Owns the text form and its check. An invite is not signed: the person who pastes it trusts the
+person who sent it, and everything it points to is verified against the keys in it. The checksum
+detects accidents (a character lost in copying) before any use of the network.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ADDRESS_IP6_TCP: Final = 6
 _IP_TCP = re.compile(r"/ip([46])/([0-9a-f.:]+)/tcp/([0-9]{1,5})")
 
 _COPY_AGAIN: Final = "Copy the whole line again, from 'swarm1' to its end."
-# Quotes, brackets and invisible characters that chat programs and terminals add around text.
+# Quotes, brackets and invisible characters that chat programs and terminals put around text.
 _WRAPPING: Final = "\"'`<>()[]{}.,;:\u200b\u200c\u200d\u2060\ufeff\u201c\u201d\u2018\u2019"
 
 
 class Invite(FrozenModel):
-    """Where the coordinator is, which run it is, and whose signature counts."""
+    """The coordinator's key and addresses, the run, and the organiser whose signature counts."""
 
     coordinator: PeerId
     addresses: tuple[str, ...] = Field(min_length=1, max_length=_MAX_FIELD_BYTES)
@@ -87,7 +87,7 @@ class Invite(FrozenModel):
         return token
 
     def encode(self) -> str:
-        """The one line that is handed out."""
+        """Return the one line that is handed out."""
         flags = 0
         parts = [public_key_of(self.coordinator)]
         if self.organiser != self.coordinator:
@@ -104,9 +104,9 @@ class Invite(FrozenModel):
 
     @classmethod
     def decode(cls, text: str) -> Invite:
-        """Reads an invite as pasted: white space, line breaks, quotes around it are taken off.
+        """Parse an invite as pasted; white space, line breaks and surrounding quotes are removed.
 
-        Raises InviteError that says what is wrong with it.
+        InviteError explains what is wrong with it.
         """
         characters = _clean(text)
         if len(characters) < _SHORTEST_CHARACTERS:
@@ -154,7 +154,8 @@ def _parse(body: bytes) -> Invite:
 
 
 class _Reader:
-    """Takes bytes off the front. The checksum held, so running out is the maker's fault."""
+    """Takes bytes off the front. The checksum was right, so running out is the fault of the
+    encoder."""
 
     def __init__(self, data: bytes) -> None:
         self.rest = data
@@ -212,7 +213,7 @@ def _unpack_address(reader: _Reader) -> str:
 
 
 def _without_final_p2p(address: str) -> str:
-    """A relayed address (…/p2p-circuit) keeps the relay's ID and loses the final one."""
+    """Remove the final peer ID; a relayed address (…/p2p-circuit) keeps the relay's ID."""
     head, separator, tail = address.rpartition("/p2p/")
     return head if separator and "/" not in tail and head else address
 
@@ -227,7 +228,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def _clean(text: str) -> str:
-    """The characters after the prefix, in lower case."""
+    """Return the characters after the prefix, in lower case."""
     if len(text) > _MAX_CHARACTERS:
         raise InviteError(
             f"This text of {len(text)} characters is too long for an invite. {_COPY_AGAIN}"
@@ -274,10 +275,10 @@ def _from_base32(characters: str) -> bytes:
 
 
 def _describe_damage(characters: str, data: bytes) -> str:
-    """Names the wrong character when changing one character would make the checksum right.
+    """Name the wrong character when changing one character makes the checksum right.
 
-    It is not corrected silently: some thousand guesses against 48 bits are good enough to
-    point at a character, and not to connect to whatever comes out.
+    It is not corrected silently: some thousand guesses against 48 bits are good enough to point at
+    a character, and not to connect to the result.
     """
     number, size = int.from_bytes(data, "big"), len(data)
     for index, original in enumerate(characters):

@@ -1,9 +1,9 @@
-"""Who a peer is: an Ed25519 key, the peer ID that follows from it, and its file.
+"""A peer's identity: an Ed25519 key, the peer ID that follows from it, and its file.
 
 Owns the key file and the mapping between keys and peer IDs. Not here: signed envelopes
-(signing) and connections (network). Free of libp2p; the format of peer IDs is libp2p's
-(specs/peer-ids): the identity multihash of the protobuf-encoded public key, in base58btc, so
-an Ed25519 peer ID carries its own public key and nobody needs to look it up.
+(`swarm_shared.identity.signing`) and connections (`swarm_shared.network`). Free of libp2p; the
+format of peer IDs is libp2p's (specs/peer-ids): the identity multihash of the protobuf-encoded
+public key, in base58btc, so an Ed25519 peer ID carries its own public key and needs no look-up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PUBLIC_KEY_PREFIX = b"\x08\x01\x12\x20"
 _MULTIHASH_PREFIX = b"\x00\x24"
 _PEER_ID_BYTES = len(_MULTIHASH_PREFIX) + len(PUBLIC_KEY_PREFIX) + PUBLIC_KEY_BYTES
 PEER_ID_CACHE_SIZE = 16_384
-"""Of a large run, whose receipts come again and again: base58 costs a fifth of a signature."""
+"""Cached conversions. The receipts of a large run's members come again and again, and base58 costs
+a fifth of a signature."""
 # 38 bytes are 52 base58 characters; longer text is refused before it is decoded, because
 # base58 decoding takes time quadratic in the length.
 _MAX_PEER_ID_CHARACTERS = 60
@@ -68,15 +69,15 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """The key that follows from a 32-byte seed: for tests and for handing a key on."""
+        """Return the key that follows from a 32-byte seed: for tests and for handing a key on."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Reads the key file at `path`; makes it (mode 0600) when there is none.
+        """Read the key file at `path`; create it (mode 0600) when there is none.
 
-        Raises ConfigurationError when the file is damaged, readable by others or out of reach,
-        StorageError when it cannot be made.
+        Raises ConfigurationError when the file is damaged, readable by other users or out of reach,
+        StorageError when it cannot be created.
         """
         try:
             return cls.load(path)
@@ -87,7 +88,7 @@ class Identity:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_exclusively(path, identity._to_pem())
         except FileExistsError:
-            # Another process made one at the same moment: its key is the one that stays.
+            # Another process created one at the same moment: its key is kept.
             return cls.load(path)
         except OSError as error:
             raise StorageError(
@@ -98,7 +99,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Reads an existing key file. FileNotFoundError passes through."""
+        """Read an existing key file. FileNotFoundError passes through."""
         pem = _read_private_file(path)
         damaged = ConfigurationError(
             f"The key file {path} is damaged. Restore it from a backup, or give it up and start "
@@ -118,7 +119,7 @@ class Identity:
 
     @property
     def private_seed(self) -> bytes:
-        """The 32 secret bytes; only the network door and the key file want them."""
+        """The 32 secret bytes; used by the libp2p host and the key file only."""
         return self._private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
 
     def sign(self, message: bytes) -> bytes:
@@ -130,7 +131,7 @@ class Identity:
 
 @lru_cache(maxsize=PEER_ID_CACHE_SIZE)
 def peer_id_of(public_key_bytes: bytes) -> PeerId:
-    """The peer ID of a raw 32-byte Ed25519 public key."""
+    """Return the peer ID of a raw 32-byte Ed25519 public key."""
     if len(public_key_bytes) != PUBLIC_KEY_BYTES:
         raise SignatureError(
             f"an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes, not {len(public_key_bytes)}"
@@ -141,7 +142,7 @@ def peer_id_of(public_key_bytes: bytes) -> PeerId:
 
 @lru_cache(maxsize=PEER_ID_CACHE_SIZE)
 def public_key_of(peer_id: PeerId) -> bytes:
-    """The public key inside an Ed25519 peer ID; SignatureError when it is not one."""
+    """Return the public key inside an Ed25519 peer ID; SignatureError when it is not one."""
     if len(peer_id) > _MAX_PEER_ID_CHARACTERS:
         raise SignatureError(f"a peer ID of {len(peer_id)} characters is too long")
     try:
@@ -159,7 +160,7 @@ def public_key_of(peer_id: PeerId) -> bytes:
 
 
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> None:
-    """Raises SignatureError unless `signature` is `peer_id`'s signature of `message`."""
+    """Raise SignatureError unless `signature` is `peer_id`'s signature of `message`."""
     key = Ed25519PublicKey.from_public_bytes(public_key_of(peer_id))
     try:
         key.verify(signature, message)
@@ -168,10 +169,10 @@ def verify(peer_id: PeerId, message: bytes, signature: bytes) -> None:
 
 
 def _write_exclusively(path: Path, content: bytes) -> None:
-    """Writes a new private file that is never seen half-written.
+    """Write a new private file that a reader never sees half-written.
 
-    The content goes to a temporary file first; `link` then fails with FileExistsError when
-    `path` has appeared in the meantime, which `rename` would overwrite.
+    The content goes to a temporary file first; `link` then fails with FileExistsError when `path`
+    has appeared in the meantime, which `rename` would overwrite.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

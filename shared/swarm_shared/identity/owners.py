@@ -1,7 +1,7 @@
-"""Whose device a member is: rows of people out of rows of peers.
+"""Grouping of member devices by their owner.
 
-Owns the grouping alone, one rule for the coordinator, its pages and the ledger. That a binding
-holds is checked in `credentials`, before it comes here.
+Owns the grouping alone, one rule for the coordinator, its dashboard and the ledger. Bindings are
+checked in `swarm_shared.identity.credentials` before they come here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _T = TypeVar("_T")
 
 
 def effective_bindings(bound: Mapping[PeerId, PeerId]) -> dict[PeerId, PeerId]:
-    """Devices to their owners, without those whose owner is itself bound to somebody.
+    """Return devices with their owners, without those whose owner is itself bound to another key.
 
-    A chain has no first link that everybody finds alike, so it counts as no binding.
+    A chain has no first link that every reader would choose alike, so it counts as no binding.
     """
     return {device: owner for device, owner in bound.items() if owner not in bound}
 
@@ -25,7 +25,8 @@ def effective_bindings(bound: Mapping[PeerId, PeerId]) -> dict[PeerId, PeerId]:
 def group_by_owner(
     peers: Iterable[PeerId], bound: Mapping[PeerId, PeerId]
 ) -> dict[PeerId, list[PeerId]]:
-    """Each person with those of `peers` that are theirs, in order; who is not bound is one."""
+    """Return each owner with those of `peers` bound to it, in order; an unbound peer owns
+    itself."""
     found: dict[PeerId, list[PeerId]] = {}
     for peer in sorted(peers):
         found.setdefault(bound.get(peer, peer), []).append(peer)
@@ -35,9 +36,9 @@ def group_by_owner(
 def owner_display(
     person: PeerId, devices: Sequence[PeerId], words: Mapping[PeerId, _T | None]
 ) -> _T | None:
-    """A person's name or team: what the owner's own key says, else the first device that says one.
+    """Return an owner's name or team: the one of its own key, else the first device's that has one.
 
-    An owner that takes part is asked alone: its word is `None` when it gives none.
+    When the owner's key takes part itself, only its value counts, even if that is None.
     """
     if person in words:
         return words[person]

@@ -1,13 +1,11 @@
-"""A visitor's pass: the organiser's word that a peer may ask volunteers for probes, and no more.
+"""The probe pass: the organiser's permission for a peer to ask volunteers for probes, nothing more.
 
-Who checks a machine before joining is no member yet, so it has no certificate; the coordinator,
-which has seen its invite, gives it this instead. It opens DOCTOR_PROTOCOL alone.
+A machine that is checked before joining is no member yet, so it has no certificate; the
+coordinator, which has checked its invite, gives it this pass instead. It is accepted on
+DOCTOR_PROTOCOL alone.
 """
 
 from __future__ import annotations
-
-import base64
-import binascii
 
 from pydantic import Field
 
@@ -16,11 +14,16 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS, MAX_CREDENTIAL_BYTES
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.identity.signing import (
+    decode_envelope,
+    encode_envelope,
+    open_message,
+    sign_message,
+)
 
 PROBE_PASS_DOMAIN = "swarmtrain-visitor-1"
 PASS_SECONDS = 300.0
-"""A check takes half a minute; a daemon gets a new one with each."""
+"""Validity of a pass. A check takes half a minute; a daemon gets a new pass with each."""
 
 
 class ProbePass(FrozenModel):
@@ -30,21 +33,22 @@ class ProbePass(FrozenModel):
 
 
 def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
-    """In base64, as it travels."""
+    """Return a signed pass in base64, as it is sent."""
     value = ProbePass(peer=peer, run=run, expires=now + PASS_SECONDS)
-    return base64.b64encode(sign_message(organiser, value, PROBE_PASS_DOMAIN)).decode("ascii")
+    return encode_envelope(sign_message(organiser, value, PROBE_PASS_DOMAIN))
 
 
 def check_probe_pass(
     text: str, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
 ) -> None:
-    """AdmissionError unless the pass is for `remote_peer`, who must come from the connection."""
+    """Raise AdmissionError unless the pass is for `remote_peer`, which must come from the
+    connection."""
     try:
-        envelope = base64.b64decode(text, validate=True)
+        envelope = decode_envelope(text)
         value, _ = open_message(
             envelope, ProbePass, PROBE_PASS_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
         )
-    except (binascii.Error, ValueError, FrameError, SignatureError) as error:
+    except (FrameError, SignatureError) as error:
         raise AdmissionError(f"{remote_peer} shows no pass of this run: {error}") from error
     if value.run != run or value.peer != remote_peer:
         raise AdmissionError(f"{remote_peer} shows the pass of another run or peer")

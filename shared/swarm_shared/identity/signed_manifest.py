@@ -1,7 +1,8 @@
-"""The manifest as it travels: signed by the organiser, and the run's id that follows from it.
+"""The signed manifest, and the run's id that follows from it.
 
-Owns the envelope's domain and bound, and which part of a manifest names the run. What a
-manifest says is in `manifest`; the envelope's format in `signing`.
+Owns the envelope's domain and bound, and which part of a manifest names the run. The content of a
+manifest is in `swarm_shared.run.manifest`; the envelope's format in
+`swarm_shared.identity.signing`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from swarm_shared.run.manifest import Manifest
 MANIFEST_DOMAIN = "swarmtrain-manifest-1"
 
 MAX_MANIFEST_BYTES = 3 * 1024 * 1024
-"""Room for more than ten thousand shards; in base64 it fills the field that carries it."""
+"""Longest signed manifest: room for more than ten thousand shards; in base64 it fills the field
+that carries it."""
 
 
 def sign_manifest(identity: Identity, manifest: Manifest) -> bytes:
@@ -26,7 +28,7 @@ def sign_manifest(identity: Identity, manifest: Manifest) -> bytes:
 
 
 def open_manifest(envelope: bytes, organiser: PeerId) -> Manifest:
-    """The checked manifest. FrameError or SignatureError if it is not one by `organiser`."""
+    """Return the checked manifest. FrameError or SignatureError if it is not one by `organiser`."""
     manifest, _ = open_message(
         envelope, Manifest, MANIFEST_DOMAIN, organiser, max_bytes=MAX_MANIFEST_BYTES
     )
@@ -34,7 +36,8 @@ def open_manifest(envelope: bytes, organiser: PeerId) -> Manifest:
 
 
 def run_id_of(manifest: Manifest) -> RunId:
-    """Names the run by what makes it another run if changed: organiser, model, data and seed.
+    """Derive the run's id from what makes it another run if changed: organiser, model, data and
+    seed.
 
     Length, limits and addresses are left out, so that invites outlive a change of those.
     """

@@ -13,6 +13,7 @@ bytes of a signed message (unknown fields, long varints) without breaking its si
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from swarm_shared.identity.keys import (
 )
 
 MAX_ENVELOPE_BYTES = 64 * 1024
-"""Credentials and receipts have some hundred bytes; a caller with more to sign says so."""
+"""Default bound of an envelope; credentials and receipts have some hundred bytes."""
 
 JSON_PAYLOAD_TYPE = b"/swarmtrain/json/1"
 
@@ -48,7 +49,7 @@ ModelT = TypeVar("ModelT", bound=FrozenModel)
 
 @dataclass(frozen=True, slots=True)
 class OpenedEnvelope:
-    """What an envelope held, after its signature was found to be `signer`'s."""
+    """The content of an envelope after its signature was verified as `signer`'s."""
 
     signer: PeerId
     payload_type: bytes
@@ -56,7 +57,7 @@ class OpenedEnvelope:
 
 
 def seal(identity: Identity, domain: str, payload_type: bytes, payload: bytes) -> bytes:
-    """An envelope with `payload`, signed by `identity` for `domain`."""
+    """Return an envelope with `payload`, signed by `identity` for `domain`."""
     signature = identity.sign(_signed_bytes(domain, payload_type, payload))
     return _encode(identity.public_key_bytes, payload_type, payload, signature)
 
@@ -67,10 +68,10 @@ def open_envelope(
     expected_signer: PeerId | None = None,
     max_bytes: int = MAX_ENVELOPE_BYTES,
 ) -> OpenedEnvelope:
-    """Checks an envelope and gives its content.
+    """Check an envelope and return its content.
 
-    FrameError: it is too long or not an envelope. SignatureError: the signature does not hold
-    in this domain, or the signer is not `expected_signer`.
+    FrameError: it is too long or not an envelope. SignatureError: the signature is not valid in
+    this domain, or the signer is not `expected_signer`.
     """
     if len(envelope) > max_bytes:
         raise FrameError(
@@ -85,8 +86,22 @@ def open_envelope(
     return OpenedEnvelope(signer, payload_type, payload)
 
 
+def encode_envelope(envelope: bytes) -> str:
+    """Encode an envelope in base64, as messages carry it."""
+    return base64.b64encode(envelope).decode("ascii")
+
+
+def decode_envelope(text: str, what: str = "a signed message") -> bytes:
+    """Decode an envelope from base64; FrameError, which names it as `what`, for other text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        # binascii.Error is one; text that is not ASCII raises the plain ValueError.
+        raise FrameError(f"{what} is not base64") from error
+
+
 def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:
-    """An envelope with the message's JSON."""
+    """Return an envelope with the message's JSON."""
     return seal(identity, domain, JSON_PAYLOAD_TYPE, message.model_dump_json().encode())
 
 
@@ -97,7 +112,7 @@ def open_message(
     expected_signer: PeerId | None = None,
     max_bytes: int = MAX_ENVELOPE_BYTES,
 ) -> tuple[ModelT, PeerId]:
-    """The checked message and its signer. Errors as in `open_envelope`."""
+    """Return the checked message and its signer. Errors as in `open_envelope`."""
     opened = open_envelope(envelope, domain, expected_signer, max_bytes)
     if opened.payload_type != JSON_PAYLOAD_TYPE:
         raise FrameError(f"a signed message has the unknown payload type {opened.payload_type!r}")
@@ -112,7 +127,7 @@ def open_message(
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """The first complaint in one line, without the (untrusted, possibly huge) input."""
+    """Describe the first error in one line, without the (untrusted, possibly huge) input."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:100] or "the whole message"
     return f"{where}: {first['msg']}"[:300]

@@ -1,6 +1,7 @@
-"""The trained model, its optimizer and its state: the one place, with the tensor codecs, that
-imports torch. `swarm_shared.run.schedule` and `swarm_shared.run.stage_cut` hold what needs no
-torch.
+"""The trained model, its optimizer and its state.
+
+With the tensor codecs this is the only room that imports torch; `swarm_shared.run.schedule` and
+`swarm_shared.run.stage_cut` hold what needs no torch.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 from swarm_shared.model.flat_gradients import (
     FlatLayout,
     bind_gradients,
-    copy_gradients_to,
     global_norm,
-    load_gradients_from,
     squared_norm,
 )
 from swarm_shared.model.initialise import build_stage, build_whole, initialise
@@ -35,11 +34,9 @@ __all__ = [
     "build_stage",
     "build_whole",
     "check_token_values",
-    "copy_gradients_to",
     "fingerprint",
     "global_norm",
     "initialise",
-    "load_gradients_from",
     "load_state",
     "make_optimizer",
     "open_state",

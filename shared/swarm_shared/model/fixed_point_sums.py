@@ -1,14 +1,14 @@
-"""Sums of gradients that do not depend on who adds what to what in which order.
+"""Sums of gradients that do not depend on the order or the grouping of the additions.
 
 Floating-point addition is not associative, so a step's gradient would depend, in its last bits, on
-which peers counted which microbatches and when; and what differs in the last bit grows. Here each
-microbatch's gradient is rounded once, to whole counts of a quantum, and counts are whole numbers in
+which peers counted which microbatches and when; and a difference in the last bit grows. Here each
+microbatch's gradient is rounded once, to integer counts of a quantum, and the counts are held in
 float64: as long as they stay below 2^53 their sums are exact, whatever the order, the number of
-peers, or what was taken out again meanwhile. So a run under churn has the very sums of a run on one
-machine, which rounds the same. (The idea is that of a long accumulator, Kulisch 1971, cut down to
-one word, as in reproducible summation, Demmel and Nguyen 2013, ARITH.)
+peers, or what was subtracted again in between. So a run under churn has the very sums of a run on
+one machine, which rounds the same way. (The idea is that of a long accumulator, Kulisch 1971, cut
+down to one word, as in reproducible summation, Demmel and Nguyen 2013, ARITH.)
 
-The quantum is chosen by what AdamW can notice. It divides a mean gradient's first moment by the
+The quantum is chosen by what AdamW can resolve. AdamW divides a mean gradient's first moment by the
 root of the second plus epsilon: a gradient that is off by d moves no parameter by more than d /
 epsilon of a whole step. The quantum is at most 2^-16 epsilon, of the mean over a step's tokens.
 """
@@ -25,23 +25,24 @@ from torch import Tensor
 from swarm_shared.run.manifest import Manifest
 
 EXACT_BITS = 53
-"""Whole numbers below 2^53 are exact in float64."""
+"""Integers below 2^53 are exact in float64."""
 
 QUANTUM_BITS = 16
-"""The quantum is so many powers of two below what a step's worth of epsilon is."""
+"""Powers of two by which the quantum lies below a step's worth of epsilon."""
 
 _WINDOW_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Quantum:
-    """How gradients are counted; the same for all stages and microbatches of a run."""
+    """The unit in which gradients are counted; the same for all stages and microbatches of a
+    run."""
 
     size: float
-    """A power of two; of a gradient summed over tokens."""
+    """A power of two; the unit of a gradient summed over tokens."""
     max_counts: float
-    """A power of two: of one microbatch's element, and so that a step's microbatches together
-    stay exact."""
+    """A power of two: largest count of one element of one microbatch, so that a step's microbatches
+    together stay exact."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Quantum:
@@ -54,15 +55,15 @@ class Quantum:
         return cls(size, 2.0 ** (EXACT_BITS - 2) / microbatches)
 
     def counts(self, gradient: Tensor) -> Tensor:
-        """Of one microbatch: a new float32 tensor of whole numbers, ties to even. An element that
-        is too large for all to stay exact counts as the largest that is not."""
+        """Return one microbatch's gradient in counts: a new float32 tensor of integers, ties to
+        even. An element too large for exact sums becomes the largest count."""
         scaled = torch.mul(gradient, 1.0 / self.size)
         return scaled.round_().clamp_(-self.max_counts, self.max_counts)
 
     def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add the counts of one microbatch's gradients to contiguous float64 totals."""
         for total, gradient in zip(totals, gradients, strict=True):
-            # On a processor a window at a time, so that counts never leave its cache.
+            # On a CPU one window at a time, so that the counts stay in its cache.
             size = _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
             windows = torch.split(total.view(-1), size)
             parts = torch.split(gradient.reshape(-1), size)
@@ -70,20 +71,20 @@ class Quantum:
                 window.add_(self.counts(part))
 
     def mean(self, counts: Tensor, tokens: int) -> Tensor:
-        """The gradient of the mean loss over so many tokens, rounded to float32 once."""
+        """Return the gradient of the mean loss over so many tokens, rounded to float32 once."""
         return (counts * (self.size / tokens)).float()
 
 
 def quantum_of(manifest: Manifest) -> Quantum | None:
-    """None where the manifest says that sums are plain float32."""
+    """Return the run's quantum; None where the manifest says that sums are plain float32."""
     return Quantum.of(manifest) if manifest.codecs.average == "exact" else None
 
 
 def totals_dtype(quantum: Quantum | None) -> torch.dtype:
-    """Of a flat vector of a step's sums."""
+    """Return the dtype of a flat vector of a step's sums."""
     return torch.float32 if quantum is None else torch.float64
 
 
 def mean_gradient(totals: Tensor, tokens: int, quantum: Quantum | None) -> Tensor:
-    """A new float32 vector: a step's sums over its tokens."""
+    """Return a new float32 vector: a step's sums over its tokens."""
     return totals / tokens if quantum is None else quantum.mean(totals, tokens)

@@ -1,8 +1,8 @@
-"""Gradients as one flat float32 vector: what is accumulated, averaged and applied.
+"""Gradients as one flat float32 vector, which is accumulated, averaged and applied.
 
-Owns the layout (own parameters in order, then tied ones), the copies to and from it, and the
-norm. Does not own the all-reduce. Accumulated gradients are SUMS over tokens; they are divided
-by the step's token count just before the norm is taken.
+Owns the layout (own parameters in order, then tied ones), the views into it, and the norm. Does not
+own the all-reduce. Accumulated gradients are SUMS over tokens; they are divided by the step's token
+count just before the norm is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where each parameter lies in the flat vector: [0, own_count) own, [own_count, count) tied."""
+    """Position of each parameter in the flat vector: [0, own_count) own, [own_count, count)
+    tied."""
 
     entries: tuple[FlatEntry, ...]
     own_count: int
@@ -55,51 +56,36 @@ class FlatLayout:
         return torch.zeros(self.count, dtype=dtype, device=device)
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """The flat vector's parts in the parameters' shapes, sharing its memory."""
+        """Yield the flat vector's parts in the parameters' shapes, sharing its memory."""
         assert flat.shape == (self.count,), "the flat vector belongs to another layout"
         for entry in self.entries:
             yield flat[entry.offset : entry.offset + entry.count].view(entry.shape)
 
 
 def bind_gradients(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
-    """Make autograd accumulate straight into `flat`, on the stage's device: no copy at all."""
+    """Make autograd accumulate straight into `flat`, on the stage's device, without a copy."""
     assert flat.device == stage.device
     for (_, parameter), view in zip(stage.all_parameters(), layout.views(flat), strict=True):
         parameter.grad = view
 
 
-def copy_gradients_to(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
-    """A parameter that no backward pass has reached counts as zero."""
-    for (_, parameter), view in zip(stage.all_parameters(), layout.views(flat), strict=True):
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-
-
-def load_gradients_from(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
-    for (_, parameter), view in zip(stage.all_parameters(), layout.views(flat), strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(view)
-
-
 def squared_norm(flat: Tensor, layout: FlatLayout, count_tied: bool) -> float:
-    """Sum of squares in float64, the same to the bit for any number of threads and any device.
+    """Return the sum of squares in float64, the same to the bit for any number of threads and any
+    device.
 
-    `count_tied`: the tied table lives in two stages and must enter the model's norm once; let
-    the first stage count it.
+    `count_tied`: the tied table lives in two stages and must enter the model's norm once; the first
+    stage counts it.
     """
     end = layout.count if count_tied else layout.own_count
     return float(ordered_sum_of_squares(flat[:end]).item())
 
 
 def ordered_sum_of_squares(values: Tensor) -> Tensor:
-    """Sum of squares of a flat float32 tensor as a float64 scalar tensor on its device.
+    """Return the sum of squares of a flat float32 tensor as a float64 scalar tensor on its device.
 
     `Tensor.sum` adds in an order that depends on threads and vector width. Here lanes are added
-    element by element, window after window, then halved: every addition is fixed. The square of
-    a float32 is exact in float64, so a fused multiply-add changes nothing either.
+    element by element, window after window, then halved: every addition is fixed. The square of a
+    float32 is exact in float64, so a fused multiply-add changes nothing either.
     """
     lanes = torch.zeros(_WINDOW_ELEMENTS, dtype=torch.float64, device=values.device)
     for window in torch.split(values.detach(), _WINDOW_ELEMENTS):
@@ -112,5 +98,5 @@ def ordered_sum_of_squares(values: Tensor) -> Tensor:
 
 
 def global_norm(squared_norms: list[float]) -> float:
-    """The model's norm from its stages' squared norms, rounded once whatever their order."""
+    """Return the model's norm from its stages' squared norms, rounded once whatever their order."""
     return math.sqrt(math.fsum(squared_norms))

@@ -1,14 +1,14 @@
-"""Initial values, and building stages from a manifest.
+"""Initial values of parameters, and stages built from a manifest.
 
-Owns the map (seed, parameter name, shape) -> values. It is bitwise the same on every machine
-and for every way of cutting the model, so peers of version 0 need not exchange parameters.
+Owns the map (seed, parameter name, shape) -> values. It is bitwise the same on every machine and
+for every way of cutting the model, so peers of version 0 need not exchange parameters.
 
-torch's own normal sampler cannot promise that: it takes logarithms and cosines whose last bits
-depend on the processor's vector unit and the C library. Here random bits come from Philox
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; a counter and a key, exact
-integers, stream fixed by numpy's compatibility policy) and 16 of them pick one of 65,536
-equally likely quantiles of the normal distribution. Only a table look-up and one float32
-multiplication, both exact everywhere, touch the values.
+torch's own normal sampler cannot guarantee that: it takes logarithms and cosines whose last bits
+depend on the processor's vector unit and the C library. Here random bits come from Philox (Salmon
+et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; a counter and a key, exact integers,
+stream fixed by numpy's compatibility policy) and 16 of them pick one of 65,536 equally likely
+quantiles of the normal distribution. Only a table look-up and one float32 multiplication, both
+exact everywhere, produce the values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _CHUNK_ELEMENTS = 1 << 22
 def initialise(stage: Stage, seed: int) -> None:
     """Fill every parameter of `stage` in place.
 
-    Matrices are normal with standard deviation 0.02; those that write into the residual
-    stream are smaller by sqrt(2 · layers) (Radford et al. 2019, GPT-2), so that the stream's
-    variance does not grow with depth. Norms start at one. What a bottleneck makes narrow has the
-    variance of what it is made of, and what it widens that of token embeddings.
+    Matrices are normal with standard deviation 0.02; those that write into the residual stream are
+    smaller by sqrt(2 · layers) (Radford et al. 2019, GPT-2), so that the stream's variance does not
+    grow with depth. Norms start at one. A bottleneck's down-projection keeps the variance of its
+    input, and its up-projection has that of token embeddings.
     """
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
@@ -56,7 +56,7 @@ def initialise(stage: Stage, seed: int) -> None:
 
 
 def build_stage(manifest: Manifest, stage_index: int, device: torch.device | str = "cpu") -> Stage:
-    """Stage `stage_index` of the run at version 0."""
+    """Build stage `stage_index` of the run at version 0."""
     assert 0 <= stage_index < manifest.stage_count
     with torch.device(device):
         stage = Stage(
@@ -71,7 +71,7 @@ def build_stage(manifest: Manifest, stage_index: int, device: torch.device | str
 
 
 def build_whole(manifest: Manifest, device: torch.device | str = "cpu") -> Stage:
-    """The uncut model of the run at version 0."""
+    """Build the uncut model of the run at version 0."""
     everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
     with torch.device(device):
         stage = Stage(
@@ -82,7 +82,7 @@ def build_whole(manifest: Manifest, device: torch.device | str = "cpu") -> Stage
 
 
 def _fill_normal(parameter: torch.Tensor, deviation: float, seed: int, name: str) -> None:
-    """Chunked, so that a table of billions of values needs little memory besides itself."""
+    """Fill in chunks, so that a table of billions of values needs little memory besides itself."""
     if parameter.is_meta:
         return
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
@@ -98,7 +98,7 @@ def _fill_normal(parameter: torch.Tensor, deviation: float, seed: int, name: str
 
 @cache
 def _normal_quantiles() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Midpoint quantiles; rounding to float32 hides the last bits of the C library's log."""
+    """Return midpoint quantiles; rounding to float32 hides the last bits of the C library's log."""
     normal = NormalDist()
     table = [normal.inv_cdf((index + 0.5) / _QUANTILES) for index in range(_QUANTILES)]
     return np.array(table, dtype=np.float32)

@@ -1,24 +1,24 @@
 """The model: a Llama decoder, cut into stages.
 
 Owns the arithmetic of forward passes and the names of parameters. Does not own initial values
-(`initialise`), the optimizer, or how activations travel. The family is Llama (Touvron et al.
-2023, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864) in the
-half-split convention of Hugging Face, SwiGLU (arXiv 2002.05202), grouped-query attention
-(arXiv 2305.13245).
+(`swarm_shared.model.initialise`), the optimizer, or the transport of activations. The family is
+Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), rotary positions (arXiv
+2104.09864) in the half-split convention of Hugging Face, SwiGLU (arXiv 2002.05202), grouped-query
+attention (arXiv 2305.13245).
 
-Parameter names equal those of Hugging Face's LlamaForCausalLM and carry global layer indices,
-so that an export is a plain merge of the stages' states.
+Parameter names equal those of Hugging Face's LlamaForCausalLM and carry global layer indices, so
+that an export is a plain merge of the stages' states.
 
 In bfloat16 the parameters stay float32 and the residual stream is bfloat16 everywhere, inside a
-stage as on its borders: where the model is cut never changes what it computes.
+stage as on its boundaries: where the model is cut never changes what it computes.
 
-With bottlenecks the residual stream passes a narrow place at every border between stages, so that
-less of it has to cross (after the compression-aware architectures of SWARM, Ryabinin et al. 2023,
-arXiv 2301.11913): normalised and projected down by the stage before, projected up again by the one
-after. They belong to the model, and the uncut one has them, too.
+With bottlenecks the residual stream is narrow at every stage boundary, so that less of it is
+transferred (after the compression-aware architectures of SWARM, Ryabinin et al. 2023, arXiv
+2301.11913): the stage before normalises and projects it down, the stage after projects it up again.
+Bottlenecks belong to the model, and the uncut model has them, too.
 
-Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary,
-N heads, K key/value heads, H head size, C width of a bottleneck.
+Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary, N heads,
+K key/value heads, H head size, C width of a bottleneck.
 """
 
 # ruff: noqa: N815 (shape suffixes on tensors)
@@ -161,7 +161,7 @@ class Embedding(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Out of a stage: all that the next one learns of the stream."""
+    """The end of a stage with a bottleneck: projects the residual stream down."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Narrow(nn.Module):
 
 
 class Widen(nn.Module):
-    """Into a stage: the stream begins anew."""
+    """The begin of a stage with a bottleneck: projects the stream up again."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -210,7 +210,8 @@ class Body(nn.Module):
         self.widen = nn.ModuleDict({str(at): Widen(config) for at in places if at < end or is_last})
 
     def bottleneck(self, at: int, x: Tensor) -> Tensor:
-        """What comes before layer `at`, through as much of a bottleneck as is held here."""
+        """Apply the half of the bottleneck before layer `at` that this stage holds, or both, or
+        neither."""
         if str(at) in self.narrow:
             x = self.narrow[str(at)](x)
         if str(at) in self.widen:
@@ -244,8 +245,8 @@ class Stage(nn.Module):
         )
         self.rotary = Rotary(config)
         self.head_table: Tensor | None = None
-        """Where set, what the head computes with: a leaf that shares the tied table's memory, so
-        that the gradients of the table's two uses come apart."""
+        """Table the head computes with where set: a leaf that shares the tied table's memory, so
+        that the gradients of the table's two uses are separate."""
 
     @property
     def holds_tied_replica(self) -> bool:
@@ -257,7 +258,8 @@ class Stage(nn.Module):
         return self.rotary.cos_TH.device
 
     def own_parameters(self) -> NamedParameters:
-        """Parameters that this stage alone holds, in the order in which the data meets them."""
+        """Return the parameters that this stage alone holds, in the order in which the data passes
+        them."""
         own = [
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -266,7 +268,8 @@ class Stage(nn.Module):
         return sorted(own, key=lambda entry: _place(entry[0]))
 
     def tied_parameters(self) -> NamedParameters:
-        """Parameters replicated in the first and last stage; their gradients must be summed."""
+        """Return the parameters replicated in the first and last stage; their gradients must be
+        summed."""
         return [
             (name, parameter)
             for name, parameter in self.named_parameters()
@@ -274,14 +277,14 @@ class Stage(nn.Module):
         ]
 
     def all_parameters(self) -> NamedParameters:
-        """Own parameters, then tied ones: the order of every flat vector."""
+        """Return own parameters, then tied ones: the order of every flat vector."""
         return self.own_parameters() + self.tied_parameters()
 
     def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Token ids (first stage) or activations in; activations out.
+        """Map token ids (first stage) or activations to activations.
 
-        The last stage answers with the sum over tokens of the cross entropy in nats, or with
-        the float32 logits where there are no targets.
+        The last stage returns the sum over tokens of the cross entropy in nats, or the float32
+        logits where there are no targets.
         """
         x_BTD = self.hidden(inputs)
         if not self.is_last:
@@ -298,8 +301,8 @@ class Stage(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """The residual stream after this stage's layers, before norm and head; as narrow as it goes
-        to the next stage."""
+        """Return the residual stream after this stage's layers, before norm and head; as narrow as
+        it is sent to the next stage."""
         with self._autocast():
             first, end = self.stage_range.first_layer, self.stage_range.end_layer
             x_BTD = self.model.bottleneck(first, self._enter(inputs))
@@ -310,7 +313,7 @@ class Stage(nn.Module):
             return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:
-        """Float32 logits from the residual stream; last stage only."""
+        """Return float32 logits from the residual stream; last stage only."""
         assert self.model.norm is not None, "only the last stage has a head"
         table = self.lm_head if self.lm_head is not None else self.model.embed_tokens
         assert table is not None
@@ -334,7 +337,8 @@ class Stage(nn.Module):
 
 
 def _place(name: str) -> tuple[float, int]:
-    """Where the data meets a parameter: before which layer, and in which order there."""
+    """Return the position of a parameter in the data's order: before which layer, and its order
+    there."""
     words = name.split(".")
     if words[:2] == ["model", "embed_tokens"]:
         return (-1.0, 0)
@@ -347,7 +351,7 @@ _PER_LAYER_MODULES = ("narrow", "widen", "layers")
 
 
 def check_tokens_shape(tokens_BT: Tensor, longest: int) -> None:
-    """Shape and dtype only: reading values would stall a GPU (see `check_token_values`)."""
+    """Check shape and dtype only: reading values would stall a GPU (see `check_token_values`)."""
     shape = tuple(tokens_BT.shape)
     if len(shape) != 2 or not 1 <= shape[1] <= longest or tokens_BT.dtype != torch.int64:
         raise ProtocolError(
@@ -359,8 +363,8 @@ def check_tokens_shape(tokens_BT: Tensor, longest: int) -> None:
 def check_token_values(tokens_BT: Tensor, vocabulary_size: int) -> None:
     """Refuse ids outside the vocabulary.
 
-    Call it on the CPU, before ids or targets from a remote go to a GPU: an id out of range
-    aborts a CUDA context, and a negative target would silently drop out of the loss.
+    Called on the CPU, before ids or targets from a remote go to a GPU: an id out of range aborts a
+    CUDA context, and a negative target would silently drop out of the loss.
     """
     if tokens_BT.numel() == 0:
         raise ProtocolError("a microbatch without tokens; at least one is needed")

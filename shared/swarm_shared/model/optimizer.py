@@ -25,8 +25,8 @@ _GOLDEN = -7046029254386353131
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """`digest` is equal if and (practically) only if all parameters are equal to the bit;
-    `norm` lets unlike devices be compared within a tolerance."""
+    """A digest and a norm of all parameters. `digest` is equal if and (practically) only if all
+    parameters are equal to the bit; `norm` lets unlike devices be compared within a tolerance."""
 
     digest: str
     norm: float
@@ -46,14 +46,14 @@ class AdamW:
     first_moments: list[Tensor]
     second_moments: list[Tensor]
     steps: list[Tensor]
-    """The number of steps taken, once per parameter as the kernels want it; all are equal."""
+    """Number of steps taken, once per parameter as the kernels need it; all are equal."""
 
     def set_steps(self, count: int) -> None:
         for step in self.steps:
             step.fill_(float(count))
 
     def step(self, gradients: list[Tensor], learning_rate: float) -> None:
-        """One step; weight decay on matrices only."""
+        """Take one step; weight decay applies to matrices only."""
         for decayed in (True, False):
             chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
             if not chosen:
@@ -78,8 +78,8 @@ class AdamW:
 
 
 def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:
-    """AdamW over all parameters, its state allocated at once: a stage at version 0 downloads and
-    checkpoints like any other."""
+    """Return AdamW over all parameters, its state allocated at once: a stage at version 0 downloads
+    and checkpoints like any other."""
     parameters: list[Tensor] = [parameter for _, parameter in stage.all_parameters()]
     return AdamW(
         config,
@@ -97,10 +97,10 @@ def apply_step(
     learning_rate: float,
     clip_factor: float,
 ) -> None:
-    """One AdamW step with the mean gradient (per token), clipped.
+    """Take one AdamW step with the clipped mean gradient (per token).
 
-    `flat_mean_gradient` lies on the stage's device and is scaled in place; the parameters'
-    own `.grad` is neither used nor changed.
+    `flat_mean_gradient` lies on the stage's device and is scaled in place; the parameters' own
+    `.grad` is neither used nor changed.
     """
     if clip_factor != 1.0:
         flat_mean_gradient.mul_(clip_factor)
@@ -109,11 +109,11 @@ def apply_step(
 
 
 def fingerprint(stage: Stage) -> Fingerprint:
-    """Digest and norm of all parameters.
+    """Return digest and norm of all parameters.
 
-    Per parameter: two sums of the bit patterns as integers, one plain and one weighted by
-    position, modulo 2^64; exact, so neither device nor order of summation matters. It detects
-    accidents, not malice: sums can be forged.
+    Per parameter: two sums of the bit patterns as integers, one plain and one weighted by position,
+    modulo 2^64; exact, so neither device nor order of summation matters. It detects accidents, not
+    malice: sums can be forged.
     """
     sums: list[Tensor] = []
     squares: list[Tensor] = []
@@ -134,7 +134,8 @@ def fingerprint(stage: Stage) -> Fingerprint:
 
 
 def _position_weights(device: torch.device) -> Tensor:
-    """One odd integer per position of a window, irregular enough that no simple edit cancels."""
+    """Return one odd integer per position of a window, irregular enough that no simple edit
+    cancels."""
     weights = torch.arange(_WINDOW_ELEMENTS, dtype=torch.int64, device=device)
     weights.mul_(_GOLDEN)
     weights ^= weights >> 29

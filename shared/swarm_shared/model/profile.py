@@ -1,9 +1,9 @@
-"""What a model's parts cost, found without a device.
+"""The cost of a model's parts, measured without a device.
 
-Owns the measuring that fills `swarm_shared.run.stage_cut.ModelProfile`: FLOPs are counted by
-FlopCounterMode on the meta device, saved activations by asking autograd what it keeps under
-FakeTensorMode, which picks the kernels of a real device but allocates nothing. FLOPs of causal
-attention are counted in full, as the field does.
+Fills `swarm_shared.run.stage_cut.ModelProfile`: FLOPs are counted by FlopCounterMode on the meta
+device, saved activations by asking autograd what it keeps under FakeTensorMode, which picks the
+kernels of a real device but allocates nothing. FLOPs of causal attention are counted in full, as
+the field does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm_shared.run.stage_cut import ModelProfile, PartProfile
 def profile_layers(
     config: ModelConfig, sequences_per_microbatch: int, dtype: ComputeDtype = "float32"
 ) -> ModelProfile:
-    """The embedding, one layer (all are alike) and the head, for one microbatch."""
+    """Profile the embedding, one layer (all are alike) and the head, for one microbatch."""
     layer = _profile_part(_Part(config, sequences_per_microbatch, dtype, 0, 1, False, False))
     ends = config.layers
     tokens = sequences_per_microbatch * config.sequence_length
@@ -76,7 +76,8 @@ def _profile_part(part: _Part) -> PartProfile:
 
 
 def _saved_bytes(part: _Part) -> int:
-    """Bytes of the distinct storages that autograd keeps, parameters and tables left out."""
+    """Return the bytes of the distinct storages that autograd keeps, without parameters and
+    tables."""
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

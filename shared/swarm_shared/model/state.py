@@ -2,11 +2,11 @@
 
 Owns the names (`<parameter>`, `optimizer.exp_avg.<parameter>`, `optimizer.exp_avg_sq.<parameter>`,
 `optimizer.step`, and where gradients lag a step behind `previous.<parameter>`, of the version
-before), the safetensors files and the checks on what comes in. Does not own which checkpoint is
+before), the safetensors files and the checks of what is loaded. Does not own which checkpoint is
 current, nor the hashes that a run keeps of them. No pickle anywhere.
 
-The writer is ours, not the library's: it holds one tensor at a time in memory, sorts by name,
-so that equal states make equal bytes, and a full disk is a plain OSError to `atomic_file`.
+The writer is our own: it holds one tensor at a time in memory, sorts by name, so that equal states
+make equal bytes, and a full disk is a plain OSError to `atomic_file`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECOND_MOMENT = "optimizer.exp_avg_sq."
 STEP_NAME = "optimizer.step"
 OPTIMIZER_PREFIX = "optimizer."
 PREVIOUS_PREFIX = "previous."
-"""Parameters of the version before; the model's own names begin otherwise."""
+"""Prefix of parameters of the version before; the model's own names begin otherwise."""
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -45,7 +45,7 @@ _WRITE_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """The contents of a state file; the tensors may be mapped from the file, read them only."""
+    """The contents of a state file. The tensors may be mapped from the file: they are read only."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -54,10 +54,11 @@ class StoredState:
 def state_to_tensors(
     stage: Stage, optimizer: AdamW, previous: Stage | None = None
 ) -> dict[str, Tensor]:
-    """Everything training goes on from. No copies: valid until the next `apply_step`.
+    """Return everything that training needs to continue. No copies: valid until the next
+    `apply_step`.
 
-    `previous` holds the parameters of the version before, at version 0 those of version 0; a run
-    of staleness 1 needs them for the next step's gradients.
+    `previous` holds the parameters of the version before, at version 0 those of version 0; a run of
+    staleness 1 needs them for the next step's gradients.
     """
     tensors: dict[str, Tensor] = {}
     steps: set[int] = set()
@@ -83,9 +84,9 @@ def load_state(
     tensors: Mapping[str, Tensor],
     previous: Stage | None = None,
 ) -> None:
-    """Take over `tensors`, from a peer or a file. All checks precede the first change.
+    """Load `tensors` from a peer or a file. All checks precede the first change.
 
-    `previous` takes the parameters of the version before, which have to be there then.
+    `previous` takes the parameters of the version before, which must then be present.
     """
     expected = state_to_tensors(stage, optimizer, previous)
     _check_names(expected, tensors)
@@ -126,7 +127,8 @@ def open_state(path: Path) -> StoredState:
 def _write_safetensors(
     file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """The format: length of the header (u64), header (JSON, padded to 8 bytes), raw values."""
+    """Write the format: length of the header (u64), header (JSON, padded to 8 bytes), raw
+    values."""
     assert sys.byteorder == "little", "safetensors holds little-endian values"
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     position = 0

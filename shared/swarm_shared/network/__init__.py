@@ -1,4 +1,4 @@
-"""The one door to py-libp2p: authenticated peers, framed streams.
+"""The only importer of py-libp2p: authenticated peers, framed streams.
 
     async with open_node(identity, ["/ip4/0.0.0.0/tcp/4001"]) as node:
         node.serve("/swarmtrain/echo/1", handler, FrameLimits(max_payload_bytes=2**20))
@@ -6,7 +6,7 @@
         await stream.send(header, payload)
         frame = await stream.receive(timeout_seconds=10)
 
-Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
+Nothing outside this package imports libp2p, and none of libp2p's types leave it.
 """
 
 from swarm_shared.network.framed_stream import FramedStream

@@ -1,8 +1,8 @@
-"""Notices that this machine is on another network, or that it slept.
+"""Detection of a changed network, or of a machine that slept.
 
-Connections then look alive and are not: nobody would hear of it until something is sent and not
-acknowledged for long. Addresses are compared, and clocks: the one that stands still while the
-machine sleeps with the one that does not.
+Connections then look alive and are not, which would go unnoticed until something is sent and stays
+unacknowledged for long. Addresses are compared, and clocks: one that stands still while the machine
+sleeps with one that does not.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 2.0
 SLEEP_GAP_SECONDS: Final = 10.0
-"""Wall-clock time that passed beyond what the process saw; a busy machine stays far below."""
+"""Wall-clock time beyond what the process saw, above which the machine slept; a busy machine stays
+far below."""
 
 
 class ChangeWatch:
-    """`interfaces` is at most POLL_SECONDS old while `run` runs."""
+    """Polls addresses and clocks. `interfaces` is at most POLL_SECONDS old while `run` runs."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Getting a connection to a peer by the best way that there is.
+"""Connecting to a peer by the best path available.
 
 Direct addresses first, each a little after the one before (happy eyeballs, RFC 8305); relays when
-none of them answers soon; then a hole through both routers, so that the relay is not needed.
+none of them answers soon; then hole punching through both routers, so that the relay is not needed
+any more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 DIAL_STAGGER_SECONDS: Final = 0.25
 """Head start of each address over the next."""
 RELAY_HEAD_START_SECONDS: Final = 1.0
-"""For the direct addresses over the relays: most of an ocean's round trip, three times."""
+"""Head start of the direct addresses over relays: about three transoceanic round trips."""
 MAX_ADDRESSES_DIALLED: Final = 16
 MAX_CIRCUITS_DIALLED: Final = 4
 
@@ -41,7 +42,8 @@ Source = Callable[[int], tuple[str, int] | None]
 
 
 class Dialer:
-    """`source` gives the local end for dials that must leave from the listening port."""
+    """Dials peers. `source` returns the local end of a dial that must leave from the listening
+    port."""
 
     def __init__(
         self,
@@ -68,7 +70,8 @@ class Dialer:
         *,
         from_listening_port: bool = False,
     ) -> None:
-        """Return connected, at once when it was so before. NetworkError or LinkTimeout else."""
+        """Connect to `peer`; returns at once when connected. NetworkError or LinkTimeout
+        otherwise."""
         lock = self._locks.setdefault(peer, trio.Lock())
         try:
             async with lock:
@@ -87,7 +90,7 @@ class Dialer:
                 self._locks.pop(peer, None)
 
     def _targets(self, peer: PeerId, addresses: Sequence[str]) -> list[Multiaddr]:
-        """The dialable ones, without the peer ID at their end."""
+        """Return the dialable addresses, without the peer ID at their end."""
         suffix = f"/p2p/{peer}"
         plain = [address.removesuffix(suffix) for address in addresses]
         targets: list[Multiaddr] = []
@@ -110,7 +113,8 @@ class Dialer:
         timeout_seconds: float,
         from_listening_port: bool,
     ) -> None:
-        """All ways, each a little after the one before; the first to succeed ends the others."""
+        """Dial all paths, each a little after the one before; the first success cancels the
+        others."""
         reasons: list[str] = []
         running = len(direct)
         direct_failed = trio.Event()
@@ -172,7 +176,7 @@ class Dialer:
                 with dial_errors(str(target)):
                     await self._swarm.dial_addr(target, peer_id, source)
             except NetworkError as error:
-                # An old connection between the same two ports may linger: any port then.
+                # An old connection between the same two ports may linger: use any port then.
                 logger.debug("dialling from port %d: %s", source[1], error)
             else:
                 return

@@ -1,4 +1,4 @@
-"""A stream that carries frames between two authenticated peers."""
+"""A stream of frames between two authenticated peers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol.framing import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame
 
 STALL_BYTES = 1024 * 1024
+"""Bytes of progress that `stall_seconds` refers to."""
 
-# A stream that ends must tell the remote, but nobody waits for that long.
+# The longest wait for a stream's end to be sent.
 _GOODBYE_SECONDS = 1.0
 
 
 class FramedStream:
-    """One task may receive while others send; several may send at once, a frame at a time.
+    """A stream on which one task may receive while several send, a frame at a time.
 
-    Whoever has nothing else to do must keep receiving: frames that nobody takes hold back the
-    remote's sending (on this stream only).
+    An idle owner must keep receiving: frames that are not received hold back the remote's sending
+    (on this stream only).
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class FramedStream:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes the stream, or resets it when the block raised."""
+        """Close the stream, or reset it when the block raised."""
         if kind is None:
             await self.close()
         else:
@@ -70,17 +71,18 @@ class FramedStream:
 
     @property
     def remote(self) -> PeerId:
-        """Who is at the other end: proved by the connection's Noise handshake."""
+        """The remote's peer ID, proved by the connection's Noise handshake."""
         return self._remote
 
     @property
     def remote_address(self) -> str | None:
-        """Where the other end's packets come from, as a multiaddr; None behind a relay."""
+        """The address the remote's packets come from, as a multiaddr; None behind a relay."""
         return remote_multiaddr(self._muxed.connection.get_remote_address())
 
     @property
     def superseded(self) -> bool:
-        """There is a better connection to the remote by now: a new stream would use it."""
+        """Whether there is a better connection to the remote by now, which a new stream would
+        use."""
         return self._is_superseded(self._muxed.connection)
 
     @property
@@ -88,7 +90,7 @@ class FramedStream:
         return self._protocol
 
     def expect(self, limits: FrameLimits) -> None:
-        """What is accepted from the next frame on: more from somebody who has said who it is."""
+        """Set the limits from the next frame on; they grow once the remote has authenticated."""
         self._decoder.expect(limits)
 
     async def send(
@@ -99,10 +101,10 @@ class FramedStream:
         *,
         stall_seconds: float | None = None,
     ) -> None:
-        """Queues a frame for sending; waits while the remote does not take more.
+        """Send a frame; waits while the remote does not take more.
 
-        The payload must not change before this returns. LinkClosed when the stream is gone,
-        LinkTimeout when `timeout_seconds` pass, or `stall_seconds` in which the remote takes less
+        The payload must not change before this returns. LinkClosed when the stream is lost,
+        LinkTimeout after `timeout_seconds`, or after `stall_seconds` in which the remote takes less
         than STALL_BYTES. A frame that a time-out or a cancellation cuts in the middle ends the
         stream: the remote could not find the next frame's start.
         """
@@ -114,15 +116,15 @@ class FramedStream:
         self._sent[1] += sum(memoryview(piece).nbytes for piece in pieces)
 
     async def receive(self, timeout_seconds: float | None = None) -> Frame:
-        """The next frame.
+        """Return the next frame.
 
-        LinkClosed at the end of the stream or when it is lost; FrameError when the remote
-        sends something that is not a frame, too long or cut short (the stream is then reset);
-        LinkTimeout when `timeout_seconds` pass. After a time-out, as after cancellation,
-        nothing is lost and the stream can be used on.
+        LinkClosed at the end of the stream or when it is lost; FrameError when the remote sends
+        something that is not a frame, too long or cut short (the stream is then reset); LinkTimeout
+        after `timeout_seconds`. After a time-out, as after cancellation, nothing is lost and the
+        stream stays usable.
         """
         with self._deadline(timeout_seconds, "receiving from"):
-            # Frames may lie ready in any number: give others a turn. Who has to wait gives it so.
+            # Any number of frames may be ready: let other tasks run. Waiting does so by itself.
             if self._frames or self._muxed.readable:
                 await trio.lowlevel.checkpoint()
             while not self._frames:
@@ -133,7 +135,7 @@ class FramedStream:
         return frame
 
     async def close(self) -> None:
-        """Ends the stream behind what was sent. Nothing more can be received."""
+        """End the stream after everything that was sent. Nothing more can be received."""
         if self._closed:
             return
         self._closed = True
@@ -142,7 +144,7 @@ class FramedStream:
         self._muxed.stop_reading()
 
     async def reset(self) -> None:
-        """Ends the stream at once; what is under way is dropped."""
+        """End the stream at once; whatever is in flight is dropped."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,6 @@
-"""Streams that remotes open: who may, how many, and what becomes of their errors.
+"""Streams opened by remotes: admission, limits and supervision of their handlers.
 
-Every protocol of this process is served through here, so that none can forget to ask whether the
-remote is admitted.
+Every protocol of this process is served through here, so that none can omit the check of admission.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
+from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.framed_stream import FramedStream
@@ -34,13 +34,13 @@ RawHandler = Callable[[YamuxStream], Awaitable[None]]
 
 
 MAX_UNKNOWN_PEER_STREAMS: Final = 8
-"""Open at once, of a remote that is not known: room for a hello on every public protocol. What it
-sends is kept until somebody reads it, so that streams are memory."""
+"""Streams open at once of a remote that is not a member: room for a hello on every public protocol.
+What it sends is stored until a handler reads it, so that streams take memory."""
 
 
 class Inbound:
-    """`admits` says whether a remote may use a protocol that is not public, `knows` whether it
-    belongs here at all."""
+    """Serves protocols. `admits` decides whether a remote may use a protocol that is not public,
+    `knows` whether the remote is a member at all."""
 
     def __init__(self, host: BasicHost, max_streams_per_peer: int) -> None:
         self._host = host
@@ -73,8 +73,8 @@ class Inbound:
         self._host.set_stream_handler(TProtocol(protocol), handler)
 
     async def accept(self, stream: INetStream) -> None:
-        """The entry of every stream that a remote opens. Never raises: an error that leaves
-        here would stop the whole host."""
+        """Handle a stream that a remote opens. Never raises: an error here would stop the whole
+        host."""
         remote = PeerId(stream.muxed_conn.peer_id.to_base58())
         most = (
             self._max_streams
@@ -88,7 +88,7 @@ class Inbound:
         self._open[remote] += 1
         try:
             await self._host._swarm_stream_handler(stream)
-        except Exception as error:  # noqa: BLE001 (a remote's garbage makes py-libp2p raise anything)
+        except Exception as error:  # noqa: BLE001 (py-libp2p raises anything for garbage)
             logger.debug("a stream from %s was refused: %s", remote, summary(error))
             await stream.reset()
         finally:
@@ -145,13 +145,13 @@ class Inbound:
                 self._welcome(framed.remote, stream)
                 await handler(framed)
                 await framed.close()
-        except Exception as error:  # noqa: BLE001 (a supervisor: one stream's trouble stays its own)
-            self._tell(protocol, framed.remote, error)
+        except Exception as error:  # noqa: BLE001 (a supervisor: a failure stays in its stream)
+            self._log_failure(protocol, framed.remote, error)
         finally:
             await framed.reset()
 
-    def _tell(self, protocol: str, remote: PeerId, error: Exception) -> None:
-        cause = _expected_cause(error)
+    def _log_failure(self, protocol: str, remote: PeerId, error: Exception) -> None:
+        cause = expected_error(error)
         if isinstance(cause, LinkClosed):
             logger.debug("%s: %s", protocol, cause)
         elif isinstance(cause, NetworkError | ProtocolError):
@@ -175,25 +175,14 @@ class Inbound:
             if not self._refuses(remote, protocol, public):
                 self._welcome(remote, stream)
                 await handler(muxed)
-                # What the remote sends on is dropped, and the stream forgotten.
+                # Whatever else the remote sends is dropped.
                 await muxed.close()
                 muxed.stop_reading()
                 return
         except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
             logger.debug("%s with %s ended: %s", protocol, remote, error)
-        except Exception:  # a supervisor: one stream's trouble stays its own
+        except Exception:  # a supervisor: a failure stays in its stream
             self.handler_errors[protocol] += 1
             logger.exception("the handler of %s failed on a stream with %s", protocol, remote)
         with trio.CancelScope(shield=True), trio.move_on_after(1.0):
             await muxed.reset()
-
-
-def _expected_cause(error: BaseException) -> SwarmError | None:
-    """What the handler raised on purpose, out of a nursery's wrapping too; None for a fault."""
-    if isinstance(error, SwarmError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        causes = [_expected_cause(one) for one in error.exceptions]
-        if all(cause is not None for cause in causes):
-            return causes[0]
-    return None

@@ -1,4 +1,4 @@
-"""Connections once they are there: dead ones are noticed, relayed ones replaced by direct ones."""
+"""Maintenance of connections: dead ones are detected, relayed ones replaced by direct ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from swarm_shared.network.nat.hole_punch import HolePuncher
 from swarm_shared.network.nat.identify import remote_multiaddr
 
 RELAYED_LINGER_SECONDS = 5.0
-"""Streams on a relayed connection have moved to the direct one in this time, or soon will."""
+"""Wait before an unneeded relayed connection is closed: its streams have moved to the direct one by
+then."""
 LIVENESS_TIMEOUT_SECONDS = 3.0
+"""Longest wait for the answer to a ping before a suspect connection counts as dead."""
 PUNCH_AGAIN_SECONDS = 15.0
-"""How often relayed links are looked at; each has a pause of its own."""
+"""Interval at which relayed connections are examined; each peer has a back-off of its own."""
 
 
 class ConnectionMaintenance:
-    """Works while `run` runs."""
+    """Maintains connections while `run` runs."""
 
     def __init__(
         self,
@@ -38,7 +40,8 @@ class ConnectionMaintenance:
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
-        """Routers forget and people move: what is relayed is tried again now and then."""
+        """Retry hole punching for relayed peers now and then: routers forget mappings and machines
+        move."""
         try:
             async with trio.open_nursery() as self._nursery:
                 while True:
@@ -48,20 +51,19 @@ class ConnectionMaintenance:
             self._nursery = None
 
     def check(self, peer: PeerId) -> None:
-        """Makes sure in the background that the connections to `peer` live, and closes dead
-        ones."""
+        """Ping the connections to `peer` in the background, and close dead ones."""
         if self._nursery is not None:
             for connection in self._links.all_of(peer):
                 self._nursery.start_soon(muxer_of(connection).check_alive, LIVENESS_TIMEOUT_SECONDS)
 
     def network_changed(self) -> None:
-        """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
+        """Check all connections after a change of network or a sleep, and retry hole punching."""
         self._puncher.network_changed()
         if self._nursery is not None:
             own = {str(host) for host in self._interfaces().hosts}
             for connection in self._swarm.get_connections():
                 muxer = muxer_of(connection)
-                # Nothing comes back to an address that this machine has no more.
+                # Nothing arrives at an address that this machine has no more.
                 seconds = LIVENESS_TIMEOUT_SECONDS if muxer.local_host in (None, *own) else 0.0
                 self._nursery.start_soon(muxer.check_alive, seconds)
             self._punch_relayed()
@@ -71,7 +73,7 @@ class ConnectionMaintenance:
         peer = PeerId(muxer.peer_id.to_base58())
         if muxer.relay is None:
             place = remote_multiaddr(muxer.get_remote_address())
-            # What came while a hole was being punched came through it, but for the own network.
+            # A connection made during hole punching came through the hole, unless it is local.
             muxer.punched = self._puncher.is_active(peer) and place is not None and is_global(place)
         self._links.changed(connection)
         if self._nursery is None:
@@ -80,12 +82,12 @@ class ConnectionMaintenance:
             self._puncher.connected(peer)
             self._nursery.start_soon(self._retire_relayed, peer)
         elif not muxer.is_initiator:
-            # As the specification has it: the end that was dialled begins.
+            # As the specification requires, the end that was dialled begins.
             self._nursery.start_soon(self._punch_for_dialler, peer)
 
     async def _punch_for_dialler(self, peer: PeerId) -> None:
-        """Who comes through a relay has no direct connection: one that is here is dead, or was
-        made at the same moment."""
+        """Punch a hole for a peer that came through a relay. It has no direct connection: one that
+        is open here is dead, or was made at the same moment."""
         async with trio.open_nursery() as nursery:
             for connection in self._links.all_of(peer):
                 if muxer_of(connection).relay is None:
@@ -94,10 +96,10 @@ class ConnectionMaintenance:
             await self._retire_relayed(peer)
 
     async def _retire_relayed(self, peer: PeerId) -> None:
-        """Close relayed connections that are not needed any more, once nothing is on them.
+        """Close relayed connections that are not needed any more, once no stream uses them.
 
-        Those that come later are left alone: their dialler may know better than this end that
-        the direct one is dead.
+        Later ones are left alone: their dialler may know better than this end that the direct one
+        is dead.
         """
         relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
         while self._links.has_direct(peer):

@@ -1,4 +1,4 @@
-"""Which connections there are to a peer, which of them is best, and what is known of it."""
+"""The connections to each peer: which one is best, and its measured properties."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from swarm_shared.protocol import LinkPath, PathKind
 logger = logging.getLogger(__name__)
 
 RATE_DECAY: Final = 0.95
-"""What is left after each look of a rate seen before: half of it after about 14 looks."""
+"""Factor of an earlier rate at each sample: half of it is left after about 14 samples."""
 MIN_SAMPLE_SECONDS: Final = 0.25
+"""Shortest interval over which a rate is computed."""
 
 
 def muxer_of(connection: SwarmConn) -> YamuxConnection:
@@ -37,7 +38,7 @@ def kind_of(muxer: YamuxConnection) -> PathKind:
 
 @dataclass(slots=True)
 class RateMeter:
-    """The highest rate of a byte counter seen lately, in bytes per second."""
+    """The highest recent rate of a byte counter, in bytes per second."""
 
     bytes_per_second: float = 0.0
     _counted: int = 0
@@ -61,12 +62,12 @@ class Links:
         self._meters: dict[YamuxConnection, RateMeter] = {}
         self._best: dict[PeerId, YamuxConnection] = {}
         self.on_change: Callable[[PeerId], None] = lambda peer: None
-        """The best connection to a peer is another one now."""
+        """Called when the best connection to a peer has changed."""
         self.on_lost: Callable[[PeerId], None] = lambda peer: None
-        """The last connection to a peer is gone."""
+        """Called when the last connection to a peer is lost."""
 
     def all_of(self, peer: PeerId) -> list[SwarmConn]:
-        """Open connections, the best one first: without a relay, then the older one."""
+        """Return open connections, the best one first: without a relay, then the older one."""
         found = self._swarm.get_connections(ID.from_base58(peer))
         usable = [c for c in found if not c.is_closed and muxer_of(c).is_established]
         return sorted(usable, key=lambda c: muxer_of(c).relay is not None)
@@ -102,7 +103,7 @@ class Links:
         )
 
     def changed(self, connection: SwarmConn) -> None:
-        """A connection has come or gone."""
+        """Update after a connection was opened or lost."""
         peer = PeerId(connection.muxed_conn.peer_id.to_base58())
         best = self.best(peer)
         muxer = None if best is None else muxer_of(best)
@@ -118,5 +119,5 @@ class Links:
             self.on_change(peer)
 
     def is_superseded(self, muxer: YamuxConnection) -> bool:
-        """Relayed, where a direct connection is there by now: new work belongs on that one."""
+        """Whether a relayed connection has been replaced by a direct one, which new streams use."""
         return muxer.relay is not None and self.has_direct(PeerId(muxer.peer_id.to_base58()))

@@ -1,8 +1,9 @@
-"""A peer's end of the network: connect, serve protocols, open streams.
+"""A peer's end of the network: connects, serves protocols, opens streams.
 
-Puts the parts together and owns their life: connections are chosen in `links`, made in `dialer`,
-`relay_client` and `hole_punch`, looked after in `upkeep`; streams from remotes are supervised in
-`inbound`. Building the host is in `host`, frames are in `stream`. Runs on trio.
+Assembles the parts and owns their life. Connections are chosen in `swarm_shared.network.links`,
+made in `dialer`, `nat.relay_client` and `nat.hole_punch`, and maintained in `keepalive`; streams
+from remotes are supervised in `inbound`. The host is built in `libp2p.host`, frames are in
+`framed_stream`. Runs on trio.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ logger = logging.getLogger(__name__)
 PeerCallback = Callable[[PeerId], None]
 
 CONNECT_SECONDS = 20.0
-"""A direct dial, a relay's head start, a circuit, and a hole that is given up."""
+"""Time for a direct dial, a relay's head start, a circuit, and an abandoned hole punch."""
 OPEN_STREAM_SECONDS = 20.0
 MAX_RELAY_ADDRESSES = 8
 MAX_STREAMS_OF_PROTOCOL = 64
-"""Of one remote, unless a protocol says otherwise."""
+"""Streams of one remote, unless a protocol sets another limit."""
 
 
 class Node:
-    """Made by `opening.open_node`; valid inside its `async with`."""
+    """The node of one identity; made by `opening.open_node`, valid inside its `async with`."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Node:
     ) -> None:
         self.peer_id = identity.peer_id
         self.bandwidth = bandwidth or Bandwidth()
-        """Of all its connections together; limits may be set at any time."""
+        """Shared by all connections of the node; its limits may be set at any time."""
         self.bandwidth.nodes += 1
         self._host = build_host(
             identity, max_connections, max_connections_per_address, self.bandwidth
@@ -110,16 +111,17 @@ class Node:
         self._serve_raw(DCUTR_PROTOCOL, self._puncher.handle)
         self._serve_raw(IDENTIFY_PROTOCOL, self._identify, public=True)
 
-    # What is known
+    # State
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others can reach this node, each ending in its peer ID; loopback last."""
+        """Addresses at which peers can reach this node, each ending in its peer ID; loopback
+        last."""
         return tuple(f"{address}/p2p/{self.peer_id}" for address in self._own.all())
 
     @property
     def listening_port(self) -> int | None:
-        """The TCP port that others dial; None when this node does not listen."""
+        """The TCP port that peers dial; None when this node does not listen."""
         return self._own.listening_port
 
     @property
@@ -128,7 +130,7 @@ class Node:
 
     @property
     def handler_errors(self) -> dict[str, int]:
-        """How often the handlers of each protocol failed by a fault of this side."""
+        """Number of handler failures of each protocol that are bugs of this side."""
         return dict(self._inbound.handler_errors)
 
     @property
@@ -138,36 +140,37 @@ class Node:
 
     @property
     def relay(self) -> RelayServer | None:
-        """What this node does for others, when it does."""
+        """The relay this node serves, if it does."""
         return self._relay
 
     def is_connected(self, peer: PeerId) -> bool:
         return self._links.best(peer) is not None
 
     def path(self, peer: PeerId) -> LinkPath | None:
-        """The best connection to `peer`; None when there is none."""
+        """Return the best connection to `peer`; None when there is none."""
         return self._links.path(peer)
 
     def paths(self) -> list[LinkPath]:
-        """The best connection to every connected peer."""
+        """Return the best connection to every connected peer."""
         return self._links.paths()
 
     def traffic(self) -> list[LinkTraffic]:
-        """What framed streams carried since the node was opened."""
+        """Return the traffic of framed streams since the node was opened."""
         return self._inbound.traffic.totals()
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """The same, per remote and protocol, as peers report it."""
+        """Return the traffic per remote and protocol, as peers report it."""
         return self._inbound.traffic.link_bytes()
 
     def observed_address(self, peer: PeerId) -> str | None:
-        """How `peer` sees this node's address and port; None when it has not said so.
+        """Return this node's address and port as `peer` sees them; None when it has not reported
+        them.
 
-        Known of peers that were connected to with `from_listening_port`, relays among them.
+        Known for peers that were connected to with `from_listening_port`, relays among them.
         """
         return self._own.observed.get(peer)
 
-    # What is served
+    # Serving
 
     def serve(
         self,
@@ -178,11 +181,11 @@ class Node:
         public: bool = False,
         max_streams_per_peer: int = MAX_STREAMS_OF_PROTOCOL,
     ) -> None:
-        """Runs `handler` for each stream that a remote opens with `protocol`.
+        """Run `handler` for each stream that a remote opens with `protocol`.
 
-        The stream is closed when the handler returns and reset when it raises. What it raises
-        stays here: logged once, with its traceback when it is a fault of this side. A protocol
-        that is not `public` is refused to remotes that `admits` does not know.
+        The stream is closed when the handler returns and reset when it raises. Exceptions stay
+        here: logged once, with the traceback when it is a fault of this side. A protocol that is
+        not `public` is refused to remotes that `admits` rejects.
         """
         self._inbound.serve(
             protocol, handler, limits, public=public, max_streams_per_peer=max_streams_per_peer
@@ -193,17 +196,17 @@ class Node:
         admits: Callable[[PeerId, str], bool],
         knows: Callable[[PeerId], bool] | None = None,
     ) -> None:
-        """From now on, who may use which protocol; those served as public are for everybody.
+        """Set which remotes may use which protocol; public protocols are open to all.
 
-        `knows`: who belongs here, when not everybody does who is admitted. Of others fewer
-        connections and streams are kept at once.
+        `knows`: which remotes are members, where not every admitted remote is. Other remotes are
+        limited to fewer connections and streams at once.
         """
         self._inbound.admits = admits
         self._inbound.knows = knows or (lambda peer: admits(peer, ""))
         self._swarm.knows = self._inbound.knows
 
     def serve_relay(self, limits: RelayLimits, allow: Callable[[PeerId], bool]) -> None:
-        """Relays for the peers that `allow` names, at both ends of a circuit."""
+        """Relay for the peers that `allow` accepts, at both ends of a circuit."""
         self._relay = RelayServer(
             limits,
             allow,
@@ -213,38 +216,38 @@ class Node:
         self._serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
 
     def stop_relay(self) -> None:
-        """No new slots and circuits; those there are go on."""
+        """Accept no new slots and circuits; existing ones continue."""
         self._host.multiselect.handlers.pop(TProtocol(HOP_PROTOCOL), None)
         self._relay = None
 
     # Being reached
 
     def announce(self, addresses: Sequence[str]) -> None:
-        """Addresses of this node that only others can know: a router's, a name's."""
+        """Add addresses that only others can determine: a router's, a DNS name."""
         if self._own.announce(addresses):
             self._addresses_changed()
 
     def use_relays(
         self, relays: Mapping[PeerId, Sequence[str]], wanted: int, last: PeerId | None = None
     ) -> None:
-        """Hold `wanted` slots at some of `relays`, at `last` only when others do not serve."""
+        """Hold `wanted` slots at some of `relays`; at `last` only when the others do not serve."""
         self._relays.offer(relays, last)
         self._relays.want(wanted)
 
     def on_addresses(self, callback: Callable[[], None]) -> None:
-        """Calls back, synchronously, when `addresses` may have changed."""
+        """Call back, synchronously, when `addresses` may have changed."""
         self._address_callbacks.append(callback)
 
     def on_disconnect(self, callback: PeerCallback) -> None:
-        """Calls back, synchronously, when the last connection to a peer is gone."""
+        """Call back, synchronously, when the last connection to a peer is lost."""
         self._disconnect_callbacks.append(callback)
 
     def on_path_change(self, callback: PeerCallback) -> None:
-        """Calls back, synchronously, when a peer's best connection is another one than before."""
+        """Call back, synchronously, when a peer's best connection has changed."""
         self._path_callbacks.append(callback)
 
     def on_network_change(self, callback: Callable[[], None]) -> None:
-        """Calls back, synchronously, when this machine's addresses changed or it woke up."""
+        """Call back, synchronously, when this machine's addresses changed or it woke up."""
         self._network_callbacks.append(callback)
 
     # Reaching others
@@ -257,12 +260,12 @@ class Node:
         *,
         from_listening_port: bool = False,
     ) -> None:
-        """Connects to `peer` at one of `addresses`; does nothing when already connected.
+        """Connect to `peer` at one of `addresses`; does nothing when already connected.
 
-        Through a relay where nothing else leads there, and then by a punched hole if that works
-        within seconds. With `from_listening_port` the remote sees the router's mapping of that
-        port, and is asked for it. NetworkError when no address leads to that very peer;
-        LinkTimeout when none answers.
+        Uses a relay where no direct path exists, and then hole punching if that succeeds within
+        seconds. With `from_listening_port` the remote sees the router's mapping of that port, and
+        is asked for it. NetworkError when no address leads to that very peer; LinkTimeout when none
+        answers.
         """
         if peer == self.peer_id:
             raise NetworkError(f"{peer} is this node itself")
@@ -281,9 +284,9 @@ class Node:
         addresses: Sequence[str] = (),
         timeout_seconds: float = OPEN_STREAM_SECONDS,
     ) -> FramedStream:
-        """A new stream to `peer` on its best connection; connects first when need be.
+        """Open a stream to `peer` on its best connection; connects first if necessary.
 
-        NetworkError when the peer cannot be reached or does not speak the protocol.
+        NetworkError when the peer cannot be reached or does not serve the protocol.
         """
         _libp2p_id(peer)
         with dial_errors(f"opening {protocol} to {peer}"), trio.fail_after(timeout_seconds):
@@ -297,16 +300,16 @@ class Node:
         )
 
     async def punch(self, peer: PeerId) -> bool:
-        """Try to make a relayed connection a direct one. False: it stays as it is."""
+        """Try to replace a relayed connection by a direct one. False: it stays relayed."""
         return await self._puncher.punch(peer)
 
     def check(self, peer: PeerId) -> None:
-        """Makes sure in the background that the connections to `peer` live, and closes dead ones:
-        there is reason to believe that its network has changed."""
+        """Ping the connections to `peer` in the background and close dead ones; called when its
+        network may have changed."""
         self._maintenance.check(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
-        """Closes all connections to `peer`."""
+        """Close all connections to `peer`."""
         for connection in self._swarm.get_connections(_libp2p_id(peer)):
             await connection.close()
 
@@ -328,7 +331,7 @@ class Node:
                 raise NetworkError(f"{address} cannot be listened on; choose another port")
 
     async def run(self) -> None:
-        """Runs the host until cancelled. NetworkError when it fails."""
+        """Run the host until cancelled. NetworkError when it fails."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._relays.run)
@@ -341,7 +344,7 @@ class Node:
             ) from error
 
     async def close(self) -> None:
-        """Says good-bye on all connections at once, then stops listening."""
+        """Close all connections at once, then stop listening."""
         async with trio.open_nursery() as nursery:
             for connection in self._swarm.get_connections():
                 nursery.start_soon(connection.close)
@@ -357,10 +360,10 @@ class Node:
         best = self._links.best(peer)
         port = None if best is None else muxer_of(best).local_port
         if port is None or port != self.listening_port:
-            # Of another port a router's mapping tells nothing that others could use.
+            # A router's mapping of another port is of no use to other peers.
             return
         try:
-            with dial_errors(f"asking {peer} who we are"), trio.fail_after(MESSAGE_SECONDS):
+            with dial_errors(f"asking {peer} for our address"), trio.fail_after(MESSAGE_SECONDS):
                 stream = await self._streams.open_raw(peer, IDENTIFY_PROTOCOL)
                 observed = await read_observed(stream)
                 await stream.close()
@@ -386,16 +389,16 @@ class Node:
         for callback in callbacks:
             try:
                 callback(peer)
-            except Exception:  # a supervisor: one listener's fault must not stop the others
+            except Exception:  # a supervisor: one callback's failure must not stop the others
                 self._inbound.handler_errors["callback"] += 1
-                logger.exception("what was to be done about the link to %s failed", peer)
+                logger.exception("a callback for the link to %s failed", peer)
 
     def _addresses_changed(self) -> None:
         for callback in self._address_callbacks:
             callback()
 
     def _network_changed(self) -> None:
-        """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
+        """Handle a change of network or a wake-up: check connections and inform the listeners."""
         self._maintenance.network_changed()
         self._addresses_changed()
         for callback in self._network_callbacks:

@@ -1,4 +1,4 @@
-"""Opening a node for the length of a block: it runs beside it, and says good-bye at its end."""
+"""Opening a node for the length of a block: it runs beside the block and closes at its end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS
 from swarm_shared.network.node import Node
 
 CLOSE_SECONDS = 2.0
-"""How long closing the node waits for good-byes to be sent, over all connections."""
+"""Longest time to close all connections in an orderly way."""
 
 
 @asynccontextmanager
@@ -26,16 +27,16 @@ async def open_node(
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     bandwidth: Bandwidth | None = None,
 ) -> AsyncIterator[Node]:
-    """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
+    """Run a node until the block ends; closing takes CLOSE_SECONDS at most.
 
-    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
-    port. NetworkError when a port cannot be had. Several nodes may share one `bandwidth`.
+    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free port.
+    NetworkError when a port is not available. Several nodes may share one `bandwidth`.
     """
     node = Node(
         identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,
         bandwidth,
     )  # fmt: skip
-    try:
+    with single_error_unwrapped():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
@@ -45,11 +46,3 @@ async def open_node(
                 with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
                     await node.close()
                 nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # The nursery wraps what the block raised; the caller expects it as it was.
-        if len(group.exceptions) != 1:
-            raise
-        failure = group.exceptions[0]
-    else:
-        return
-    raise failure

@@ -1,4 +1,5 @@
-"""Opening streams: on the best connection to a peer, with its protocol asked for at once."""
+"""Opening streams on the best connection to a peer, with the protocol negotiated in one round
+trip."""
 
 from __future__ import annotations
 
@@ -17,18 +18,21 @@ from swarm_shared.network.links import Links
 
 
 class StreamOpener:
+    """Opens streams to connected peers."""
+
     def __init__(self, links: Links) -> None:
         self._links = links
 
     async def open(self, peer: PeerId, protocol: str) -> NetStream:
-        """NetworkError when the peer is not connected or does not speak the protocol."""
+        """Open a stream. NetworkError when the peer is not connected or does not serve the
+        protocol."""
         connection = self._links.best(peer)
         if connection is None:
             raise NetworkError(f"{peer} is not connected")
         return await _open(connection, peer, protocol)
 
     async def open_raw(self, peer: PeerId, protocol: str) -> YamuxStream:
-        """A stream of bytes instead of frames, for libp2p's own protocols."""
+        """Open a stream of bytes instead of frames, for libp2p's own protocols."""
         with dial_errors(f"opening {protocol} to {peer}"):
             stream = await self.open(peer, protocol)
         muxed = stream.muxed_stream
@@ -44,7 +48,7 @@ async def _open(connection: SwarmConn, peer: PeerId, protocol: str) -> NetStream
 
 
 async def _negotiate(stream: INetStream, peer: PeerId, protocol: str) -> None:
-    """Asks for the protocol (multistream-select) in one round trip; py-libp2p takes two."""
+    """Negotiate the protocol (multistream-select) in one round trip; py-libp2p takes two."""
     messages = MultiselectCommunicator(stream)
     agreed = False
     try:

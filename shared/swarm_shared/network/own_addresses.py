@@ -1,4 +1,4 @@
-"""Where a node is reached: what it listens on, what others say of it, what its relays give."""
+"""The addresses of a node: listening addresses, observed ones, and those through relays."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from swarm_shared.network.nat.relay_client import RelayClient
 
 
 class OwnAddresses:
-    """Without the node's peer ID at their end."""
+    """A node's addresses, without its peer ID at their end."""
 
     def __init__(
         self, swarm: NodeSwarm, relays: RelayClient, interfaces: Callable[[], Interfaces]
     ) -> None:
         self.observed: dict[PeerId, str] = {}
-        """How peers that were asked see this node's address and port."""
+        """This node's address and port as seen by the peers that were asked."""
         self._swarm = swarm
         self._relays = relays
         self._interfaces = interfaces
         self._announced: tuple[str, ...] = ()
 
     def announce(self, addresses: Sequence[str]) -> bool:
-        """Addresses that only others can know; whether they are other ones than before."""
+        """Set addresses that only others can determine. Returns whether they have changed."""
         announced = tuple(address.split("/p2p/")[0] for address in addresses)
         changed = announced != self._announced
         self._announced = announced
         return changed
 
     def all(self) -> list[str]:
-        """Relays' circuits included; loopback last."""
+        """Return all addresses, circuits through relays included; loopback last."""
         own = dict.fromkeys((*self.dialable(), *self._relays.addresses))
         return sorted(own, key=lambda text: "/127." in text or "/::1/" in text)
 
     def dialable(self) -> tuple[str, ...]:
-        """Where this node can be dialled without a relay."""
+        """Return the addresses at which this node can be dialled without a relay."""
         return tuple(dict.fromkeys((*self._announced, *self.listening())))
 
     def punchable(self) -> list[str]:
-        """What a router in between may let through, the public ones first."""
+        """Return the addresses that a hole punch may reach, the public ones first."""
         own = [*self._announced, *self.observed.values(), *self.listening()]
         return sorted(dict.fromkeys(own), key=lambda address: not is_global(address))
 
@@ -62,7 +62,7 @@ class OwnAddresses:
         return None
 
     def source(self, version: int) -> tuple[str, int] | None:
-        """The local end of a dial from the listening port; None when there is none."""
+        """Return the local end of a dial from the listening port; None when there is none."""
         for address in self.listening():
             if address.startswith(f"/ip{version}/"):
                 return ("0.0.0.0" if version == 4 else "::", _port(address))
@@ -74,7 +74,7 @@ def _port(address: str) -> int:
 
 
 def _dialable(address: Multiaddr, interfaces: Interfaces) -> list[str]:
-    """The address itself, or for a wildcard one for each of this machine's addresses."""
+    """Return the address itself, or for a wildcard one for each of this machine's addresses."""
     protocols = {protocol.name for protocol in address.protocols()}
     version = "ip6" if "ip6" in protocols else "ip4"
     host, port = str(address.value_for_protocol(version)), address.value_for_protocol("tcp")

@@ -1,4 +1,4 @@
-"""Counts the bytes of frames per remote peer, protocol and direction."""
+"""Counters of the bytes of frames per remote peer, protocol and direction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_shared.protocol import LinkBytes
 Direction = Literal["sent", "received"]
 
 OTHERS = PeerId("others")
-"""Where the counts of more peers than MAX_COUNTERS go: a remote can make any number of IDs."""
+"""Counts the peers beyond MAX_COUNTERS together: a remote can make any number of IDs."""
 MAX_COUNTERS = 50_000
 
 
@@ -31,7 +31,7 @@ class TrafficCounter:
         self._totals: dict[tuple[PeerId, str, Direction], list[int]] = {}
 
     def counter(self, remote: PeerId, protocol: str, direction: Direction) -> list[int]:
-        """The pair [frames, bytes] of one link, to be added to in place."""
+        """Return the pair [frames, bytes] of one link, which the caller adds to in place."""
         key = (remote, protocol, direction)
         if key not in self._totals and len(self._totals) >= MAX_COUNTERS:
             key = (OTHERS, protocol, direction)
@@ -45,7 +45,7 @@ class TrafficCounter:
         ]
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """The same in the form in which peers report it."""
+        """Return the totals in the form in which peers report them."""
         both: dict[tuple[PeerId, str], dict[Direction, int]] = {}
         for link in self.totals():
             both.setdefault((link.remote, link.protocol), {})[link.direction] = link.bytes

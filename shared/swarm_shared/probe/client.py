@@ -1,4 +1,4 @@
-"""DOCTOR_PROTOCOL at the side that asks: one visit to the coordinator or to a volunteer.
+"""DOCTOR_PROTOCOL, client side: one probe session with the coordinator or a volunteer.
 
 async with open_probe(node, peer, hello, addresses) as probe:
     probe.welcome.observed_address
@@ -47,20 +47,23 @@ CLIENT_LIMITS = FrameLimits(max_header_bytes=64 * 1024, max_payload_bytes=RATE_C
 
 ANSWER_SECONDS = 5.0
 DIAL_BACK_SECONDS = 6.0
-"""The other side gives each dial three seconds, and they run side by side."""
+"""Longest wait for dial-backs: the server gives each dial three seconds, and they run side by
+side."""
 ECHOES = 5
 
 BURST_BYTES = tuple(kib * 1024 for kib in (32, 128, 512, 2048, 4096))
-"""Each tells more about a fast line than the one before; together below MAX_RATE_BYTES."""
+"""Sizes of the bursts. Each measures a fast link better than the one before; together they stay
+below MAX_RATE_BYTES."""
 ENOUGH_SECONDS = 0.4
-"""A burst that took so long has told enough; the next one would take four times as long."""
+"""Duration from which a burst is a sufficient measurement; the next one would take four times as
+long."""
 RATE_SECONDS = 6.0
 
 _CHUNK = bytes(RATE_CHUNK_BYTES)
 
 
 class ProbeBusy(NetworkError):
-    """The other side answers somebody else at this moment, or was asked too often."""
+    """The server answers another client at this moment, or was asked too often."""
 
     def __init__(self, reason: str, retry_after_seconds: float) -> None:
         super().__init__(reason)
@@ -73,17 +76,17 @@ class EchoTimes:
 
     rtt_seconds: float
     clock_ahead_seconds: float
-    """Of this machine, against the other side's; wrong by half the round trip at most."""
+    """Lead of this machine's clock over the server's; wrong by half the round trip at most."""
 
 
 @asynccontextmanager
 async def open_probe(
     node: Node, peer: PeerId, hello: DoctorHello, addresses: Sequence[str] = ()
 ) -> AsyncIterator[Probe]:
-    """A visit to `peer`.
+    """Open a probe session with `peer`.
 
-    NetworkError when it cannot be reached, AdmissionError when it does not answer strangers,
-    ProbeBusy when it has no time.
+    NetworkError when it cannot be reached, AdmissionError when it does not answer this client,
+    ProbeBusy when it has no capacity.
     """
     stream = await node.open_stream(peer, DOCTOR_PROTOCOL, CLIENT_LIMITS, addresses)
     async with stream:
@@ -93,12 +96,12 @@ async def open_probe(
         if isinstance(answer, DoctorRefused):
             raise _refusal(answer)
         if not isinstance(answer, DoctorWelcome):
-            raise ProtocolError(f"{peer} answered a visitor's hello with {answer.kind}")
+            raise ProtocolError(f"{peer} answered a probe's hello with {answer.kind}")
         yield Probe(stream, answer)
 
 
 class Probe:
-    """One request at a time. Each raises ProbeBusy when it is refused for now."""
+    """An open session: one request at a time. Each raises ProbeBusy when it is refused for now."""
 
     def __init__(self, stream: FramedStream, welcome: DoctorWelcome) -> None:
         self.welcome = welcome
@@ -114,7 +117,7 @@ class Probe:
             rtt_seconds = time.monotonic() - sent
             if not isinstance(answer, EchoAnswer) or answer.number != number:
                 raise ProtocolError(f"{self.peer} answered an echo with {answer.kind}")
-            # Both clocks at the middle of the way.
+            # Both clocks in the middle of the round trip.
             ahead = wall_sent + rtt_seconds / 2 - answer.unix_seconds
             if best is None or rtt_seconds < best.rtt_seconds:
                 best = EchoTimes(rtt_seconds, ahead)
@@ -122,7 +125,7 @@ class Probe:
         return best
 
     async def dial_back(self, addresses: Sequence[str]) -> tuple[DialBackResult, ...]:
-        """Whether a stranger reaches this node at each of these, in their order."""
+        """Return whether an unknown peer reaches this node at each of these, in their order."""
         await self._send(DialBack(addresses=tuple(addresses[:MAX_CANDIDATES])))
         answer, _ = await self._receive(DIAL_BACK_SECONDS)
         if not isinstance(answer, DialBackAnswer):
@@ -132,15 +135,15 @@ class Probe:
         return answer.results
 
     async def upload_rate(self, rtt_seconds: float = 0.0) -> float:
-        """Bytes per second from here to the other side. LinkTimeout when hardly any arrive."""
+        """Measure bytes per second to the server. LinkTimeout when hardly any arrive."""
         return await self._rate(self._upload, rtt_seconds)
 
     async def download_rate(self, rtt_seconds: float = 0.0) -> float:
-        """Bytes per second from the other side to here. LinkTimeout when hardly any arrive."""
+        """Measure bytes per second from the server. LinkTimeout when hardly any arrive."""
         return await self._rate(self._download, rtt_seconds)
 
     async def _rate(self, burst: Callable[[int], Awaitable[None]], rtt_seconds: float) -> float:
-        """The best of bursts that grow until one takes long enough to be trusted.
+        """Return the best of bursts that grow until one takes long enough to be trusted.
 
         A burst and the answer to it travel a round trip, which is no part of the rate.
         """

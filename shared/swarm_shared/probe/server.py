@@ -1,10 +1,11 @@
-"""DOCTOR_PROTOCOL at the side that answers: time, version, echoes, rates, and dialling back.
+"""DOCTOR_PROTOCOL, server side: time, version, echoes, rates, and dialling back.
 
-A stranger may use it, so everything is bounded before anything is done: visits at once, visits of
-one peer and of one address, requests of a visit, bytes, dials and seconds. It dials nothing but
-the address that the visitor itself comes from, so that nobody can be scanned or flooded with it.
+Unadmitted clients may use it, so everything is bounded before anything is done: sessions at once,
+sessions of one peer and of one address, requests of a session, bytes, dials and seconds. It dials
+only the address that the client's own connection comes from, so that it cannot be used to scan or
+flood other machines.
 
-Who may visit, and what a visitor is told about the run, is the caller's part (`AnswerHello`).
+Admission, and what a client learns about the run, is the caller's part (`AnswerHello`).
 """
 
 from __future__ import annotations
@@ -61,32 +62,33 @@ SESSION_SECONDS = 30.0
 DIAL_SECONDS = 3.0
 MAX_ECHOES = 32
 MAX_REQUESTS = 512
-"""A visit's whole allowance of bytes in chunks, and everything else."""
+"""Requests of one session: its whole allowance of bytes in chunks, and everything else."""
 MAX_DIAL_REQUESTS = 3
 """The address as it is, as mapped, and one more try."""
 RATE_COST = 4
-"""In visits: what a rate measurement takes from an address's allowance."""
+"""Cost of a rate measurement against an address's allowance, in sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeLimits:
-    """What all visitors together, and each of them, may take of this machine."""
+    """The resources of this machine for all clients together, and for each of them."""
 
     visits: int = 32
     sessions_per_address: int = 8
     """A household may have several volunteers."""
     measuring_sessions: int = 2
-    """More at once would measure each other, and take the line from the training."""
+    """Measurements at once; more would measure each other, and take the link from the training."""
     dials: int = 16
     burst: float = 40.0
-    """Per address: eight check-ups at once …"""
+    """Sessions of one address at once: eight check-ups."""
     per_second: float = 1 / 3
-    """… and four a minute in the long run: with 16 MiB each about 1 MB/s."""
+    """Sessions of one address over the long run: four check-ups a minute, which with 16 MiB each is
+    about 1 MB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloAnswer:
-    """What the answering side says to a hello. Fields as in DoctorWelcome."""
+    """The server's answer to a hello. Fields as in DoctorWelcome."""
 
     software_fits: bool = True
     admission: str = ""
@@ -97,7 +99,7 @@ class HelloAnswer:
 
 
 AnswerHello = Callable[[PeerId, DoctorHello], HelloAnswer]
-"""Raises AdmissionError when this peer is not to be answered at all."""
+"""Answers a hello; raises AdmissionError when this client is not served at all."""
 
 CheckMember = Callable[[PeerId, RunId, str], None]
 """Raises AdmissionError unless the certificate, in base64, is the peer's."""
@@ -106,7 +108,7 @@ CheckMember = Callable[[PeerId, RunId, str], None]
 def answer_members_only(
     run: RunId, organiser: PeerId, check_member: CheckMember, clock: Clock = wall
 ) -> AnswerHello:
-    """A volunteer's: members of the run, and whoever the coordinator gave a pass."""
+    """Return a volunteer's `AnswerHello`: members of the run, and clients with a probe pass."""
 
     def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         if hello.run != run:
@@ -116,7 +118,7 @@ def answer_members_only(
         elif hello.certificate is not None:
             check_member(remote, run, hello.certificate)
         else:
-            raise AdmissionError("a volunteer answers members and visitors with a pass only")
+            raise AdmissionError("a volunteer answers members and clients with a probe pass only")
         return HelloAnswer()
 
     return judge
@@ -129,22 +131,22 @@ def serve_probe(
     wall_clock: Clock = wall,
     clock: Clock = monotonic,
 ) -> ProbeServer:
-    """Answers visitors as long as the node lives."""
+    """Answer probes as long as the node lives."""
     server = ProbeServer(judge, limits or ProbeLimits(), wall_clock, clock)
     node.serve(DOCTOR_PROTOCOL, server.handle, SERVING_LIMITS, public=True)
     return server
 
 
 def observed_endpoint(stream: FramedStream) -> Endpoint | None:
-    """Where the remote's connection comes from; None when it comes through a relay."""
+    """Return the source of the remote's connection; None when it comes through a relay."""
     address = stream.remote_address
     return None if address is None else Endpoint.parse(address)
 
 
 def address_key(observed: Endpoint | None) -> Hashable:
-    """What counts as one requester: an IPv4 address, or the network of a home with IPv6.
+    """Return what counts as one requester: an IPv4 address, or the network of a home with IPv6.
 
-    All who come through relays count as one: their own addresses are not known.
+    All clients behind relays count as one: their own addresses are not known.
     """
     if observed is None:
         return "relayed"
@@ -171,7 +173,7 @@ class ProbeServer:
         self._addresses: Counter[Hashable] = Counter()
 
     async def handle(self, stream: FramedStream) -> None:
-        """One visit, from its hello to its end."""
+        """Handle one session, from its hello to its end."""
         observed = observed_endpoint(stream)
         key = address_key(observed)
         refused = self._enter(stream.remote, key)
@@ -182,7 +184,7 @@ class ProbeServer:
             with trio.move_on_after(SESSION_SECONDS) as scope:
                 await _ProbeSession(self, stream, observed, key).run()
             if scope.cancelled_caught:
-                log.info("the visit of %s took too long", stream.remote)
+                log.info("the probe session of %s took too long", stream.remote)
         finally:
             self._active_peers.discard(stream.remote)
             self._addresses[key] -= 1
@@ -192,11 +194,11 @@ class ProbeServer:
     def _enter(self, visitor: PeerId, key: Hashable) -> DoctorRefused | None:
         limits = self.limits
         if visitor in self._active_peers:
-            return busy("another visit of this peer is under way", 1.0)
+            return busy("another probe session of this peer is open", 1.0)
         if len(self._active_peers) >= limits.visits:
-            return busy(f"{limits.visits} visitors are being answered; try again", 2.0)
+            return busy(f"{limits.visits} probe sessions are open; try again", 2.0)
         if self._addresses[key] >= limits.sessions_per_address:
-            return busy("too many visitors come from this address at once; try again", 2.0)
+            return busy("too many probe sessions come from this address; try again", 2.0)
         wait_seconds = self.rate_limit.take(key)
         if wait_seconds:
             return busy("this address has asked too often; try again later", wait_seconds)
@@ -206,7 +208,7 @@ class ProbeServer:
 
 
 class _ProbeSession:
-    """One visitor's requests, answered in order."""
+    """One client's requests, answered in order."""
 
     def __init__(
         self,
@@ -238,7 +240,7 @@ class _ProbeSession:
                     return
                 self._requests += 1
                 if self._requests > MAX_REQUESTS:
-                    raise ProtocolError(f"a visit has at most {MAX_REQUESTS} requests")
+                    raise ProtocolError(f"a session has at most {MAX_REQUESTS} requests")
                 request = parse(doctor_requests, frame.header)
                 if frame.payload and not isinstance(request, Upload):
                     raise ProtocolError(f"{request.kind} came with {len(frame.payload)} bytes")
@@ -251,7 +253,7 @@ class _ProbeSession:
         frame = await self._stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(doctor_requests, frame.header)
         if not isinstance(hello, DoctorHello):
-            raise ProtocolError(f"{self._stream.remote} began a visit with {hello.kind}")
+            raise ProtocolError(f"{self._stream.remote} began a probe session with {hello.kind}")
         try:
             verdict = self._server.judge(self._stream.remote, hello)
         except AdmissionError as error:
@@ -276,7 +278,7 @@ class _ProbeSession:
             case Echo():
                 self._echoes += 1
                 if self._echoes > MAX_ECHOES:
-                    raise ProtocolError(f"a visit has at most {MAX_ECHOES} echoes")
+                    raise ProtocolError(f"a session has at most {MAX_ECHOES} echoes")
                 now = self._server.wall_clock()
                 await self._send(EchoAnswer(number=request.number, unix_seconds=now))
             case DialBack():
@@ -286,7 +288,7 @@ class _ProbeSession:
             case Download():
                 await self._download(request)
             case DoctorHello():
-                raise ProtocolError("the visitor said hello a second time")
+                raise ProtocolError("the client sent a second hello")
 
     async def _send(self, message: DoctorAnswer, payload: bytes = b"") -> None:
         await self._stream.send(encode(message), payload, timeout_seconds=SEND_SECONDS)
@@ -296,7 +298,7 @@ class _ProbeSession:
     async def _dial_back(self, request: DialBack) -> None:
         self._dial_requests += 1
         if self._dial_requests > MAX_DIAL_REQUESTS:
-            raise ProtocolError(f"a visit has at most {MAX_DIAL_REQUESTS} requests to dial back")
+            raise ProtocolError(f"a session has at most {MAX_DIAL_REQUESTS} requests to dial back")
         wait_seconds = self._server.rate_limit.take(self._key)
         if wait_seconds:
             await self._send(busy("this address has asked too often", wait_seconds))
@@ -324,7 +326,7 @@ class _ProbeSession:
         return DialBackResult(address=address, reached=not reason, reason=reason[:500])
 
     async def _try(self, endpoint: Endpoint) -> str:
-        """Why the visitor is not reached there; empty when it is."""
+        """Return why the client is not reached there; empty when it is."""
         try:
             self._server.dialling.acquire_nowait()
         except trio.WouldBlock:
@@ -340,7 +342,8 @@ class _ProbeSession:
     # Rates
 
     def _may_measure(self) -> DoctorRefused | None:
-        """The first measurement of a visit takes one of the few places, until the visit's end."""
+        """Reserve one of the few measuring slots at a session's first measurement, until its
+        end."""
         if self._measuring:
             return None
         wait_seconds = self._server.rate_limit.take(self._key, RATE_COST)
@@ -349,14 +352,14 @@ class _ProbeSession:
         try:
             self._server.measuring.acquire_nowait()
         except trio.WouldBlock:
-            return busy("others are measuring at this moment; try again", 2.0)
+            return busy("other sessions are measuring at this moment; try again", 2.0)
         self._measuring = True
         return None
 
     async def _upload(self, request: Upload, payload_bytes: int) -> None:
         self._uploaded += payload_bytes
         if self._uploaded > MAX_RATE_BYTES:
-            raise ProtocolError(f"a visit uploads at most {MAX_RATE_BYTES} bytes")
+            raise ProtocolError(f"a session uploads at most {MAX_RATE_BYTES} bytes")
         self._burst += payload_bytes
         refused = self._may_measure() if self._burst == payload_bytes else None
         if refused is not None:
@@ -370,7 +373,7 @@ class _ProbeSession:
     async def _download(self, request: Download) -> None:
         self._downloaded += request.bytes
         if self._downloaded > MAX_RATE_BYTES:
-            raise ProtocolError(f"a visit downloads at most {MAX_RATE_BYTES} bytes")
+            raise ProtocolError(f"a session downloads at most {MAX_RATE_BYTES} bytes")
         refused = self._may_measure()
         if refused is not None:
             await self._send(refused)

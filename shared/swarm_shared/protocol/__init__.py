@@ -1,20 +1,32 @@
-"""What peers and the coordinator say to each other: values only, parsed once at the edge.
+"""The messages between peers and the coordinator: values only, parsed once at the edge.
 
 Four protocols, each over long-lived framed streams (`swarm_shared.protocol.framing`), headers in
 JSON:
 
-    CONTROL_PROTOCOL   client ↔ coordinator   one stream per client, both directions
-    STAGE_PROTOCOL     sender → receiver      one stream per ordered pair; the request is a
-                                              microbatch's activation, the answer its gradient
-    TRANSFER_PROTOCOL  anyone → holder        chunks of stage snapshots and of data shards
-    DOCTOR_PROTOCOL    visitor → outsider     how the visitor looks from there: address, rate
+    CONTROL_PROTOCOL    one stream per client, both directions
+        client          Hello, StageRequest, Heartbeat, AddressUpdate, Receipts, LeaseResult,
+                        MaskRequest, RoundReport, NotFinite, Applied, Ready, SyncFailed,
+                        SnapshotReady, SnapshotFailed, Leaving
+        coordinator     Welcome, Refused, CertificateRenewed, AssignStage, Roster, RosterChange,
+                        Lease, Mask, Close, AbortRound, Apply, SaveSnapshot, RunNews, Goodbye
+    STAGE_PROTOCOL      one stream per ordered pair: activations forth, gradients back
+        sender          StageHello, Forward, StageCancel
+        receiver        StageHelloAnswer, Backward, StageRefused
+    TRANSFER_PROTOCOL   chunks of stage snapshots and of data shards
+        requester       TransferHello, ChunkRequest
+        holder          ChunkAnswer, TransferRefused
+    DOCTOR_PROTOCOL     a machine's network as seen from outside: address, rate
+        client          DoctorHello, Echo, DialBack, Upload, Download
+        server          DoctorWelcome, EchoAnswer, DialBackAnswer, UploadAnswer, DownloadChunk,
+                        DoctorRefused
 
-Every bound below is checked before memory is taken. Field names are the wire format: changing
-one is a new protocol version.
+Every bound is checked before memory is taken. Field names are the wire format: changing one is a
+new protocol version.
 """
 
 from __future__ import annotations
 
+from swarm_shared.base.json_messages import encode, parse
 from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol.common import (
     Address,
@@ -32,8 +44,6 @@ from swarm_shared.protocol.common import (
     StageRow,
     Stages,
     Text,
-    encode,
-    parse,
 )
 from swarm_shared.protocol.control import (
     CONTROL_PROTOCOL,

@@ -1,46 +1,45 @@
-"""What several protocols share: bounds, records of peers and of links, parsing."""
+"""Bounded field types and records that several protocols share."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from swarm_shared.base.errors import FrameError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 
 Text = Annotated[str, Field(max_length=500)]
 Address = Annotated[str, Field(max_length=300)]
 Envelope = Annotated[str, Field(max_length=8_192)]
-"""A signed envelope in base64: certificates, receipts, carrier bindings."""
+"""A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 MAX_MAGNITUDE = 1e100
-"""Sums and products of what many peers say must stay finite, too."""
+"""Largest number accepted from a peer; sums and products over many peers stay finite."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-"""Per second: of bytes, or of microbatches."""
+"""A rate per second, of bytes or of microbatches."""
 Loss = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""In nats, summed over tokens."""
+"""A loss in nats, summed over tokens."""
 Norm = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""Of a gradient, or the square of it."""
+"""The norm of a gradient, or its square."""
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
 
 
 class Reachability(StrEnum):
-    """Whether others can open a connection to this peer, as a probe from outside has found."""
+    """Whether other peers can open a connection to this peer, as a probe from outside has found."""
 
     UNKNOWN = "unknown"
     PUBLIC = "public"
     MAPPED = "mapped"
-    """Behind a router that forwards a port to it, asked for by UPnP or NAT-PMP."""
+    """Behind a router that forwards a port to the peer, requested by UPnP or NAT-PMP."""
     BEHIND_NAT = "behind_nat"
 
 
 class PathKind(StrEnum):
-    """The way of a connection. In order of preference."""
+    """How a connection reaches its peer, in order of preference."""
 
     DIRECT = "direct"
     PUNCHED = "punched"
@@ -48,18 +47,18 @@ class PathKind(StrEnum):
 
 
 class LinkPath(FrozenModel):
-    """The best connection of the reporting peer to another one, as it is now."""
+    """The best connection of the reporting peer to a remote at present."""
 
     remote: PeerId
     kind: PathKind
     relay: PeerId | None = None
     rtt_seconds: Seconds
     bytes_per_second: Rate = 0.0
-    """The highest rate seen lately, both directions together; 0 when nothing was sent."""
+    """Highest recent rate, both directions together; 0 when nothing was sent."""
 
 
 class CarrierAddress(FrozenModel):
-    """Where a peer's p2pd can be reached; the binding is its main key's word on it."""
+    """Where a peer's p2pd can be reached; `binding` is signed by the peer's main key."""
 
     peer: str = Field(max_length=200)
     addresses: tuple[Address, ...] = Field(max_length=32)
@@ -67,7 +66,7 @@ class CarrierAddress(FrozenModel):
 
 
 class PeerRecord(FrozenModel):
-    """One member of the roster, as everybody may know it."""
+    """One member of the roster, as every member may see it."""
 
     peer: PeerId
     stage: StageIndex
@@ -76,14 +75,14 @@ class PeerRecord(FrozenModel):
     microbatches_per_second: Rate
     carrier: CarrierAddress | None = None
     accepts_work: bool = True
-    """False while the peer is leaving: it still averages, but gets no new microbatch."""
+    """False while the peer is leaving: it still averages, but receives no new microbatch."""
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
-    """Members may reserve slots at this peer and be dialled through it."""
+    """Whether members may reserve slots at this peer and be dialled through it."""
 
 
 class StageRow(FrozenModel):
-    """How well one stage is served; the input of the pure choice a newcomer makes."""
+    """How well one stage is served; input of `most_underserved_stage`."""
 
     stage: StageIndex
     peers: Count
@@ -102,37 +101,16 @@ class LinkBytes(FrozenModel):
 
 
 class Reduction(FrozenModel):
-    """One all-reduce of a close: the stage's own gradient, or a tied embedding's."""
+    """One all-reduce of a step close: of the stage's own gradient, or of a tied embedding's."""
 
     part: Literal["own", "tied"]
     members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
     weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(default=(), max_length=4096)
-    """How much each member sums, in proportion and in their order; without them all the same."""
+    """How much of the vector each member reduces, in proportion and in the members' order; empty
+    for equal shares."""
 
     @model_validator(mode="after")
     def _every_member_has_one(self) -> Self:
         if self.weights and (len(self.weights) != len(self.members) or not any(self.weights)):
             raise ValueError("weights are for as many members, and not all of them 0")
         return self
-
-
-MessageT = TypeVar("MessageT")
-
-
-def parse(adapter: TypeAdapter[MessageT], header: bytes | bytearray | memoryview) -> MessageT:
-    """Parse a frame's header; anything that is not exactly one known message is a FrameError."""
-    try:
-        # What the adapter's own method does, less its options, which are looked at each time.
-        parsed: MessageT = adapter.validator.validate_json(bytes(header))
-        return parsed
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise FrameError(
-            f"the remote sent a message that does not parse: {place}: {first['msg']}"
-        ) from error
-
-
-def encode(message: FrozenModel) -> bytes:
-    """A message as a frame header."""
-    return message.model_dump_json().encode()

@@ -39,7 +39,7 @@ from swarm_shared.protocol.common import (
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
 
 MAX_LINKS = 4096
-"""Of one peer, that it says and that is remembered of it."""
+"""Most links that one peer reports and that the coordinator stores for it."""
 MAX_PATHS = 1024
 
 # ---------------------------------------------------------------- client to coordinator
@@ -50,7 +50,7 @@ OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
 
 
 class Hello(FrozenModel):
-    """The first word of a client, again at every re-attachment."""
+    """The first message of a client, sent again at every re-attachment."""
 
     kind: Literal["hello"] = "hello"
     run: RunId
@@ -58,9 +58,11 @@ class Hello(FrozenModel):
     token: Annotated[str, Field(max_length=200)] | None = None
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=40)] | None = None
-    """For whom it wants its credit counted, too; whoever says the same word is in the same team."""
+    """Team that the credit counts for as well; peers that send the same name are in the same
+    team."""
     owner: OwnerEnvelope | None = None
-    """Signed by the key that this device belongs to; without it, it is its own owner."""
+    """Binding signed by the key that this device belongs to; without it the device is its own
+    owner."""
     addresses: tuple[Address, ...] = Field(max_length=32)
     carrier: CarrierAddress | None = None
     device: Text
@@ -70,7 +72,7 @@ class Hello(FrozenModel):
     offers_relay: bool = False
     wanted_stage: StageIndex | None = None
     stage: StageIndex | None = None
-    """The stage this client already holds, at `version`; None for a newcomer."""
+    """The stage this client already holds, at `version`; None for a joining peer."""
     version: Version = Version(0)
     averaged_attempt: int | None = None
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
@@ -79,42 +81,43 @@ class Hello(FrozenModel):
 
 
 class StageRequest(FrozenModel):
-    """A newcomer's own choice, made with the same function as the coordinator's."""
+    """The stage a joining peer chose, with the same function as the coordinator's."""
 
     kind: Literal["stage_request"] = "stage_request"
     stage: StageIndex
 
 
 class Heartbeat(FrozenModel):
-    """That a peer lives, and what has changed since its last one in the same session.
+    """A sign of life with whatever has changed since the previous heartbeat of the same session.
 
-    None, or nothing, means: as it was said last. A session begins with nothing said, so that
-    after every loss of the link, of the coordinator or of the client everything is told anew.
+    None, or an empty tuple, means unchanged. A session begins with nothing reported, so that after
+    every loss of the link, of the coordinator or of the client everything is reported anew.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
     microbatches_per_second: Rate | None = None
-    """What it computes; sending them may take longer."""
+    """Rate of computing; sending the results may take longer."""
     queued: Count = 0
     up_bytes_per_second: Rate | None = None
-    """What its line takes; 0 when the line has not held it up lately."""
+    """Estimated rate of the peer's uplink; 0 while sending has not been limited by it."""
     changed_links: tuple[LinkBytes, ...] = Field(default=(), max_length=MAX_LINKS)
     changed_paths: tuple[LinkPath, ...] = Field(default=(), max_length=MAX_PATHS)
     lost_paths: tuple[PeerId, ...] = Field(default=(), max_length=MAX_PATHS)
-    """Remotes that it has no connection to any more."""
+    """Remotes to which the peer has no connection any more."""
     links: tuple[LinkBytes, ...] | None = Field(default=None, max_length=MAX_LINKS)
     """All of them, from a client that does not know how to say what has changed."""
     paths: tuple[LinkPath, ...] | None = Field(default=None, max_length=MAX_PATHS)
     paused: bool = False
-    """It gets no new work. What it has counted stays, and it closes steps with the others."""
+    """The peer receives no new work. Its accumulated gradient stays, and it still closes steps."""
     computed: Count = 0
-    """Microbatches since the last heartbeat, and how long they took to compute."""
+    """Microbatches computed since the last heartbeat; `busy_seconds` is their computing time."""
     busy_seconds: Seconds | None = None
-    """None: it does not say."""
+    """None when the peer does not report it."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Thousands beat every second, and most of what they could say is not."""
+        """Leave out every field at its default: thousands of heartbeats arrive a second, and most
+        fields of most of them are unset."""
         fields = type(self).model_fields
         return {
             name: value
@@ -124,7 +127,7 @@ class Heartbeat(FrozenModel):
 
 
 class AddressUpdate(FrozenModel):
-    """Where this peer is found now: an address, a relay or what a probe says has changed."""
+    """A peer's current addresses, after an address, a relay or its reachability has changed."""
 
     kind: Literal["address_update"] = "address_update"
     addresses: tuple[Address, ...] = Field(max_length=32)
@@ -134,14 +137,15 @@ class AddressUpdate(FrozenModel):
 
 
 class Receipts(FrozenModel):
-    """Receipts of this peer's own work, in batches, so that they survive an upstream death."""
+    """Receipts of this peer's own work, in batches, so that they survive the death of an upstream
+    peer."""
 
     kind: Literal["receipts"] = "receipts"
     receipts: tuple[Envelope, ...] = Field(max_length=65_536)
 
 
 class LeaseResult(FrozenModel):
-    """A trainer's word on one leased microbatch, with the receipts that came back with it."""
+    """A trainer's report on one leased microbatch, with the receipts that came back with it."""
 
     kind: Literal["lease_result"] = "lease_result"
     step: Step
@@ -155,21 +159,21 @@ class LeaseResult(FrozenModel):
 
 
 class MaskRequest(FrozenModel):
-    """Asked before a microbatch is sent again: which stages still have to accumulate it?"""
+    """A query before a microbatch is sent again: which stages still have to accumulate it?"""
 
     kind: Literal["mask_request"] = "mask_request"
     request: Count
     step: Step
     microbatch: MicrobatchIndex
-    suspect: PeerId | None = None
 
 
 class RoundReport(FrozenModel):
-    """How a close ended at this peer.
+    """How a step close ended at this peer.
 
-    When not ok, `missing` are microbatches it should hold and does not, and `reset` says that it
-    emptied its accumulator, so that nothing of this step is left in it. `carrier_failed`: what
-    broke was perhaps nobody's fault, and the next attempt goes around it.
+    When not ok, `missing` are microbatches that the peer should hold and does not, and `reset`
+    states that it emptied its accumulator, so that nothing of this step is left in it.
+    `carrier_failed` means that the connection between two members broke; the next attempt avoids
+    it.
     """
 
     kind: Literal["round_report"] = "round_report"
@@ -184,12 +188,12 @@ class RoundReport(FrozenModel):
     missing: Microbatches = ()
     reset: bool = False
     not_finite: bool = False
-    """What was to be averaged, or came of it here, holds infinities or NaNs. With `reset` it was
+    """The peer's input of the average, or the result, holds infinities or NaNs. With `reset` it was
     this peer's own part."""
 
 
 class NotFinite(FrozenModel):
-    """A computation of this peer gave infinities or NaNs, from an input that had none."""
+    """A computation of this peer gave infinities or NaNs from an input that had none."""
 
     kind: Literal["not_finite"] = "not_finite"
     step: Step
@@ -204,7 +208,7 @@ class Applied(FrozenModel):
 
 
 class Ready(FrozenModel):
-    """The stage is held at `version`, fresh, downloaded or kept."""
+    """The peer holds the stage at `version`: initialised, downloaded or kept."""
 
     kind: Literal["ready"] = "ready"
     stage: StageIndex
@@ -220,7 +224,7 @@ class SyncFailed(FrozenModel):
 
 
 class SnapshotReady(FrozenModel):
-    """A snapshot file is there to be fetched by TRANSFER_PROTOCOL under `item`."""
+    """A snapshot file is available by TRANSFER_PROTOCOL under `item`."""
 
     kind: Literal["snapshot_ready"] = "snapshot_ready"
     version: Version
@@ -238,7 +242,7 @@ class SnapshotFailed(FrozenModel):
 
 
 class Leaving(FrozenModel):
-    """The volunteer wants to stop: finish what is in flight, then say Goodbye."""
+    """The volunteer wants to stop: it finishes what is in flight and then waits for a Goodbye."""
 
     kind: Literal["leaving"] = "leaving"
 
@@ -259,18 +263,18 @@ class Welcome(FrozenModel):
     generation: Generation
     certificate: Envelope
     manifest: Annotated[str, Field(max_length=4 * 2**20)]
-    """The signed manifest envelope, base64."""
+    """The signed manifest envelope, in base64."""
     stages: tuple[StageRow, ...] = Field(max_length=512)
     directory: tuple[Address, ...] = Field(default=(), max_length=32)
     """p2pd addresses through which hivemind's DHT can be entered."""
     keep: bool = False
-    """What the client already holds is current: no new stage is needed."""
+    """What the client already holds is current: it needs no new stage."""
     heartbeat_seconds: float | None = Field(default=None, gt=0)
-    """How often to say that it lives, where that is not as often as the manifest says."""
+    """Interval of heartbeats where it differs from the manifest's."""
 
 
 class Refused(FrozenModel):
-    """The run does not take this client; `code` names an entry of swarm_shared.base.errors."""
+    """The run does not admit this client; `code` names an entry of `swarm_shared.base.errors`."""
 
     kind: Literal["refused"] = "refused"
     code: Literal["admission", "version", "capacity", "protocol"]
@@ -278,14 +282,14 @@ class Refused(FrozenModel):
 
 
 class AssignStage(FrozenModel):
-    """Hold this stage at this version.
+    """An order to hold a stage at a version.
 
-    source "fresh" initialises from the manifest's seed (version 0); "snapshot" downloads `item`
+    source "fresh" initialises it from the manifest's seed (version 0); "snapshot" downloads `item`
     from any of `holders` (the coordinator among them when it is a checkpoint).
 
-    With `prepare`, the stage that is held is served on, and this one is held beside it until a
-    Close names it in `moving`; the Apply of that attempt makes it the stage that is held. An Apply
-    of any other attempt ends the preparation: its version is of no use any more.
+    With `prepare`, the peer serves its present stage on and holds this one beside it until a Close
+    names it in `moving`; the Apply of that attempt makes it the peer's stage. An Apply of any other
+    attempt ends the preparation, because its version is outdated then.
     """
 
     kind: Literal["assign_stage"] = "assign_stage"
@@ -301,30 +305,30 @@ class AssignStage(FrozenModel):
 
 
 class Roster(FrozenModel):
-    """Everybody who may be used, whole; a peer that is not in it is not admitted any more."""
+    """The complete list of admitted peers; a peer that is not in it is not admitted any more."""
 
     kind: Literal["roster"] = "roster"
     serial: Count
     peers: tuple[PeerRecord, ...] = Field(max_length=65_536)
     revoked: tuple[PeerId, ...] = Field(default=(), max_length=65_536)
-    """Not to be served any more although their certificates have not expired yet."""
+    """Peers that must not be served although their certificates have not expired yet."""
 
 
 class RosterChange(FrozenModel):
-    """What is different from the roster with the number `since`, for members of large runs."""
+    """The differences from the roster with the number `since`, for members of large runs."""
 
     kind: Literal["roster_change"] = "roster_change"
     serial: Count
     since: Count
     changed: tuple[PeerRecord, ...] = Field(max_length=65_536)
-    """New members, and members of whom something else is said now."""
+    """New members, and members whose record has changed."""
     removed: tuple[PeerId, ...] = Field(max_length=65_536)
     revoked: tuple[PeerId, ...] | None = Field(default=None, max_length=65_536)
-    """As in a roster, whole; None: as before."""
+    """The complete list, as in a roster; None when it is unchanged."""
 
 
 class CertificateRenewed(FrozenModel):
-    """A newer certificate for the client, sent before its present one lapses."""
+    """A newer certificate for the client, sent before the present one expires."""
 
     kind: Literal["certificate_renewed"] = "certificate_renewed"
     certificate: Envelope
@@ -333,7 +337,7 @@ class CertificateRenewed(FrozenModel):
 class LeasedMicrobatch(FrozenModel):
     microbatch: MicrobatchIndex
     accumulate: Stages
-    """Stages whose peers count this microbatch; the others compute and pass on."""
+    """Stages whose peers count this microbatch; other stages compute it and pass it on."""
 
 
 class Lease(FrozenModel):
@@ -342,9 +346,9 @@ class Lease(FrozenModel):
     lease: Count
     mode: Literal["train", "evaluate"] = "train"
     window: Count
-    """Microbatches this trainer has in flight at least, as far as there are so many."""
+    """Fewest microbatches the trainer keeps in flight, as far as there are so many."""
     max_window: Count = 0
-    """And at most; between them it goes by what it measures
+    """Most microbatches in flight; between the two, the trainer's own measurement decides
     (`swarm_shared.scheduling.inflight_window`)."""
     microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=65_536)
 
@@ -362,11 +366,13 @@ class Close(FrozenModel):
     step: Step
     attempt: Count
     committed: Microbatches
-    """What this peer holds in the coordinator's table; it must average exactly this."""
+    """The microbatches this peer holds in the coordinator's table; it must average exactly
+    these."""
     reductions: tuple[Reduction, ...] = Field(min_length=1, max_length=2)
     moving: tuple[Reduction, ...] = Field(default=(), max_length=2)
-    """Of the stage that this peer has prepared, to which it adds nothing and which it holds from
-    the Apply of this attempt on. Its report is of both; its `Applied` is of the new stage."""
+    """Reductions of the stage that this peer has prepared: it adds nothing to them, and holds that
+    stage from the Apply of this attempt on. Its report is about both stages; its `Applied` about
+    the new one."""
 
 
 class AbortRound(FrozenModel):
@@ -393,22 +399,23 @@ class SaveSnapshot(FrozenModel):
 
 
 class LeaderboardEntry(FrozenModel):
-    """One person of the leaderboard."""
+    """One owner on the leaderboard, with all of its devices."""
 
     peer: PeerId
-    """The key that its devices are bound to; of most people, that of the only device."""
+    """The key that the devices are bound to; for an owner of one device mostly that device's
+    own."""
     devices: tuple[PeerId, ...] = Field(default=(), max_length=16)
-    """What else counts in this row; of more than so many, some."""
+    """Further device keys of this owner; truncated to 16."""
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=60)] | None = None
     tokens: Count
-    """Counted in applied steps, in all stages that it has held."""
+    """Tokens counted in applied steps, over all stages the owner's devices have held."""
     credit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Tokens times the share of the model's work that the stage was."""
+    """Tokens times the stage's share of the model's work."""
 
 
 class RunNews(FrozenModel):
-    """How the run as a whole stands, for people who look. Nothing depends on it."""
+    """A summary of the whole run for people; no computation depends on it."""
 
     kind: Literal["run_news"] = "run_news"
     version: Version
@@ -416,15 +423,15 @@ class RunNews(FrozenModel):
     """Nats per token in the last applied step; None also when it was not a number."""
     tokens_per_second: Rate | None = None
     waiting_for: Text = ""
-    """Why no step is under way."""
+    """Why no step is in progress."""
     rebalancing: tuple[Text, ...] = Field(default=(), max_length=10)
     """The newest decisions, a sentence each, oldest first."""
     leaderboard: tuple[LeaderboardEntry, ...] = Field(default=(), max_length=50)
-    """Who has contributed most, the first one first."""
+    """The owners with the most credit, highest first."""
 
 
 class Goodbye(FrozenModel):
-    """The session is over by agreement: the run finished, or the leaver may go."""
+    """The agreed end of the session: the run is finished, or the leaving peer may stop."""
 
     kind: Literal["goodbye"] = "goodbye"
     finished: bool = False

@@ -1,8 +1,9 @@
-"""DOCTOR_PROTOCOL: a machine that asks how the network looks, and one that answers from outside.
+"""DOCTOR_PROTOCOL: a client measures how the network looks from outside; a server answers.
 
-The coordinator serves it to whoever knows the run, admitted or not; volunteers serve it to
-members and to those who show a pass of the coordinator's. One stream is one visit: a hello, then
-requests in any order, each with its answer, all within the limits of `swarm_shared.probe.server`.
+The coordinator serves it to every client that knows the run, admitted or not; volunteers serve it
+to members and to clients with a probe pass of the coordinator's. One stream is one probe session: a
+hello, then requests in any order, each with its answer, all within the limits of
+`swarm_shared.probe.server`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"
 
 MAX_CANDIDATES = 4
 MAX_RATE_BYTES = 8 * 2**20
-"""In each direction, per visit."""
+"""Bytes of rate measurements in each direction, per session."""
 RATE_CHUNK_BYTES = 64 * 1024
 
 
@@ -28,13 +29,13 @@ class DoctorHello(FrozenModel):
     run: RunId
     software: Annotated[str, Field(max_length=50)]
     token: Annotated[str, Field(max_length=200)] | None = None
-    """For the coordinator alone; it is looked at, not used up."""
+    """For the coordinator alone, which checks it without using it up."""
     certificate: Envelope | None = None
     probe_pass: Envelope | None = None
 
 
 class Neighbour(FrozenModel):
-    """A volunteer who can be asked for a probe, too."""
+    """A volunteer that answers probes as well."""
 
     peer: PeerId
     addresses: tuple[Address, ...] = Field(max_length=32)
@@ -44,21 +45,21 @@ class DoctorWelcome(FrozenModel):
     kind: Literal["doctor_welcome"] = "doctor_welcome"
     software: Annotated[str, Field(max_length=50)]
     software_fits: bool
-    """The answering side's judgement of the hello's software."""
+    """Whether the server's version accepts the client's `software`."""
     observed_address: Address | None = None
-    """Where the visitor's connection comes from; None when it comes through a relay."""
+    """The source of the client's connection; None when it comes through a relay."""
     admission: Text = ""
-    """Why the run would not take the visitor; empty when it would, or when not asked."""
+    """Why the run would not admit the client; empty when it would, or when it did not check."""
     probe_pass: Envelope | None = None
     neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
     smallest_stage_bytes: Count = 0
-    """Memory that the smallest stage takes; 0 when the answering side does not know."""
+    """Memory that the smallest stage takes; 0 when the server does not know."""
     data_bytes: Count = 0
     """What a volunteer downloads before it can train."""
 
 
 class DoctorRefused(FrozenModel):
-    """In place of a welcome, or of the answer to one request."""
+    """Sent in place of a welcome, or of the answer to one request."""
 
     kind: Literal["doctor_refused"] = "doctor_refused"
     code: Literal["admission", "busy", "protocol"]
@@ -75,11 +76,12 @@ class EchoAnswer(FrozenModel):
     kind: Literal["echo_answer"] = "echo_answer"
     number: Count
     unix_seconds: float = Field(ge=0, allow_inf_nan=False)
-    """The answering side's wall clock."""
+    """The server's wall clock."""
 
 
 class DialBack(FrozenModel):
-    """Asks for a fresh connection to each of these, which must be at the visitor's own address."""
+    """A request to open a new connection to each address; all must have the client's own IP
+    address."""
 
     kind: Literal["dial_back"] = "dial_back"
     addresses: tuple[Address, ...] = Field(min_length=1, max_length=MAX_CANDIDATES)
@@ -99,7 +101,7 @@ class DialBackAnswer(FrozenModel):
 
 
 class Upload(FrozenModel):
-    """The payload, at most RATE_CHUNK_BYTES, is thrown away; the last of a burst is answered."""
+    """The payload, at most RATE_CHUNK_BYTES, is discarded; the last one of a burst is answered."""
 
     kind: Literal["upload"] = "upload"
     more: bool
@@ -108,7 +110,7 @@ class Upload(FrozenModel):
 class UploadAnswer(FrozenModel):
     kind: Literal["upload_answer"] = "upload_answer"
     bytes: Count
-    """Received since the last answer."""
+    """Bytes received since the last answer."""
 
 
 class Download(FrozenModel):
@@ -117,7 +119,7 @@ class Download(FrozenModel):
 
 
 class DownloadChunk(FrozenModel):
-    """The payload means nothing."""
+    """One piece of the download; its payload has no meaning."""
 
     kind: Literal["download_chunk"] = "download_chunk"
     more: bool

@@ -1,11 +1,11 @@
-"""Frames: how messages and tensors lie in a byte stream. Bytes in, frames out; no I/O.
+"""Frames: the layout of messages and tensors in a byte stream. Bytes in, frames out; no I/O.
 
     header_length  u32, big endian
     payload_length u64, big endian
     header         header_length bytes: JSON of a pydantic message
     payload        payload_length bytes: raw tensor bytes, described by the header
 
-Rules: both lengths are checked against the receiver's limits before anything is kept; memory
+Rules: both lengths are checked against the receiver's limits before anything is stored; memory
 grows with the bytes that arrived, never with the bytes that were announced; after an error the
 decoder stays broken, because the position in the stream is lost.
 """
@@ -22,13 +22,13 @@ Buffer = bytes | bytearray | memoryview
 
 _PREFIX = struct.Struct(">IQ")
 PREFIX_BYTES = _PREFIX.size
-# Below this, joining the parts costs less than one more write.
+# Below this size, joining the parts costs less than one more write.
 _JOIN_BELOW_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What a receiver accepts on one protocol."""
+    """The sizes that a receiver accepts on one protocol."""
 
     max_header_bytes: int = 64 * 1024
     max_payload_bytes: int = 0
@@ -48,7 +48,8 @@ class FrameLimits:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The payload is the receiver's own and may be changed in place (torch.frombuffer)."""
+    """A decoded frame. The payload belongs to the receiver and may be changed in place
+    (torch.frombuffer)."""
 
     header: bytes
     payload: bytearray
@@ -59,7 +60,7 @@ class Frame:
 
 
 def encode_frame(header: bytes, payload: Buffer | Sequence[Buffer] = b"") -> list[Buffer]:
-    """The pieces to write, in order. Large payload parts are passed on, not copied."""
+    """Return the pieces to write, in order. Large payload parts are passed on, not copied."""
     parts = payload_parts(payload)
     size_bytes = sum(part.nbytes for part in parts)
     head = _PREFIX.pack(len(header), size_bytes) + header
@@ -69,7 +70,7 @@ def encode_frame(header: bytes, payload: Buffer | Sequence[Buffer] = b"") -> lis
 
 
 def payload_parts(payload: Buffer | Sequence[Buffer]) -> list[memoryview]:
-    """Views of bytes on the non-empty parts of a payload."""
+    """Return views of bytes on the non-empty parts of a payload."""
     parts: Iterable[Buffer]
     parts = [payload] if isinstance(payload, bytes | bytearray | memoryview) else payload
     views = (memoryview(part) for part in parts)
@@ -77,7 +78,8 @@ def payload_parts(payload: Buffer | Sequence[Buffer]) -> list[memoryview]:
 
 
 class FrameDecoder:
-    """Takes a byte stream apart. `feed` any pieces; whole frames come out in order."""
+    """Splits a byte stream into frames. `feed` takes pieces of any size; frames come out in
+    order."""
 
     __slots__ = ("_broken", "_head", "_head_wanted", "_limits", "_payload", "_payload_wanted")
 
@@ -93,23 +95,23 @@ class FrameDecoder:
         self._payload_wanted: int | None = None
 
     def expect(self, limits: FrameLimits) -> None:
-        """What is accepted from the next frame on: more from somebody who has proved something."""
+        """Set the limits from the next frame on; they grow once the remote has authenticated."""
         self._limits = limits
 
     @property
     def at_boundary(self) -> bool:
-        """True between two frames: the only place where a stream may end."""
+        """Whether the stream is between two frames, the only place where it may end."""
         return not self._head
 
     @property
     def missing_bytes(self) -> int:
-        """A lower bound on what the frame under way still needs."""
+        """A lower bound of the bytes that the current frame still needs."""
         return (
             self._head_wanted - len(self._head) + (self._payload_wanted or 0) - len(self._payload)
         )
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """The frames that `data` completes. FrameError when it cannot be a frame."""
+        """Return the frames that `data` completes; FrameError when it cannot be a frame."""
         if self._broken is not None:
             raise FrameError(self._broken)
         frames: list[Frame] = []
@@ -120,7 +122,7 @@ class FrameDecoder:
         return frames
 
     def finish(self) -> None:
-        """To be called at the end of the stream: FrameError inside a frame."""
+        """End the stream; FrameError if it ends inside a frame."""
         if not self.at_boundary:
             raise FrameError(
                 f"the stream ended inside a frame, {self.missing_bytes} bytes before its end"

@@ -19,17 +19,17 @@ STAGE_PROTOCOL = "/swarmtrain/stage/1"
 
 class RefusalReason(StrEnum):
     BUSY = "busy"
-    """The queue is full: choose another peer."""
+    """The queue is full; the sender chooses another peer."""
     WRONG_STEP = "wrong_step"
     """The receiver is at another parameter version, or holds another stage."""
     NOT_ADMITTED = "not_admitted"
-    """The sender may not use this peer."""
+    """The receiver does not serve this sender."""
     FAILED = "failed"
-    """It was tried and did not work; `detail` says why."""
+    """The receiver tried and failed; `detail` gives the reason."""
 
 
 class StageHello(FrozenModel):
-    """Opens an edge: who I am in this run."""
+    """Opens an edge: the sender's certificate for this run."""
 
     kind: Literal["stage_hello"] = "stage_hello"
     run: RunId
@@ -41,6 +41,7 @@ class StageHelloAnswer(FrozenModel):
     certificate: Envelope
     stage: StageIndex
     credits: int = Field(ge=1, le=1024)
+    """Microbatches the sender may have outstanding at this receiver."""
 
 
 class StageRefused(FrozenModel):
@@ -51,10 +52,10 @@ class StageRefused(FrozenModel):
 
 
 class Forward(FrozenModel):
-    """One microbatch enters a stage. The payload is the input followed by the targets.
+    """One microbatch entering a stage. The payload is the input followed by the targets.
 
-    Stage 0's input are token ids (uint32, sequences × length); elsewhere the activation in the
-    run's wire dtype. Targets (uint32) travel along to the last stage.
+    Stage 0's input are token ids (uint32, sequences × length); elsewhere it is the activation in
+    the run's wire dtype. Targets (uint32) travel along to the last stage.
     """
 
     kind: Literal["forward"] = "forward"
@@ -75,19 +76,19 @@ class Backward(FrozenModel):
     request: Count
     receipts: tuple[Envelope, ...] = Field(max_length=512)
     service_seconds: Seconds
-    """Of this peer's device, without waiting for it and without what is downstream."""
+    """Computing time of this peer's device, without queueing and without downstream stages."""
     total_seconds: Seconds = 0.0
-    """From the request's arrival to this answer, what is downstream included: the sender's own
-    measure less this is what the link took."""
+    """Time from the request's arrival to this answer, downstream stages included. The sender's own
+    measurement less this is the time on the link."""
     uplink_seconds: Seconds = 0.0
-    """What this peer's line takes to send the activation and the gradient of one microbatch; 0
-    while its line has held nothing up."""
+    """Time this peer's uplink takes to send one microbatch's activation and gradient; 0 while the
+    uplink has not limited sending."""
     loss_sum: Loss
     tokens: Count
 
 
 class StageCancel(FrozenModel):
-    """The sender has given this request up: free what is kept for it."""
+    """The sender has abandoned this request; the receiver frees what it keeps for it."""
 
     kind: Literal["stage_cancel"] = "stage_cancel"
     request: Count

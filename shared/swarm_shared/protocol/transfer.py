@@ -1,4 +1,4 @@
-"""TRANSFER_PROTOCOL: anyone and a holder, chunks of stage snapshots and of data shards."""
+"""TRANSFER_PROTOCOL: a requester and a holder; chunks of stage snapshots and of data shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChunkRequest(FrozenModel):
 
 
 class ChunkAnswer(FrozenModel):
-    """The payload is the chunk; `sha256` is of the chunk, `item_bytes` the size of the whole."""
+    """The payload is the chunk; `sha256` is its hash, `item_bytes` the size of the whole item."""
 
     kind: Literal["chunk_answer"] = "chunk_answer"
     item: Annotated[str, Field(max_length=200)]

@@ -1,9 +1,9 @@
 """The run's signed description: data, never code.
 
 The organiser's `run.toml` holds what a person edits; the manifest is derived from it once, by
-`swarm-coordinator init`, and is what volunteers receive and verify. Everything that decides
-what the run computes is in here, so that any two machines with the same manifest compute the
-same losses.
+`swarm-coordinator init`, and is what volunteers receive and verify. It holds everything that
+decides what the run computes, so that any two machines with the same manifest compute the same
+losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageRange(FrozenModel):
     first_layer: int = Field(ge=0)
     end_layer: int = Field(ge=0)
     work_flops: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Forward and backward of one microbatch, from the planner's profile."""
+    """FLOPs of forward and backward of one microbatch, from the planner's profile."""
     memory_bytes: int = Field(default=0, ge=0)
     """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
 
@@ -50,7 +50,7 @@ class DataConfig(FrozenModel):
     tokenizer: Literal["bytes", "bpe"]
     tokenizer_sha256: str | None = None
     unigram_entropy_nats: float
-    """Entropy of the held-out split's own token distribution: no unigram model does better."""
+    """Entropy of the held-out split's own token distribution, a bound for every unigram model."""
 
     def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
         return tuple(shard for shard in self.shards if shard.split == name)
@@ -65,67 +65,102 @@ class TrainingConfig(FrozenModel):
     evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
     """Held-out microbatches evaluated after the last step (and never trained on)."""
     staleness: Literal[0, 1] = 0
-    """By how many steps the parameters that a gradient is taken at lag behind. With 1, step t is
-    computed with version t - 2, so that it can be worked on while step t - 1 closes."""
+    """Steps by which the parameters of a gradient lag behind. With 1, step t is computed with
+    version t - 2, so that its work overlaps with the close of step t - 1."""
 
 
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: float = Field(gt=0)
-    minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    warmup_steps: int = Field(ge=0)
+    learning_rate: float = Field(gt=0, description="Peak rate, after the warm-up.")
+    minimum_learning_rate_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="The last step's rate over the peak rate."
+    )
+    warmup_steps: int = Field(ge=0, description="Steps over which the rate rises from zero.")
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-6, gt=0)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Applied to matrices only; norms and other vectors are left alone."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Bound on the gradient norm of the whole model."""
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Of matrices only; norms and other vectors are exempt."
+    )
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Bound on the gradient norm of the whole model."
+    )
 
 
 class CodecsConfig(FrozenModel):
-    """How tensors are written on every border between stages, one way for all peers.
+    """How tensors are encoded at every stage boundary, the same for all peers.
 
-    Part of what the run computes: a receiver goes on with what it decoded, so whoever computes
-    something again must have decoded the same (docs/decisions, number 0021).
+    Part of what the run computes: a receiver continues with what it decoded, so a peer that
+    recomputes something must have decoded the same (docs/decisions, number 0021).
     """
 
     activation: ActivationCodec = "none"
     gradient: GradientCodec = "none"
     average: AverageCodec = "none"
-    """Of the all-reduce in a stage. `exact` counts gradients instead of summing them, and the run
-    is its reference to the bit (number 0026). What a lossy one loses depends on how many average,
-    so that replicas stay equal to the bit and the run is only near its reference (number 0023).
-    `none` is what manifests from before there were codecs say."""
+    """Codec of the all-reduce in a stage. `exact` counts gradients instead of summing them, and the
+    run equals its reference to the bit (number 0026). What a lossy codec loses depends on the
+    number of members, so that replicas stay equal to the bit and the run is only near its reference
+    (number 0023)."""
 
 
 class LimitsConfig(FrozenModel):
-    """Bounds every peer enforces, so that no remote decides how much memory is taken."""
+    """Bounds that every peer enforces, so that no remote decides how much memory is taken."""
 
-    heartbeat_seconds: float = Field(default=1.0, gt=0)
-    dead_after_seconds: float = Field(default=4.5, gt=0)
-    """Silence after which a peer counts as dead."""
-    receipt_interval_seconds: float = Field(default=0.5, gt=0)
-    edge_credits: int = Field(default=16, ge=1, le=1024)
-    """Microbatches one sender may have outstanding at one receiver."""
-    stage_queue: int = Field(default=16, ge=1, le=4096)
-    """Microbatches one stage server holds at once, over all senders."""
-    join_hold_seconds: float = Field(default=30.0, ge=0)
-    """How long the close of a step waits for a newcomer that is downloading its stage."""
-    round_stall_seconds: float = Field(default=10.0, gt=0)
-    """An all-reduce without progress for so long has failed."""
-    lease_seconds: float = Field(default=120.0, gt=0)
-    """A leased microbatch that is not done by then is leased again, elsewhere."""
-    starting_peers_per_stage: int = Field(default=1, ge=1, le=10_000)
-    """The first step waits until every stage has so many peers; after a restart of the coordinator
-    the next one does, for ten seconds at most."""
+    heartbeat_seconds: float = Field(
+        default=1.0, gt=0, description="Seconds between two heartbeats of a peer."
+    )
+    dead_after_seconds: float = Field(
+        default=4.5,
+        gt=0,
+        description="Seconds without a heartbeat after which a peer counts as dead.",
+    )
+    receipt_interval_seconds: float = Field(
+        default=0.5, gt=0, description="Longest time before finished work is reported."
+    )
+    edge_credits: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Microbatches that one sender may have outstanding at one receiver.",
+    )
+    stage_queue: int = Field(
+        default=16,
+        ge=1,
+        le=4096,
+        description="Microbatches that one peer holds at once, over all senders.",
+    )
+    join_hold_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        description="Longest time that a step close waits for a joining peer that is downloading "
+        "its stage.",
+    )
+    round_stall_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds without progress after which an all-reduce has failed.",
+    )
+    lease_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds after which an unfinished microbatch is leased again to another "
+        "trainer.",
+    )
+    starting_peers_per_stage: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Peers of every stage for which the first step waits; after a restart of the "
+        "coordinator the next step waits for them as well, for ten seconds at most.",
+    )
 
 
 def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
-    """The model with a bottleneck at each border between these stages, where it has a size."""
+    """Return the model with a bottleneck at each boundary between these stages, where it has a
+    size."""
     borders = tuple(stage.first_layer for stage in stages[1:]) if model.bottleneck_size else ()
     return model.model_copy(update={"bottlenecks": borders})
 
@@ -134,7 +169,7 @@ class Manifest(FrozenModel):
     format: Literal[1] = 1
     name: str = Field(min_length=1, max_length=100)
     organiser: str
-    """Peer ID of the organiser's key, which signs the manifest, and is the coordinator's too."""
+    """Peer ID of the organiser's key, which signs the manifest and is the coordinator's as well."""
     model: ModelConfig
     stages: tuple[StageRange, ...] = Field(min_length=1)
     data: DataConfig
@@ -167,7 +202,7 @@ class Manifest(FrozenModel):
         return len(self.stages)
 
     def work_share(self, stage: int) -> float:
-        """Share of the whole model's computation that is this stage's, 0 to 1."""
+        """Return the stage's share of the whole model's computation, 0 to 1."""
         whole = sum(one.work_flops for one in self.stages)
         return self.stages[stage].work_flops / whole if whole > 0 else 1.0 / self.stage_count
 
@@ -177,12 +212,12 @@ class Manifest(FrozenModel):
 
     @property
     def activation_bytes(self) -> int:
-        """On the wire, for one microbatch at one border."""
+        """Bytes on the wire of one microbatch's activation at one boundary."""
         return self._boundary_bytes(self.codecs.activation)
 
     @property
     def gradient_bytes(self) -> int:
-        """On the wire, for one microbatch at one border: of what was its activation."""
+        """Bytes on the wire of one microbatch's gradient at one boundary."""
         return self._boundary_bytes(self.codecs.gradient)
 
     def _boundary_bytes(self, codec: GradientCodec) -> int:

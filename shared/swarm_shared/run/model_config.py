@@ -1,4 +1,4 @@
-"""The shape of the model, as data; free of torch so that the coordinator's service can read it.
+"""The shape of the model, as data; free of torch so that the coordinator can read it.
 
 The family is Llama (Touvron et al. 2023, arXiv 2302.13971): pre-norm RMSNorm, rotary positions,
 SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
@@ -30,9 +30,9 @@ class ModelConfig(FrozenModel):
     norm_epsilon: float = Field(default=1e-5, gt=0)
     tie_embeddings: bool = False
     bottleneck_size: int = Field(default=0, ge=0, le=65_536)
-    """Width of what crosses a border between stages; 0: the residual stream as it is."""
+    """Width of the activation at a stage boundary; 0 for the whole residual stream."""
     bottlenecks: tuple[int, ...] = Field(default=(), max_length=512)
-    """The layers before which the stream passes so narrow a place: where the model may be cut."""
+    """Layers before which the model has a bottleneck: where it may be cut."""
 
     @model_validator(mode="after")
     def _bottlenecks_are_places(self) -> Self:
@@ -59,12 +59,12 @@ class ModelConfig(FrozenModel):
 
     @property
     def boundary_size(self) -> int:
-        """Width of what crosses a border between stages."""
+        """Width of the activation at a stage boundary."""
         return self.bottleneck_size if self.bottlenecks else self.hidden_size
 
 
 class Preset(FrozenModel):
-    """A model with the training sizes that suit it."""
+    """A model with training sizes that suit it."""
 
     model: ModelConfig
     tokenizer: Literal["bytes", "bpe"]
@@ -114,11 +114,12 @@ PRESETS: dict[str, Preset] = {
         stages=16,
     ),
 }  # fmt: skip
-"""`1b` has TinyLlama's shape (arXiv 2401.02385), `7b` Llama's (arXiv 2302.13971, table 2)."""
+"""Presets by name. `1b` has TinyLlama's shape (arXiv 2401.02385), `7b` Llama's (arXiv 2302.13971,
+table 2)."""
 
 
 def preset(name: str) -> Preset:
-    """The named preset, or a ConfigurationError that lists the names."""
+    """Return the named preset; ConfigurationError lists the names."""
     if name not in PRESETS:
         raise ConfigurationError(f"there is no preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

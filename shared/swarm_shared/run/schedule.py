@@ -1,9 +1,9 @@
-"""What one optimizer step needs besides gradients: the learning rate and the clip factor.
+"""The learning rate and the clip factor of an optimizer step.
 
-Owns two pure functions, free of torch because the coordinator's service calls them too. Does
-not own the optimizer (`swarm_shared.model.optimizer`). Linear warm-up and cosine decay as in
-Loshchilov & Hutter (arXiv 1608.03983); clipping by the global norm as in Pascanu et al.
-(arXiv 1211.5063), with the epsilon that `torch.nn.utils.clip_grad_norm_` uses.
+Two pure functions, free of torch because the coordinator calls them too. The optimizer is in
+`swarm_shared.model.optimizer`. Linear warm-up and cosine decay as in Loshchilov & Hutter (arXiv
+1608.03983); clipping by the global norm as in Pascanu et al. (arXiv 1211.5063), with the epsilon
+that `torch.nn.utils.clip_grad_norm_` uses.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CLIP_EPSILON = 1e-6
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:
-    """The rate of `step`, counted from 1.
+    """Return the rate of `step`, counted from 1.
 
     The peak is reached at step `warmup_steps` (at once without warm-up), the minimum at
-    `total_steps` and stays there, so that a run continued beyond its end never warms up again.
+    `total_steps`, after which it stays: a run continued beyond its end never warms up again.
     """
     assert step >= 1, "steps count from 1"
     peak = config.learning_rate
@@ -34,9 +34,9 @@ def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float
 
 
 def clip_factor(global_norm: float, clip_norm: float) -> float:
-    """What every gradient is multiplied by so that the whole model's norm is at most `clip_norm`.
+    """Return the factor of every gradient that bounds the whole model's norm by `clip_norm`.
 
-    A norm that is not a finite number must never reach the parameters.
+    SwarmError for a norm that is not finite: it must never reach the parameters.
     """
     if not math.isfinite(global_norm) or global_norm < 0:
         raise SwarmError(

@@ -1,9 +1,9 @@
-"""Where the pipeline is cut: stages from a profile of the model.
+"""The cut of the model into stages, from a profile of its parts.
 
-Owns the profile's dataclass, the memory estimate of a stage and the planner; all pure and free
-of torch. Does not own the measuring (`swarm_shared.model.profile`). Minimising the slowest stage
-over contiguous cuts by dynamic programming as in PipeDream (Narayanan et al., SOSP 2019,
-arXiv 1806.03377).
+Owns the profile's dataclasses, the memory estimate of a stage and the planner; all pure and free of
+torch. The measuring is in `swarm_shared.model.profile`. The planner minimises the slowest stage
+over contiguous cuts by dynamic programming, as in PipeDream (Narayanan et al., SOSP 2019, arXiv
+1806.03377).
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.base.units import size_text
 from swarm_shared.run.manifest import StageRange
 
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
-"""float32 weight, accumulated gradient, the copy that is averaged, AdamW's two moments."""
+"""Bytes of a float32 weight, the accumulated gradient, the copy that is averaged, and AdamW's two
+moments."""
 
 BYTES_PER_EXACT_PARAMETER = 4 + 4
-"""More where gradients are counted in float64: the accumulated ones, and the copy."""
+"""Additional bytes where gradients are counted in float64: the accumulated ones, and the copy."""
 
 BYTES_PER_STALE_PARAMETER = 4 + 4
-"""More for each step that gradients lag behind: a weight of another version, and the gradient
-that is accumulated with it."""
+"""Additional bytes for each step that gradients lag behind: a weight of another version, and the
+gradient that is accumulated with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartProfile:
-    """One part of the model, for one microbatch."""
+    """The cost of one part of the model, for one microbatch."""
 
     flops: int
-    """Forward and backward."""
+    """FLOPs of forward and backward."""
     parameters: int
     saved_activation_bytes: int
-    """What autograd keeps between forward and backward."""
+    """Bytes autograd keeps between forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,11 @@ class ModelProfile:
     tied_parameters: int
     """Size of the tied token table (held twice when the model is split); 0 when untied."""
     boundary_activation_bytes: int
-    """Crosses each boundary forwards, and its gradient backwards, per microbatch."""
+    """Bytes that cross each boundary forwards, and as gradient backwards, per microbatch."""
 
     @property
     def total_parameters(self) -> int:
-        """Of the whole model, the tied table counted once."""
+        """Parameters of the whole model, the tied table counted once."""
         layers = sum(part.parameters for part in self.layers)
         return self.embedding.parameters + layers + self.head.parameters - self.tied_parameters
 
@@ -83,12 +85,12 @@ def stage_memory_bytes(
     staleness: int = 0,
     exact: bool = False,
 ) -> int:
-    """Device memory of a peer of this stage, without the runtime's own overhead.
+    """Return the device memory of a peer of this stage, without the runtime's own overhead.
 
-    `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one
-    more is being computed. A stage's input is part of what its graph keeps, and its output waits
-    for the gradient as well. `staleness` is the run's: the steps that gradients lag behind.
-    `exact`: its gradients are counted (`codecs.average`).
+    `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one more
+    is being computed. A stage's input is part of what its graph keeps, and its output waits for the
+    gradient as well. `staleness` is the run's: the steps that gradients lag behind. `exact`: its
+    gradients are counted (`codecs.average`).
     """
     parts = _parts(profile, stage_range, is_first, is_last)
     saved = sum(part.saved_activation_bytes for part in parts)
@@ -99,7 +101,7 @@ def stage_memory_bytes(
 
 
 def bytes_per_parameter(staleness: int, exact: bool) -> int:
-    """Device memory that grows with a stage's parameters alone, for one of them."""
+    """Return the device memory for each parameter of a stage."""
     stale = BYTES_PER_STALE_PARAMETER
     if exact:
         stale += 4
@@ -115,11 +117,12 @@ def plan_stages(
     staleness: int = 0,
     exact: bool = False,
 ) -> tuple[StageRange, ...]:
-    """The cut whose slowest stage is fastest; among equals, the one whose largest is smallest.
+    """Return the cut whose slowest stage is fastest; of equal cuts, the one whose largest stage is
+    smallest.
 
-    A stage costs its FLOPs plus `boundary_flops_per_byte` (a peer's FLOP/s over its bytes/s)
-    times the bytes at its boundaries. Every stage gets a layer where there are enough; with one
-    or two stages more than layers, the first or last holds only the embedding or the head.
+    A stage costs its FLOPs plus `boundary_flops_per_byte` (a peer's FLOP/s over its bytes/s) times
+    the bytes at its boundaries. Every stage gets a layer where there are enough; with one or two
+    stages more than layers, the first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
     tables = _Tables(
@@ -131,9 +134,9 @@ def plan_stages(
         needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
         if needed > memory_limit_bytes:
             raise CapacityError(
-                f"the model cut into {stage_count} stages needs {_gigabytes(needed)} "
+                f"the model cut into {stage_count} stages needs {size_text(needed)} "
                 f"({int(needed)} bytes) of memory in its largest stage, and "
-                f"{_gigabytes(memory_limit_bytes)} is on offer: use more stages, shorter "
+                f"{size_text(memory_limit_bytes)} is on offer: use more stages, shorter "
                 "sequences or a smaller model"
             )
     cost, _ = _minimise(
@@ -185,7 +188,7 @@ class _Tables:
         return flops + boundaries * self.transfer
 
     def memory(self, stage: int, start: int, end: int) -> float:
-        """The same figure as `stage_memory_bytes` (a test holds them together)."""
+        """Return the same figure as `stage_memory_bytes`; a test compares them."""
         profile = self.profile
         is_first, is_last = stage == 0, stage == self.stage_count - 1
         parameters = self.fixed[end] - self.fixed[start]
@@ -210,7 +213,8 @@ _Allowed = Callable[[int, int, int], bool]
 def _minimise(
     profile: ModelProfile, stage_count: int, figure: _Figure, allowed: _Allowed
 ) -> tuple[float, tuple[int, ...]]:
-    """Minimise the maximum of `figure(stage, start, end)` over allowed cuts; the stages' ends.
+    """Minimise the maximum of `figure(stage, start, end)` over allowed cuts; return it and the
+    stages' ends.
 
     The value is infinite where no cut is allowed.
     """
@@ -222,7 +226,7 @@ def _minimise(
         following = [math.inf] * (layers + 1)
         choice = [0] * (layers + 1)
         for end in range(layers + 1):
-            # Figures grow with length, so no earlier start can beat what a longer one lost.
+            # Figures grow with length, so a longer stage (an earlier start) cannot be better.
             for start in range(end - minimum[stage], -1, -1):
                 own = figure(stage, start, end)
                 if own >= following[end]:
@@ -264,7 +268,3 @@ def _parts(
     if is_last:
         parts.append(profile.head)
     return parts
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

@@ -1,1 +1,1 @@
-"""Pure functions that decide who computes what: routing, in-flight window, placement."""
+"""Pure functions that assign work: routing, in-flight window, placement."""

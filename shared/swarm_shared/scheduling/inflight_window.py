@@ -1,12 +1,13 @@
-"""How many microbatches a trainer keeps under way: what the pipeline carries, and as much again.
+"""The in-flight window of a trainer: twice the pipeline's bandwidth-delay product, in microbatches.
 
-A pipeline carries its rate times the time of a round trip through it in which nothing waits. With
-fewer under way a link's delay is paid for in idle devices; with more they only wait, and hold
-memory. Both factors are measured as TCP BBR does it (Cardwell et al. 2016, "BBR: Congestion-Based
-Congestion Control"): the rate as the most that came back while one microbatch was out, the round
-trip as the shortest one. A step's first microbatches find all queues empty, because everybody waits
-for everybody between two steps; so the shortest is known without ever holding anything back for it.
-Twice the product keeps every stage busy while both are found out, and where routes are unlike.
+A pipeline carries its rate times the time of a round trip without queueing. With fewer microbatches
+in flight a link's delay leaves devices idle; with more, microbatches only wait, and hold memory.
+Both factors are measured as TCP BBR does it (Cardwell et al. 2016, "BBR: Congestion-Based
+Congestion Control"): the rate as the most microbatches that returned while one was in flight, the
+round trip as the shortest one. A step's first microbatches find all queues empty, because every
+peer is idle between two steps; so the shortest round trip is known without holding anything back
+for it. Twice the product keeps every stage busy while both are being measured, and where routes
+differ.
 
 Pure: time is passed in.
 """
@@ -18,12 +19,15 @@ from collections import deque
 from dataclasses import dataclass
 
 GAIN = 2.0
+"""Window over bandwidth-delay product."""
 BURSTS_KEPT = 3
-"""Bursts, which begin with nothing under way, as each step does: older measures are forgotten."""
+"""Bursts whose measurements count; a burst begins with nothing in flight, as each step does."""
 
 
 @dataclass(slots=True)
 class _Burst:
+    """The measurements of one burst."""
+
     shortest_seconds: float = math.inf
     rate: float = 0.0
     """Microbatches per second."""
@@ -31,14 +35,14 @@ class _Burst:
 
 @dataclass(frozen=True, slots=True)
 class SendRecord:
-    """What is to be known of a microbatch when it comes back."""
+    """The state at which a microbatch was sent, needed when it returns."""
 
     sent_at: float
     returned_before: int
 
 
 class InFlightWindow:
-    """One trainer's measure of the pipelines that it sends into."""
+    """One trainer's measurement of the pipelines that it sends into."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -46,14 +50,14 @@ class InFlightWindow:
         self._bursts: deque[_Burst] = deque(maxlen=BURSTS_KEPT)
 
     def sent(self, now: float) -> SendRecord:
-        """A microbatch starts; exactly one of `returned` and `failed` is to follow."""
+        """Record that a microbatch is sent; exactly one call of `returned` or `failed` follows."""
         if not self.in_flight:
             self._bursts.append(_Burst())
         self.in_flight += 1
         return SendRecord(now, self._returned)
 
     def returned(self, send_record: SendRecord, now: float) -> None:
-        """It came back with its gradient."""
+        """Record that the microbatch came back with its gradient."""
         self.in_flight -= 1
         self._returned += 1
         seconds = max(1e-6, now - send_record.sent_at)
@@ -62,11 +66,11 @@ class InFlightWindow:
         burst.rate = max(burst.rate, (self._returned - send_record.returned_before) / seconds)
 
     def failed(self) -> None:
-        """It did not, which says nothing of the pipeline."""
+        """Record that the microbatch failed, which is no measurement of the pipeline."""
         self.in_flight -= 1
 
     def size(self, least: int, most: int) -> int:
-        """Between what one must have under way and what one may."""
+        """Return the window, between `least` and `most`."""
         known = [burst for burst in self._bursts if burst.rate]
         if not known:
             return least

@@ -1,11 +1,11 @@
-"""Shortest expected delay: which peer of the next stage gets the next microbatch.
+"""Shortest expected delay: which peer of the next stage receives the next microbatch.
 
-The one that would be done first: of each peer it is known how long it takes for a microbatch, and
-how many this sender has given it that it has not answered. (The rule is that of the Linux Virtual
-Server's scheduler of this name, with measured rates for weights.) SWARM's own wiring is interleaved
-weighted round-robin (Ryabinin et al. 2023, arXiv 2301.11913, section 3.2 and algorithm 1), which
-counts what it has given and not what came back; decision 0029 says why this is another one. As
-there, a failing peer is banned with decaying back-off, never so far that the stage becomes empty.
+The peer that would be done first is chosen, from each peer's time per microbatch and the number of
+this sender's microbatches that it has not answered. (This is the rule of the Linux Virtual Server's
+scheduler of this name, with measured rates for weights.) SWARM's own wiring is interleaved weighted
+round-robin (Ryabinin et al. 2023, arXiv 2301.11913, section 3.2 and algorithm 1), which counts what
+was sent and not what came back; decision 0029 gives the reason for the difference. As in SWARM, a
+failing peer is banned with decaying back-off, but the stage never becomes empty.
 
 Pure: time is passed in, equal delays take turns.
 """
@@ -16,46 +16,49 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId
 
 EMA_WEIGHT = 0.3
 """Weight of the newest observation: about the last five microbatches count."""
 
 IDLE_HALF_LIFE_SECONDS = 5.0
-"""In so long an estimate of somebody who has nothing in hand comes down by half. One bad moment
-would otherwise keep a peer without work, and so without a chance to show that it is over."""
+"""Half-life of the estimate of a peer with nothing in flight. One slow moment would otherwise keep
+a peer without work, and so without a new measurement."""
 
 MIN_SERVICE_SECONDS = 1e-6
-"""Nobody takes no time."""
+"""Lower bound of a service-time estimate; avoids division by zero."""
 
 REFUSAL_PAUSE_SECONDS = 0.2
-"""Longer than senders wait before they choose again, or they would choose the same one."""
+"""Pause of a peer that refused; longer than senders wait before they choose again, or they would
+choose the same peer."""
 
 FIRST_BAN_SECONDS = 1.0
+"""Ban after a first failure; doubles with each further one."""
 MAX_BAN_SECONDS = 60.0
-MAX_BAN_DOUBLINGS = 10
-"""2**10 is past the maximum; an unbounded exponent would overflow a peer that fails for days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one microbatch tells of the peer that did it."""
+    """The measurements that one microbatch gives of the peer that computed it."""
 
     service_seconds: float
-    """Of its device, without waiting for it."""
+    """Computing time of its device, without queueing."""
     uplink_seconds: float = 0.0
-    """What its line takes to send what a microbatch sends, on and back, as it says: the one on
-    waits where its sender does not see it. 0 while its line holds nothing up."""
+    """Seconds its uplink takes per microbatch (activation and gradient), as reported by the peer:
+    the queueing there is invisible to the sender. 0 while the uplink does not limit sending."""
     link_seconds: float = 0.0
-    """How long the microbatch was between the two, there and back."""
+    """Time of the microbatch on the link between the two, there and back."""
     in_flight: int = 1
-    """Microbatches that were sent to it and not answered, this one included."""
+    """Microbatches sent to the peer and not answered, this one included."""
 
 
 @dataclass(slots=True)
 class _PeerEstimate:
+    """What is known of one peer."""
+
     turn: int
-    """Counts up: who was chosen, or entered, longest ago has the smallest."""
+    """Increases with every choice: the peer chosen, or added, longest ago has the smallest."""
     seconds: float | None = None
     link_seconds: float | None = None
     seen_at: float = 0.0
@@ -76,7 +79,7 @@ class ShortestExpectedDelay:
         return self._candidates.keys()
 
     def update(self, peers: Iterable[PeerId]) -> None:
-        """Make the table hold exactly these peers; those that stay keep what is known of them."""
+        """Set the table's peers; those that stay keep their estimates."""
         wanted = list(peers)
         for gone in self._candidates.keys() - set(wanted):
             del self._candidates[gone]
@@ -86,12 +89,11 @@ class ShortestExpectedDelay:
                 self._candidates[peer] = _PeerEstimate(self._turns)
 
     def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
-        """The next peer out of those of `in_flight`, which says how many microbatches of this
-        sender
-        each of them has; None when none of them is in the table.
+        """Return the next peer out of those of `in_flight`, which counts this sender's microbatches
+        at each; None when none of them is in the table.
 
-        Banned peers are passed over unless every peer of the table is banned; then the one whose
-        ban ends first serves, so that the stage never becomes empty.
+        Banned peers are skipped unless every peer of the table is banned; then the one whose ban
+        ends first serves, so that the stage never becomes empty.
         """
         present = [(p, c) for p, c in self._candidates.items() if p in in_flight]
         if not present:
@@ -99,7 +101,7 @@ class ShortestExpectedDelay:
         allowed = [(p, c) for p, c in present if c.banned_until <= now]
         if not allowed:
             if any(c.banned_until <= now for c in self._candidates.values()):
-                return None  # somebody else can serve soon: wait for that one
+                return None  # another peer will have room soon: wait for it
             allowed = [min(present, key=lambda entry: entry[1].banned_until)]
         unmeasured = self._unmeasured_seconds()
         peer, candidate = min(
@@ -112,7 +114,7 @@ class ShortestExpectedDelay:
     def _delay(
         self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
     ) -> float:
-        """When it would be done, from now, with one more."""
+        """Return the expected seconds from now until the peer has done one more."""
         seconds = unmeasured if candidate.seconds is None else candidate.seconds
         if in_flight:
             return (in_flight + 1) * seconds
@@ -120,12 +122,13 @@ class ShortestExpectedDelay:
         return seconds * math.exp2(-min(64.0, idle_seconds / IDLE_HALF_LIFE_SECONDS))
 
     def next_ban_end(self, now: float) -> float | None:
-        """When the earliest running ban ends."""
+        """Return when the earliest current ban ends."""
         ends = [c.banned_until for c in self._candidates.values() if c.banned_until > now]
         return min(ends, default=None)
 
     def seconds_of(self, peer: PeerId) -> float:
-        """Expected seconds per microbatch: measured, or the mean of those that are."""
+        """Return the expected seconds per microbatch: measured, or the mean of the measured
+        peers."""
         own = self._candidates[peer].seconds
         return self._unmeasured_seconds() if own is None else own
 
@@ -134,11 +137,11 @@ class ShortestExpectedDelay:
         return sum(known) / len(known) if known else self._default_seconds
 
     def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
-        """A microbatch came back from `peer`, which is as fast as the slowest of its device, its
-        line and the link.
+        """Record that a microbatch came back from `peer`, whose rate is that of the slowest of
+        device, uplink and link.
 
-        What all links have in common is the sender's own line, and tells no peer from another;
-        what one takes beyond that passes for each microbatch while several share the link.
+        What all links have in common is the sender's own uplink, which does not distinguish the
+        peers; the rest of a link's time is shared by the microbatches in flight on it.
         """
         candidate = self._candidates.get(peer)
         if candidate is None:
@@ -153,43 +156,22 @@ class ShortestExpectedDelay:
         candidate.banned_until = 0.0
 
     def refused(self, peer: PeerId, now: float) -> None:
-        """`peer` is full, or at another step: others come first until it may have room again."""
+        """Record that `peer` is full, or at another step: other peers come first until it may have
+        room."""
         candidate = self._candidates.get(peer)
         if candidate is not None:
             rest_seconds = min(FIRST_BAN_SECONDS, max(REFUSAL_PAUSE_SECONDS, self.seconds_of(peer)))
             candidate.banned_until = max(candidate.banned_until, now + rest_seconds)
 
     def failed(self, peer: PeerId, now: float) -> None:
-        """`peer` failed: ban it, for longer each time in a row."""
+        """Record that `peer` failed: ban it, for longer each time in a row."""
         candidate = self._candidates.get(peer)
         if candidate is None:
             return
-        ban_seconds = min(
-            MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2 ** min(candidate.failures, MAX_BAN_DOUBLINGS)
-        )
+        ban_seconds = backoff_seconds(candidate.failures, FIRST_BAN_SECONDS, MAX_BAN_SECONDS)
         candidate.failures += 1
         candidate.banned_until = now + ban_seconds
 
 
 def _average(known: float | None, newest: float) -> float:
     return newest if known is None else known + EMA_WEIGHT * (newest - known)
-
-
-class EqualShares(ShortestExpectedDelay):
-    """Each peer in its turn, however long it takes, and nobody before it while it has no room.
-
-    Not for training: what routing by rates is worth is measured against it.
-    """
-
-    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
-        turns = {peer: candidate.turn for peer, candidate in self._candidates.items()}
-        peer = super().choose(now, dict.fromkeys(self.peers, 0))
-        if peer is not None and peer not in in_flight:
-            self._candidates[peer].turn = turns[peer]
-            return None
-        return peer
-
-    def _delay(
-        self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
-    ) -> float:
-        return 1.0

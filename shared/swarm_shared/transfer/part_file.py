@@ -1,9 +1,9 @@
-"""A file that arrives in chunks, in any order, and may be continued after a crash.
+"""A file that arrives in chunks, in any order, and may be resumed after a crash.
 
     NAME.part           the bytes, each chunk at its place
     NAME.part.journal   a first line that names the whole, then a line per chunk: index, SHA-256
 
-Owns both files. A chunk counts as there when its journal line is there and its bytes still have
+Owns both files. A chunk counts as present when its journal line exists and its bytes still have
 that hash: what a crash left behind is checked, not trusted. Blocking: call from a thread.
 """
 
@@ -20,12 +20,14 @@ from typing import BinaryIO
 
 from swarm_shared.base.atomic_file import storage_error, sync_folder
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.units import size_text
 
 CHUNK_BYTES = 2**20
-"""What the field uses (BitTorrent's usual piece): an error costs little, overhead is 1e-4."""
+"""Size of a chunk, as usual in the field (BitTorrent's piece): an error costs little, overhead is
+1e-4."""
 
 FREE_MARGIN_BYTES = 16 * 2**20
-"""Left free, so that a download never takes the last space from a database or a log."""
+"""Disk space left free, so that a download never takes the last space from a database or a log."""
 
 
 class PartFile:
@@ -53,7 +55,7 @@ class PartFile:
         return min(CHUNK_BYTES, self.total_bytes - index * CHUNK_BYTES)
 
     def is_complete(self) -> bool:
-        """Whether the destination is there already, with the right bytes."""
+        """Whether the destination exists already, with the right bytes."""
         try:
             if self.destination.stat().st_size != self.total_bytes:
                 return False
@@ -62,7 +64,7 @@ class PartFile:
             return False
 
     def open(self) -> set[int]:
-        """Take the space on the disk; which chunks an earlier attempt left, hash-checked."""
+        """Reserve the space on the disk; return the chunks of an earlier attempt, hash-checked."""
         try:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             present = self._read_journal()
@@ -81,11 +83,11 @@ class PartFile:
         return set(present)
 
     def write(self, index: int, content: bytes | bytearray, digest: str) -> None:
-        """Put a chunk whose hash was checked at its place."""
+        """Write a chunk whose hash was checked at its place."""
         assert len(content) == self.chunk_bytes(index)
         try:
             with self._lock:
-                if self._closed:  # a thread that was given up while it waited
+                if self._closed:  # a thread that was abandoned while it waited
                     return
                 assert self._file is not None
                 assert self._journal is not None
@@ -127,12 +129,12 @@ class PartFile:
             raise storage_error(self._part, error) from error
 
     def close(self) -> None:
-        """Let go of the files; what has arrived stays for the next attempt."""
+        """Close the files; what has arrived stays for the next attempt."""
         with self._lock:
             self._closed = True
             for file in (self._file, self._journal):
                 if file is not None:
-                    # What was buffered for a full disk cannot be flushed; it is not journalled.
+                    # Data buffered for a full disk cannot be flushed; it is not journalled.
                     with contextlib.suppress(OSError):
                         file.close()
 
@@ -152,7 +154,7 @@ class PartFile:
         return found
 
     def _check_space(self) -> None:
-        # A part file is sparse: only its blocks on the disk are taken already.
+        # A part file is sparse: only its allocated blocks take space already.
         taken = 0
         with contextlib.suppress(OSError):
             status = self._part.stat()
@@ -161,8 +163,8 @@ class PartFile:
         free = shutil.disk_usage(self.destination.parent).free
         if free < needed:
             raise StorageError(
-                f"{self.destination} needs {_megabytes(needed)} MB and its disk has "
-                f"{_megabytes(free)} MB free; free some space there and try again"
+                f"{self.destination} needs {size_text(needed)} and its disk has "
+                f"{size_text(free)} free; free some space there and try again"
             )
 
     def _holds(self, index: int, digest: str) -> bool:
@@ -177,7 +179,3 @@ def _sha256_of(path: Path) -> str:
         while piece := file.read(4 * 2**20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f}"

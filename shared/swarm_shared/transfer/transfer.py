@@ -5,17 +5,16 @@ Owns TRANSFER_PROTOCOL at both ends. One stream serves one requester, one chunk 
     requester → holder   TransferHello (certificate), then ChunkRequest …
     holder → requester   ChunkAnswer + bytes, in order; TransferRefused ends it
 
-A fetch takes chunks of 1 MiB from all sources at once. A source that dies, lies or stalls is
-dropped and its chunks go to the others. Only the hash of the whole, which comes from the signed
-manifest or the coordinator, is believed: when many sources together gave a wrong whole, each is
-tried alone, so that one liar cannot stop a download that an honest peer could serve.
+A fetch takes chunks of 1 MiB from all sources at once. A source that dies, sends wrong data or
+stalls is dropped and its chunks go to the others. Only the hash of the whole, which comes from the
+signed manifest or the coordinator, is trusted: when many sources together gave a wrong whole, each
+is tried alone, so that one dishonest source cannot stop a download that an honest peer could serve.
 
-What is not here: who holds what (the catalogue), and who may ask (`check_remote`).
+Not here: which peer holds what (the catalogue), and admission (`check_remote`).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
@@ -62,31 +62,32 @@ FETCHING_LIMITS = FrameLimits(max_header_bytes=4 * 1024, max_payload_bytes=CHUNK
 
 HELLO_SECONDS = 10.0
 IDLE_SECONDS = 120.0
-"""A requester that asks for nothing for so long is let go."""
+"""Time without a request after which a requester is disconnected."""
 SEND_SECONDS = 120.0
-"""A requester that does not take one chunk in this time is let go."""
+"""Longest time for a requester to take one chunk."""
 STALL_SECONDS = 30.0
-"""One chunk of 1 MiB in 30 s is 35 kB/s: a source slower than that is not worth waiting for."""
+"""Longest time for one chunk of 1 MiB: in 30 s that is 35 kB/s, and a slower source is not worth
+waiting for."""
 REQUESTS_IN_FLIGHT = 4
-"""Per source; 4 MiB on the way fill a 100 Mbit/s link at 300 ms."""
+"""Requests per source; 4 MiB in flight fill a 100 Mbit/s link at 300 ms."""
 MAX_STREAMS_SERVED = 64
-"""Each holds one chunk of at most 4 MiB in memory."""
+"""Streams served at once; each holds one chunk of at most 4 MiB in memory."""
 MAX_STREAMS_PER_PEER = 8
-MAX_UNKNOWN_BYTES = 64 * 2**20
-"""The most that is fetched when the size is not known beforehand (a tokenizer)."""
 
 Catalogue = Callable[[str, PeerId], Path | None]
-"""(item, who asks) → the file, or None when there is none for that peer. Must not block."""
+"""(item, requester) → the file, or None when there is none for that peer. Must not block."""
 
 CheckRemote = Callable[[PeerId, TransferHello], None]
 """Raises AdmissionError when this peer may not fetch here."""
 
 Progress = Callable[[int, int], None]
-"""(bytes that are here, bytes in all)."""
+"""(bytes present, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSource:
+    """A peer that holds the item."""
+
     peer: PeerId
     addresses: tuple[str, ...] = ()
 
@@ -95,15 +96,13 @@ class TransferSource:
 
 
 def certificate_check(run: RunId, organiser: PeerId, clock: Clock = wall) -> CheckRemote:
-    """The check that every holder makes: the asker shows a valid certificate of this run."""
+    """Return the check that every holder makes: the requester has a valid certificate of this
+    run."""
 
     def check(remote: PeerId, hello: TransferHello) -> None:
         if hello.run != run:
             raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
-        try:
-            envelope = base64.b64decode(hello.certificate, validate=True)
-        except ValueError as error:
-            raise AdmissionError("the certificate is not base64") from error
+        envelope = decode_envelope(hello.certificate, "the certificate")
         check_certificate(envelope, run, organiser, clock(), remote)
 
     return check
@@ -114,13 +113,13 @@ def serve_transfers(node: Node, catalogue: Catalogue, check_remote: CheckRemote)
     slots = trio.Semaphore(MAX_STREAMS_SERVED)
 
     async def handle(stream: FramedStream) -> None:
-        # Before a place is taken: a stranger could hold them all by saying nothing.
+        # Before a slot is taken: an unknown peer could hold them all by staying silent.
         if not await _is_admitted(stream, check_remote):
             return
         try:
             slots.acquire_nowait()
         except trio.WouldBlock:
-            await _refuse(stream, "this peer is serving as many as it can; ask another one")
+            await _refuse(stream, "this peer serves as many streams as it can; ask another peer")
             return
         try:
             await _serve_stream(stream, catalogue)
@@ -193,7 +192,7 @@ async def _refuse(stream: FramedStream, reason: str) -> None:
 
 @dataclass(slots=True)
 class _Fetch:
-    """One item on its way: which chunks nobody is fetching, and what became of the sources."""
+    """One item being fetched: the chunks not requested yet, and the failures of its sources."""
 
     node: Node
     item: str
@@ -228,32 +227,23 @@ async def fetch(
     node: Node,
     sources: Sequence[TransferSource | tuple[PeerId, Sequence[str]]],
     item: str,
-    total_bytes: int | None,
+    total_bytes: int,
     sha256: str,
     destination: Path,
     certificate: str,
     run: RunId,
     progress: Progress | None = None,
     *,
-    max_bytes: int | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Bring `item` to `destination`, whole and with this hash; resumes what is there already.
 
-    Without `total_bytes` the first source that answers says how many there are; more than
-    `max_bytes` are refused. StorageError: the disk is full. NetworkError: no source is left.
+    StorageError: the disk is full. NetworkError: no source is left.
     """
     remaining = [
         s if isinstance(s, TransferSource) else TransferSource(s[0], tuple(s[1])) for s in sources
     ]
     hello = TransferHello(run=run, certificate=certificate)
-    if total_bytes is None:
-        limit = MAX_UNKNOWN_BYTES if max_bytes is None else max_bytes
-        total_bytes, remaining = await _ask_size(node, remaining, item, hello, limit, stall_seconds)
-    elif max_bytes is not None and total_bytes > max_bytes:
-        raise StorageError(
-            f"{item} has {total_bytes} bytes, and at most {max_bytes} are taken for it here"
-        )
     part = PartFile(destination, item, total_bytes, sha256)
     if await _in_thread(part.is_complete):
         if progress is not None:
@@ -290,7 +280,7 @@ async def _fetch_and_verify(work: _Fetch, sources: list[TransferSource]) -> None
 
 
 async def _fetch_missing(work: _Fetch, sources: Sequence[TransferSource]) -> None:
-    """All open chunks, from all sources at once. NetworkError when the last source fails."""
+    """Fetch all open chunks from all sources at once. NetworkError when the last source fails."""
     if not work.missing:
         return
     ours: list[StorageError] = []
@@ -348,7 +338,7 @@ async def _fetch_chunks(work: _Fetch, stream: FramedStream, taken: list[int]) ->
                 timeout_seconds=work.stall_seconds,
             )
         if not taken:
-            # The rest is with other sources; should one fail, its chunks come back.
+            # Other sources have the remaining chunks; if one fails, its chunks come back.
             await work.changed.wait()
             continue
         index = taken[0]
@@ -389,44 +379,10 @@ def _answer(header: bytes, remote: PeerId) -> ChunkAnswer:
     return message
 
 
-async def _ask_size(
-    node: Node,
-    sources: Sequence[TransferSource],
-    item: str,
-    hello: TransferHello,
-    max_bytes: int,
-    stall_seconds: float,
-) -> tuple[int, list[TransferSource]]:
-    """The item's size as the first source tells that answers, and the sources from it on."""
-    failures: dict[PeerId, str] = {}
-    for position, source in enumerate(sources):
-        try:
-            stream = await node.open_stream(
-                source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
-            )
-            try:
-                await stream.send(encode(hello), timeout_seconds=stall_seconds)
-                request = ChunkRequest(item=item, offset=0, bytes=1)
-                await stream.send(encode(request), timeout_seconds=stall_seconds)
-                frame = await stream.receive(timeout_seconds=stall_seconds)
-            finally:
-                await stream.reset()
-            answer = _answer(frame.header, source.peer)
-            if not 0 < answer.item_bytes <= max_bytes:
-                raise ProtocolError(
-                    f"{source.peer} has a {item} of {answer.item_bytes} bytes; at most "
-                    f"{max_bytes} are taken"
-                )
-            return answer.item_bytes, list(sources[position:])
-        except (NetworkError, ProtocolError, AdmissionError) as error:
-            failures[source.peer] = str(error)
-    raise _no_source_left(item, failures)
-
-
 def _no_source_left(item: str, failures: dict[PeerId, str]) -> NetworkError:
     reasons = "; ".join(f"{peer}: {reason}" for peer, reason in failures.items())
     return NetworkError(
-        f"{item} cannot be fetched from anybody ({reasons or 'nobody is known to have it'}); "
+        f"{item} cannot be fetched from any peer ({reasons or 'no peer is known to have it'}); "
         f"check the connection and try again"
     )
 

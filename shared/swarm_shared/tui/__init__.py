@@ -1,7 +1,6 @@
-"""What both terminal views are made of: `swarm-client top` and `swarm-coordinator top`.
+"""The terminal views' common part: frame, widgets, drawing in text, recordings.
 
-Drawing is pure (`look`, `ink`, `words`, `bars`, `plot`, `table`, `trace`): values in, lines of
-text out, for a width, with or without Unicode. `widgets`, `dialogs`, `themes` and `app` put those
-lines on a screen and are the only files of this package that import textual. `source` is what a
-view follows, `recording` keeps and replays it. Services import nothing of this.
+Pure functions draw lines of text with roles (`styled_text`, `bars`, `plot`, `table`, `stage_bars`);
+`widgets` and `app` show them with textual. Sources (`source`, `recording`) deliver the documents
+that are drawn.
 """

@@ -1,7 +1,7 @@
-"""The frame of a view: head, row of panes, foot; what it follows; themes; what is too small.
+"""The frame of a view: head, row of panes, foot, themes, and the source it follows.
 
-Owns everything that both commands share. What the head says, which panes there are and what they
-draw is each command's own. The clock is the source's, so that a recording shows its own ages.
+Owns everything that both commands share. The head, the panes and what they draw belong to each
+command. The clock is the source's, so that a recording shows its own ages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.text import printable
+from swarm_shared.base.units import duration_text
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.formatting import clock_text, duration, printable
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import (
     D,
     DocumentReceived,
@@ -42,25 +44,27 @@ if TYPE_CHECKING:
 SMALLEST_COLUMNS = 60
 SMALLEST_ROWS = 20
 REFRESH_SECONDS = 1.0
-"""Ages grow once a second, also while nothing is heard."""
+"""Interval at which ages are redrawn, also while no document arrives."""
 OLD_SECONDS = 5.0
-"""A document comes every second; one that is older is shown dim, with its age."""
+"""Age from which a document is shown dim, with its age; a new one comes every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaneSpec:
+    """A pane's titles, its widget and its help text."""
+
     title: str
     short: str
-    """For terminals below 80 columns."""
+    """Title for terminals below 80 columns."""
     widget: Widget
     help: str
-    """What it shows, for the command palette."""
+    """Description of the pane for the command palette."""
     focus: str = ""
-    """The ID of the part that takes the keys, where it is not the whole."""
+    """ID of the part that takes the keys, where it is not the whole pane."""
 
 
 def drawn(title: str, short: str, draw: Draw, look: Look, help: str) -> PaneSpec:
-    """A pane that scrolls what a function draws; its ID is its title, small."""
+    """Return a pane that scrolls the lines a function draws; its ID is its title in lower case."""
     return PaneSpec(title, short, Pane(draw, look, id=title.lower()), help)
 
 
@@ -82,14 +86,14 @@ class ViewApp(App[None], Generic[D]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
         Binding("question_mark", "help", "Help", key_display="?"),
-        # Before the screen's own, which would turn through what takes keys.
+        # Before the screen's own binding, which would cycle the focus.
         Binding("tab", "turn(1)", "Next pane", show=False, priority=True),
         Binding("shift+tab", "turn(-1)", "Previous pane", show=False, priority=True),
         *(Binding(str(n), f"pane({n - 1})", f"Pane {n}", show=False) for n in range(1, 10)),
     ]
     COMMAND_PALETTE_BINDING = "colon"
     instead: ClassVar[str] = ""
-    """The command that says it in plain text."""
+    """The command that prints the same as plain text."""
 
     def __init__(self, source: Source[D], look: Look, recorder: Recorder | None = None) -> None:
         # Before super(), which asks for the line filters.
@@ -97,7 +101,7 @@ class ViewApp(App[None], Generic[D]):
         super().__init__()
         self.source = source
         self.failure: SwarmError | None = None
-        """What ended the view, for whoever started it."""
+        """The error that ended the view, for its caller."""
         self._recorder = recorder
         self._recording_trouble_said = False
         self.document: D | None = None
@@ -108,26 +112,26 @@ class ViewApp(App[None], Generic[D]):
             self.register_theme(theme)
         self.theme = look.theme
 
-    # -------------------------------------------------------------- for the commands to fill
+    # -------------------------------------------------------------- overridden by the commands
 
     def panes(self) -> Sequence[PaneSpec]:
         raise NotImplementedError
 
     def head(self, width: int) -> tuple[Line, Line, str]:
-        """The two ends of the first line, and the sentence below it."""
+        """Return the two ends of the first line, and the sentence below it."""
         raise NotImplementedError
 
     def first_line(
         self, word: str, more: str, role: Role, run: str, steps: tuple[int, int] | None
     ) -> tuple[Line, Line]:
-        """The word with what goes with it, the run's name; how far it is, the time."""
+        """Return the state with its details and the run's name; the progress and the time."""
         mark = "● " if self.look.unicode else "* "
         left = line((f"{mark}{word}", role), (more, role), (f"  {run}" if run else "", "strong"))
         far = "step {:,} of {:,}  ".format(*steps) if steps is not None else ""
         return left, line(far, (clock_text(self.source.now()), "dim"))
 
     def handle_event(self, event: Event[D]) -> None:
-        """Take what was heard into the traces."""
+        """Update the command's model with an event."""
 
     def help_text(self) -> str:
         return _HELP
@@ -144,7 +148,7 @@ class ViewApp(App[None], Generic[D]):
         yield Footer(show_command_palette=True)
 
     def on_mount(self) -> None:
-        # What is followed is loaded when the frame is on the screen.
+        # The source is loaded once the frame is on the screen.
         self.call_after_refresh(self.follow)
         self.set_interval(REFRESH_SECONDS, self.show)
         self.action_pane(0)
@@ -154,7 +158,7 @@ class ViewApp(App[None], Generic[D]):
         self.screen_stack[0].set_class(small, "-small")
 
     def show(self) -> None:
-        """Draw again what is seen and has changed; nothing is, while the view begins or ends."""
+        """Redraw what is visible and has changed; nothing while the view begins or ends."""
         for head in self.query("#head").results(Block):
             head.redraw()
         old = self.is_old
@@ -163,7 +167,7 @@ class ViewApp(App[None], Generic[D]):
 
     @property
     def age_seconds(self) -> float:
-        """Of the document; 0 before the first one."""
+        """Age of the document; 0 before the first one."""
         return 0.0 if self._heard_at is None else max(0.0, self.source.now() - self._heard_at)
 
     @property
@@ -174,21 +178,21 @@ class ViewApp(App[None], Generic[D]):
         left, right, sentence = self.head(width)
         below = line(printable(sentence))
         if self.away or self.is_old:
-            below = line((printable(self.away or "Nothing was heard lately."), "warn"))
+            below = line((printable(self.away or "No new status has arrived lately."), "warn"))
             if self.document is not None:
-                left = (Span("away, and was ", "bad"), *left)
-                right = line((f"as it was {duration(self.age_seconds)} ago", "warn"))
+                left = (Span("disconnected, was ", "bad"), *left)
+                right = line((f"as it was {duration_text(self.age_seconds)} ago", "warn"))
         return [ends(left, right, width, self.look), ends(below, (), width, self.look)]
 
     def _too_small(self, width: int, height: int) -> list[Line]:
-        instead = f" `{self.instead}` says it in plain text;" if self.instead else ""
+        instead = f" `{self.instead}` prints plain text;" if self.instead else ""
         return wrapped(
             f"This view needs {SMALLEST_COLUMNS} columns and {SMALLEST_ROWS} rows, and has {width} "
             f"by {height}: make the window larger;{instead} q ends.",
             width,
         )
 
-    # -------------------------------------------------------------- what is followed
+    # -------------------------------------------------------------- the source
 
     @work(exclusive=True, group="follow")
     async def follow(self) -> None:
@@ -206,7 +210,7 @@ class ViewApp(App[None], Generic[D]):
                 self._recording_trouble_said = True
                 self.say(self._recorder.trouble, bad=True)
         if not self.query("#head"):
-            return  # the view ends, and its parts have gone already
+            return  # the view is closing, and its parts are removed already
         if isinstance(event, DocumentReceived):
             self.document = event.document
             self._heard_at = event.at
@@ -219,7 +223,7 @@ class ViewApp(App[None], Generic[D]):
 
     @work(group="act")
     async def ask(self, method: str, arguments: Mapping[str, Any], done: str) -> None:
-        """Have something done, and say how it went."""
+        """Send a request to the source, and show its outcome."""
         try:
             await self.source.act(method, arguments)
         except SwarmError as error:
@@ -284,7 +288,7 @@ class ViewApp(App[None], Generic[D]):
         self.theme = theme
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's own, but what it does for NO_COLOR: grey is a colour too."""
+        """Return textual's own filters, except its handling of NO_COLOR: grey is a colour too."""
         kept = [f for f in super().get_line_filters() if not isinstance(f, Monochrome | NoColor)]
         if self.theme == ThemeName.NONE:
             kept.append(NoColor())
@@ -305,7 +309,7 @@ q         close this view; nothing else stops"""
 
 
 def run_view(app: ViewApp[Any], recorder: Recorder | None) -> None:
-    """Run the view in this terminal until it is closed; raises what ended it before its time."""
+    """Run the view in this terminal until it is closed; raises the error that ended it early."""
     try:
         app.run()
     finally:

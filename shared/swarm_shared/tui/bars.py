@@ -1,4 +1,4 @@
-"""Bars and sparklines: one line of text for one value, or for some values in a row."""
+"""Bars and sparklines: one line of text for one value, or for several values in a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASCII_LEVELS = "_.-=+*%#"
 
 
 def bar(share: float | None, width: int, look: Look, role: Role = "accent") -> Line:
-    """A share of 0 to 1 as a bar; empty when it is not known."""
+    """Draw a share of 0 to 1 as a bar; empty when it is not known."""
     known = share is not None and math.isfinite(share)
     kept = min(1.0, max(0.0, share)) if known and share is not None else 0.0
     if not look.unicode:
@@ -30,7 +30,7 @@ def bar(share: float | None, width: int, look: Look, role: Role = "accent") -> L
 
 
 def gauge_role(share: float | None, warn: float = 0.9, bad: float = 1.0) -> Role:
-    """Where more of something means less of what is left."""
+    """Return the role of a gauge of used capacity."""
     if share is None:
         return "dim"
     return "bad" if share >= bad else "warn" if share >= warn else "good"
@@ -39,7 +39,7 @@ def gauge_role(share: float | None, warn: float = 0.9, bad: float = 1.0) -> Role
 def sparkline(
     values: Sequence[float | None], width: int, look: Look, *, from_zero: bool = True
 ) -> str:
-    """The newest values, one a cell, the newest at the right. None leaves its cell blank."""
+    """Draw the newest values, one a cell, the newest at the right. None leaves its cell blank."""
     shown = list(values)[-width:]
     known = [value for value in shown if value is not None and math.isfinite(value)]
     if not known:
@@ -57,7 +57,7 @@ def sparkline(
 
 
 def place(value: float, low: float, high: float, count: int) -> int:
-    """The nearest of `count` even steps from `low` to `high`; what lies outside is at an end."""
+    """Return the nearest of `count` even steps from `low` to `high`; values outside are clamped."""
     # Halves, because the whole of two opposite numbers may be too large for a float.
     span = high / 2 - low / 2
     if span <= 0:

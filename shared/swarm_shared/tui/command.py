@@ -1,6 +1,6 @@
-"""The words that both `top` commands share, and what they do with them.
+"""The options that both `top` commands share, and how they open a view.
 
-It imports little: what a view is drawn with is loaded when the words are understood.
+It imports little: the drawing modules are loaded after the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_view(
     record: Path | None,
     replay: Path | None,
 ) -> None:
-    """Show what is live, or a recording of `program`, until it is closed."""
+    """Show the live source, or a recording of `program`, until the view is closed."""
     from swarm_shared.tui.app import run_view
 
     source, recorder = live() if replay is None else None, None

@@ -1,6 +1,6 @@
-"""Small windows over a view: a choice of a few, a line to fill in, a page to read.
+"""Modal windows over a view: a choice, a line to fill in, a page to read.
 
-Each ends with what the person chose, or None when they would rather not.
+Each returns the person's choice, or None when it was cancelled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FRAME = """
 
 
 class Choose(ModalScreen[int | None]):
-    """One of a few; Escape is none of them."""
+    """A choice of one option; Escape cancels."""
 
     DEFAULT_CSS = f"Choose {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
@@ -59,7 +59,7 @@ class Choose(ModalScreen[int | None]):
 
 
 class Confirm(Choose):
-    """Yes or no; the harmless one is chosen at first."""
+    """Yes or no; the harmless answer is selected at first."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "yes", "Yes"),
@@ -74,7 +74,8 @@ class Confirm(Choose):
 
 
 class Fill(ModalScreen[str | None]):
-    """A line of text. `check` takes it and says what is wrong with it; None: all is well."""
+    """A line of text. `check` processes it and returns what is wrong with it; None: it is
+    accepted."""
 
     DEFAULT_CSS = f"Fill {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
@@ -108,7 +109,7 @@ class Fill(ModalScreen[str | None]):
 
 
 class Page(ModalScreen[None]):
-    """Something to read; any of the usual keys closes it."""
+    """A page to read; any of the usual keys closes it."""
 
     DEFAULT_CSS = f"Page {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [

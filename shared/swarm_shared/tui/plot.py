@@ -1,7 +1,7 @@
-"""A curve in text: dots of braille, two by four a cell, or ASCII; with an axis that says its ends.
+"""A curve in text: braille dots, two by four a cell, or ASCII; with an axis labelled at its ends.
 
-Own drawing instead of a plotting library: those for terminals need numpy, which alone takes longer
-to import than a view may take to start.
+Our own drawing instead of a plotting library: those for terminals need numpy, which alone takes
+longer to import than a view may take to start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plot(
     foot: Callable[[float], str],
     from_zero: bool = False,
 ) -> list[Line]:
-    """`height` lines: the curve, and below it where the x axis begins and ends."""
+    """Draw `height` lines: the curve, and below it where the x axis begins and ends."""
     known = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     rows = height - 1
     if not known or rows < 1:
@@ -56,7 +56,8 @@ def plot(
 
 
 def columns_plot(values: Sequence[float], width: int, height: int, look: Look) -> list[str]:
-    """Upright columns from zero, one a value, as wide as there is room for: the newest ones."""
+    """Draw upright columns from zero, one for each of the newest values, as wide as there is room
+    for."""
     wide = 2 if len(values) * 2 <= width else 1
     shown = list(values)[-(width // wide) :]
     top = max(shown, default=0.0)
@@ -92,7 +93,7 @@ def _ascii(points: Sequence[Point], columns: int, rows: int, span: _Span) -> lis
 
 
 def _dots(points: Sequence[Point], columns: int, rows: int, span: _Span) -> list[tuple[int, int]]:
-    """A dot a column, at the mean of what lies in it; between two, a line."""
+    """Return one dot a column, at the mean of its values; neighbours are joined by a line."""
     (left, right), (low, high) = span
     sums: dict[int, tuple[float, int]] = {}
     for x, y in points:

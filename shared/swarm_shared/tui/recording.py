@@ -1,18 +1,17 @@
-"""A session of a view in a file, and the same session again from it.
+"""Recordings of a view in a file, and their replay.
 
-The file has a line of JSON for each event, after a first one that says what it is:
+The file has a line of JSON for each event, after a first one that describes it:
 
-    {"recording": "swarm-client top", "format": 2, "started_at": 1790000000.0}
+    {"recording": "swarm-client top", "format": 1, "started_at": 1790000000.0}
     {"seconds": 0.0, "status": {...}}
     {"seconds": 0.4, "log": [...]}
     {"seconds": 9.1, "away": "the daemon has stopped"}
 
-`seconds` count from the start and never go back. Of a status only those parts are told that are
-others than in the one before it: most of a long run's history stays as it is. `away` beside a
-status says why there will be no newer one for now. Both ends are bounded: the recorder stops at
-`MAX_RECORDING_BYTES`, and the replay reads no line longer than `MAX_LINE_BYTES`. What does not
-read like this ends the replay with the number of its line. A recording holds names, peer IDs and
-the log, so only its owner may read the file.
+`seconds` count from the start and never decrease. A status holds only the parts that differ from
+the one before: most of a long run's history stays the same. `away` beside a status explains why no
+newer one will come for now. Both ends are bounded: the recorder stops at `MAX_RECORDING_BYTES`, and
+the replay reads no line longer than `MAX_LINE_BYTES`. A malformed line ends the replay with its
+number. A recording holds names, peer IDs and the log, so only its owner may read the file.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ from swarm_shared.tui.source import (
     SourceLost,
 )
 
-FORMAT = 2
-READABLE_FORMATS = (1, 2)
-"""In the first one every status was whole."""
+FORMAT = 1
 MAX_RECORDING_BYTES = 256 * 2**20
-"""Some hours of a large run."""
+"""Largest recording: some hours of a large run."""
 MAX_LINE_BYTES = 16 * 2**20
-"""A run of ten thousand peers takes five."""
+"""Longest line; a run of ten thousand peers takes 5 MiB."""
 LONGEST_WAIT_SECONDS = 5.0
-"""A replay skips what was longer quiet: a view that was suspended overnight says nothing."""
+"""Longest pause of a replay; longer silence is skipped, as of a view that was suspended
+overnight."""
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -71,7 +69,8 @@ class _Body(_Strict):
 
 
 class Recorder:
-    """Writes a new file. A full disk ends the recording, never the view: `trouble` says so."""
+    """Writes a new file. A full disk ends the recording, never the view; `trouble` gives the
+    reason."""
 
     def __init__(self, path: Path, program: str, clock: Clock) -> None:
         self.path = path
@@ -88,7 +87,8 @@ class Recorder:
     def note(self, event: Event[Any]) -> None:
         if self.trouble:
             return
-        # The wall's clock may be set back; a recording's time does not go back.
+        # The wall clock may be set back; a recording's time never decreases.
+
         self._seconds = max(self._seconds, event.at - self._started_at, 0.0)
         self._write(json.dumps({"seconds": round(self._seconds, 3), **self._form(event)}).encode())
 
@@ -135,12 +135,12 @@ def _create(path: Path) -> BinaryIO:
 
 
 class Replay(ReplayControls, Generic[D]):
-    """A source that tells a recording again, at the pace at which it was seen, or another."""
+    """A source that replays a recording, at the pace at which it was recorded, or another."""
 
     def __init__(
         self, path: Path, program: str, model: type[D], sleep: Sleep = asyncio.sleep
     ) -> None:
-        """Reads the first line. DataError or VersionError when it is no recording of `program`."""
+        """Read the first line. DataError or VersionError when it is no recording of `program`."""
         self._path = path
         self._model = model
         self._sleep = sleep
@@ -203,9 +203,9 @@ class Replay(ReplayControls, Generic[D]):
             raise DataError(
                 f"{self._path} was recorded by `{head.recording[:60]}`; replay it with that"
             )
-        if head.format not in READABLE_FORMATS:
+        if head.format != FORMAT:
             raise VersionError(
-                f"{self._path} has format {head.format}, this program reads up to {FORMAT}; "
+                f"{self._path} has format {head.format}, this program reads {FORMAT}; "
                 "replay it with the version that recorded it"
             )
         return head

@@ -1,8 +1,8 @@
-"""What a view follows: documents, lines of a log, and the word that nobody answers.
+"""The interface of a view's source: documents, log lines, and the loss of the connection.
 
-Owns the form of that; where it comes from (a socket, a file, a recording, a test's script) is the
-implementations' part. A source never ends because the other side went away: it says so and tries
-again, for the view stays open and comes back by itself.
+The implementations (a socket, a file, a recording, a test's script) own where these come from. A
+source does not end when the connection is lost: it reports that and retries, because the view stays
+open and recovers by itself.
 """
 
 from __future__ import annotations
@@ -24,46 +24,48 @@ class LogEntry:
     level: str
     text: str
     number: int
-    """Grows; tells two entries with the same words apart."""
+    """Increases; distinguishes two entries with the same text."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentReceived(Generic[D]):
-    """How things stand, whole."""
+    """A complete document."""
 
     at: float
-    """Unix seconds at which the view heard it."""
+    """Unix seconds at which the view received it."""
     document: D
     away: str = ""
-    """Why there will be no newer one for now; what was said last is at hand all the same."""
+    """Why there will be no newer document for now; the last one is available all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogReceived:
+    """Lines of the log."""
+
     at: float
     entries: tuple[LogEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """Nobody answers; the last document stands, and gets old."""
+    """The source does not answer; the last document stays on the screen and ages."""
 
     at: float
     sentence: str
-    """What is wrong and what mends it."""
+    """What is wrong and how to fix it."""
 
 
 Event = DocumentReceived[D] | LogReceived | SourceLost
 
 
 class ReplayControls:
-    """What a source is besides that tells of the past: it can be made faster, slower and held."""
+    """Additional controls of a source that replays the past: its pace, and pausing."""
 
     speed: float
     held: bool
 
     def faster(self, steps: int) -> float:
-        """So many steps up or down; the pace that it has then."""
+        """Change the pace by so many steps and return the new one."""
         raise NotImplementedError
 
     def hold(self, held: bool) -> None:
@@ -71,14 +73,17 @@ class ReplayControls:
 
 
 class Source(Protocol[D]):
+    """A source of documents of one type."""
+
     def events(self) -> AsyncIterator[Event[D]]:
-        """Without an end where the other side may come back. SwarmError when it cannot go on."""
+        """Yield events without an end where the source may recover. SwarmError when it cannot
+        continue."""
         ...
 
     async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask the other side to do something; SwarmError says why it did not."""
+        """Send a request to the other side; SwarmError explains a refusal."""
         ...
 
     def now(self) -> float:
-        """Unix seconds by the clock of what is shown: the wall's, or a recording's."""
+        """Return Unix seconds by the clock of what is shown: the wall's, or a recording's."""
         ...

@@ -1,4 +1,4 @@
-"""Coverage of the pipeline: a bar a stage, as long as its rate, and the narrowest one named."""
+"""Coverage of the pipeline: a bar per stage, as long as its rate, with the slowest one marked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class StageBar:
 
 
 def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line]:
-    """A pipeline is as fast as its slowest stage, so that bars are shares of the fastest."""
+    """Draw the stages. A pipeline is as fast as its slowest stage, so bars are shares of the
+    fastest."""
     if not stages:
         return [line(("  no stage is known yet", "dim"))]
     fastest = max(row.microbatches_per_second for row in stages)
@@ -32,7 +33,7 @@ def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line
         share = rate / fastest if fastest > 0 else 0.0
         role: Role = "bad" if row.peers == 0 else "accent"
         told = f" {counted(row.peers, 'peer', 'peers'):<9} {rate:6.2f} microbatches/s"
-        note = line(("  nobody holds it", "bad")) if row.peers == 0 else ()
+        note = line(("  no peer holds it", "bad")) if row.peers == 0 else ()
         if row.peers and len(stages) > 1 and rate == slowest < fastest:
             note = line(("  slowest", "warn"))
         mark = "  mine" if row.mine else ""

@@ -1,7 +1,7 @@
-"""Text with a meaning, before anybody knows its colour: lines of pieces, each with a role.
+"""Text with roles instead of colours: lines of spans.
 
-Owns measuring, cutting and setting side by side. Widths are cells of a terminal, in which a
-character of some scripts takes two.
+Owns measuring, cutting and arranging lines. Widths are cells of a terminal, in which a character of
+some scripts takes two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def width_of(drawn: Line) -> int:
 
 
 def cut(drawn: Line, width: int, look: Look) -> Line:
-    """At most `width` cells; what is cut ends in an ellipsis."""
+    """Cut to at most `width` cells; a cut line ends in an ellipsis."""
     if width_of(drawn) <= width:
         return drawn
     mark = "…" if look.unicode else "~"
@@ -55,13 +55,13 @@ def cut(drawn: Line, width: int, look: Look) -> Line:
 
 
 def fill(drawn: Line, width: int, look: Look) -> Line:
-    """Exactly `width` cells."""
+    """Cut or pad to exactly `width` cells."""
     shown = cut(drawn, width, look)
     return (*shown, Span(" " * (width - width_of(shown))))
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) -> list[Line]:
-    """Two blocks, each with half of the width and two cells between them."""
+    """Set two blocks side by side, each with half of the width and two cells between them."""
     half = (width - 2) // 2
     rows = max(len(left), len(right))
     return [
@@ -75,7 +75,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) 
 
 
 def ends(left: Line, right: Line, width: int, look: Look) -> Line:
-    """One text at each end of a line; the right one stays whole while there is room for it."""
+    """Set one text at each end of a line; the right one stays whole while there is room for it."""
     room = width - width_of(right)
     if room < 2:
         return cut(right, width, look)
@@ -88,7 +88,7 @@ def heading(title: str, width: int, look: Look) -> Line:
 
 
 def wrapped(text: str, width: int, role: Role = "", indent: str = "") -> list[Line]:
-    """Words over as many lines as they need; a word that is longer than a line is cut up."""
+    """Wrap words over as many lines as they need; a word that is longer than a line is split."""
     lines: list[str] = []
     current = ""
     room = max(1, width - len(indent))
@@ -110,7 +110,7 @@ def wrapped(text: str, width: int, role: Role = "", indent: str = "") -> list[Li
 
 
 def joined(parts: Iterable[Line], separator: str) -> Line:
-    """The parts that are not empty, with the separator between them."""
+    """Join the parts that are not empty, with the separator between them."""
     drawn: list[Span] = []
     for part in parts:
         if not part:

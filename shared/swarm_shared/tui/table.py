@@ -1,4 +1,4 @@
-"""Rows under headings: columns as wide as they need, the last flexible one takes what is left."""
+"""Tables: columns as wide as they need; the last flexible one takes the remaining width."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from swarm_shared.tui.terminal_style import Look
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """A column's title and how its width is chosen."""
+
     title: str
     right: bool = False
-    """Numbers end at the right."""
+    """Align at the right, as for numbers."""
     smallest: int = 3
     largest: int = 40
     flexible: bool = False
-    """Gives way when there is little room."""
+    """Shrinks when there is little room."""
     keep: int = 0
-    """Columns with a small number give way first, and are left out first."""
+    """Columns with a small number shrink first, and are left out first."""
 
 
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int, look: Look
 ) -> list[Line]:
-    """The heading, then a line for each row."""
+    """Draw the heading, then a line for each row."""
     widths = _widths(columns, rows, width)
     shown = [index for index, cells in enumerate(widths) if cells]
     head = _row(
@@ -52,7 +54,7 @@ def _row(
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int) -> list[int]:
-    """Cells for each column; 0 for one that is left out."""
+    """Return the cells of each column; 0 for one that is left out."""
     widths = [
         min(column.largest, max(len(column.title), *(width_of(row[i]) for row in rows), 1))
         if rows
@@ -71,7 +73,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: in
             break
         if len([cells for cells in widths if cells]) > 1:
             widths[index] = 0
-    # What the others left is given back to those that gave way.
+    # Width that is left is returned to the columns that shrank.
     for index in reversed(dearest_last):
         if columns[index].flexible and widths[index]:
             widths[index] += min(wanted[index] - widths[index], max(0, width - _sum(widths)))

@@ -1,7 +1,7 @@
-"""What a terminal can show: Unicode or ASCII, how many colours, and which theme suits it.
+"""A terminal's capabilities: Unicode or ASCII, the number of colours, and the theme for it.
 
-Owns reading that off the environment, once, at the start. What cannot be known is taken to be
-less than it may be: ASCII bars look poor on a good terminal, Unicode looks broken on a bad one.
+Read from the environment once, at the start. Unknown capabilities are assumed to be missing: ASCII
+bars look poor on a good terminal, Unicode looks broken on a bad one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ThemeName(StrEnum):
     LIGHT = "light"
     CONTRAST = "high contrast"
     TERMINAL = "the terminal's colours"
-    """The terminal's own 16."""
+    """The terminal's own 16 colours."""
     NONE = "no colour"
 
 
@@ -30,18 +30,18 @@ class Look:
 
 
 _COLOURLESS = ("dumb", "unknown", "vt")
-"""What TERM begins with for terminals that have no colours; a vt100 has none."""
+"""Prefixes of TERM of terminals that have no colours; a vt100 has none."""
 _COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
-"""What Python itself writes into LC_CTYPE when it starts in the C locale (PEP 538)."""
+"""Values that Python itself writes into LC_CTYPE when it starts in the C locale (PEP 538)."""
 
 
 def look_of(
     environment: Mapping[str, str], *, coerced: bool = False, unicode: bool | None = None
 ) -> Look:
-    """The look for a terminal. `unicode` is the person's own word and outweighs the locale's.
+    """Return how to draw on a terminal. `unicode` is the person's choice and overrides the locale.
 
-    `coerced`: Python was started in the C locale (`sys.flags.utf8_mode` tells), so that LC_CTYPE is
-    its own doing and says nothing of the terminal.
+    `coerced`: Python was started in the C locale (`sys.flags.utf8_mode`), so that LC_CTYPE is
+    Python's own and does not describe the terminal.
     """
     if unicode is None:
         unicode = _speaks_unicode(environment, coerced)
@@ -54,7 +54,7 @@ def look_of(
 
 
 def _speaks_unicode(environment: Mapping[str, str], coerced: bool) -> bool:
-    """By the first of the variables that is set, as the C library reads them."""
+    """Whether the first of the variables that is set, in the C library's order, names UTF-8."""
     names = ["LC_ALL", "LC_CTYPE", "LANG"]
     if coerced and environment.get("LC_CTYPE") in _COERCED:
         names.remove("LC_CTYPE")
@@ -68,6 +68,6 @@ def _colours(environment: Mapping[str, str]) -> int:
         return 0
     if environment.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
         return 2**24
-    # Of terminals whose name says nothing, those in use have 16 at least, and most call
-    # themselves something-256color when they have more.
+    # Terminals in use have at least 16 colours, and most with more are named
+    # something-256color.
     return 256 if "256color" in term or "kitty" in term or "direct" in term else 16

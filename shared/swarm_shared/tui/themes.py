@@ -1,7 +1,7 @@
-"""Colours, and what is done to a screen for terminals that show less.
+"""Themes, and the filters of the screen for terminals with fewer capabilities.
 
-Owns the five themes by name and the last step before the terminal: without colour only bold, dim
-and reverse are left; without Unicode whatever a widget draws comes out as ASCII of the same width.
+Owns the five themes and the last step before the terminal: without colour only bold, dim and
+reverse are left; without Unicode everything a widget draws becomes ASCII of the same width.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ASCII = {
 
 @lru_cache(4096)
 def ascii_of(text: str) -> str:
-    """The same text in ASCII, as wide as before: what has no likeness becomes question marks."""
+    """Return the text in ASCII, as wide as before; unknown characters become question marks."""
     if text.isascii():
         return text
     return "".join(_ascii_character(character) for character in text)
@@ -77,7 +77,7 @@ def _ascii_character(character: str) -> str:
 
 
 class AsciiOnly(LineFilter):
-    """For terminals, and lines in between, that know no Unicode."""
+    """Converts every segment to ASCII, for terminals without Unicode."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(ascii_of(text), style, control) for text, style, control in segments]

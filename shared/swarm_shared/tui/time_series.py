@@ -1,4 +1,4 @@
-"""What a value has been lately: a bounded row of (time, value), for sparklines and curves."""
+"""A bounded series of (time, value), for sparklines and curves."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 
 DEFAULT_POINTS = 600
-"""Ten minutes at one a second."""
+"""Points kept: ten minutes at one a second."""
 
 
 class TimeSeries:
-    """The newest points. One that is not later than the last replaces it."""
+    """The newest points. A point that is not later than the last one replaces it."""
 
     def __init__(self, most: int = DEFAULT_POINTS) -> None:
         self._points: deque[tuple[float, float | None]] = deque(maxlen=most)

@@ -1,6 +1,6 @@
-"""Widgets that show lines of `ink`: a block of fixed height, a pane that scrolls, the row of tabs.
+"""Widgets that show styled lines: a block of fixed height, a pane that scrolls, the row of tabs.
 
-A pane is drawn anew only while it is seen, and only lines that have changed reach the terminal.
+A pane is redrawn only while it is visible, and only changed lines reach the terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm_shared.tui.styled_text import Line, Span, cut, line, width_of
 from swarm_shared.tui.terminal_style import Look
 
 Draw = Callable[[int, int], Sequence[Line]]
-"""Lines for a width and a height; more than the height scroll."""
+"""Returns lines for a width and a height; more lines than the height scroll."""
 
 ROLE_CLASSES = {
     role: f"ink--{role}" for role in ("strong", "good", "warn", "bad", "dim", "accent", "rule")
@@ -43,7 +43,7 @@ ROLE_CSS = """
 
 
 def strip_of(widget: Widget, drawn: Line, width: int, *, faded: bool) -> Strip:
-    """A line in the widget's colours, exactly as wide as asked for."""
+    """Return a line in the widget's colours, exactly as wide as requested."""
     base = widget.rich_style
     dimmed = base + Style(dim=True)
     segments = []
@@ -103,10 +103,10 @@ class Pane(ScrollView, can_focus=True):
         self._look = look
         self._lines: list[Line] = []
         self.faded = False
-        """Shown dim, because it is old."""
+        """Shown dim, because the document is old."""
 
     def redraw(self, *, faded: bool | None = None) -> None:
-        """Draw again what has changed; nothing while it is not seen."""
+        """Redraw what has changed; does nothing while the pane is hidden."""
         changed_all = faded is not None and faded != self.faded
         self.faded = self.faded if faded is None else faded
         if not self.is_on_screen:
@@ -141,7 +141,8 @@ class Pane(ScrollView, can_focus=True):
 
 
 class TabRow(Widget):
-    """The panes' names with their keys; the one that is shown stands out. Clicks choose too."""
+    """The panes' names with their keys; the active one is highlighted. Clicks select a pane as
+    well."""
 
     BINDINGS: ClassVar[list[BindingType]] = []
     COMPONENT_CLASSES: ClassVar[set[str]] = {"tab--active", "tab--key"}
@@ -199,7 +200,7 @@ class TabRow(Widget):
 
 
 class TooSmall(Widget):
-    """What is shown instead of everything where there is no room for it."""
+    """Replaces the whole view where the terminal is too small for it."""
 
     DEFAULT_CSS = "TooSmall { width: 1fr; height: 1fr; background: $background; }"
 

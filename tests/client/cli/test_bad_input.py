@@ -83,11 +83,11 @@ def kept(home: Path) -> dict[str, bytes]:
         (GOOD, ("config", "set", "nice", "20"), {}, ConfigurationError, "nice"),
         ("version = 99", ("config", "set", "nice", "5"), {}, VersionError, "not changed"),
         ("version = 99", ("config", "get"), {}, VersionError, "update this one"),
-        (GOOD, ("pause", "--for", "a while"), {}, UsageError, "like 30m"),
+        (GOOD, ("pause", "--for", "a while"), {}, UsageError, "write 30m"),
         (GOOD, ("join", "INVITE", "--device", "cpu", "--device", "gpu"), {}, UsageError, "'gpu'"),
     ],
 )
-def test_a_setting_that_cannot_be_is_told_and_the_file_stays_as_it_was(
+def test_a_setting_that_cannot_be_is_reported_and_the_file_stays_as_it_was(
     tmp_path: Path,
     file: str,
     words: tuple[str, ...],
@@ -98,7 +98,7 @@ def test_a_setting_that_cannot_be_is_told_and_the_file_stays_as_it_was(
     (tmp_path / "preferences.toml").write_text(file)
     words = tuple(invite() if word == "INVITE" else word for word in words)
     done = types(tmp_path, *words, more=more)
-    if "--device" in words:  # the daemon has begun, and has said who it is
+    if "--device" in words:  # the daemon has started and reported its peer ID
         assert done.returncode == kind.exit_code
         assert told in done.stderr.splitlines()[-1]
     else:
@@ -110,11 +110,11 @@ def test_a_setting_that_cannot_be_is_told_and_the_file_stays_as_it_was(
 
 
 @pytest.mark.parametrize("words", [("status",), ("pause",), ("leave",), ("runs", "choose", "x")])
-def test_a_socket_that_nobody_serves_is_no_daemon(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_socket_without_a_server_is_no_daemon(tmp_path: Path, words: tuple[str, ...]) -> None:
     home = Home.create(tmp_path / "h")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(home.socket_path))
-    assert "no daemon runs in" in sentence(types(home.path, *words), DaemonError)
+    assert "no daemon is running in" in sentence(types(home.path, *words), DaemonError)
 
 
 def test_a_second_daemon_is_refused_and_the_first_ones_home_is_as_it_was(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_second_daemon_is_refused_and_the_first_ones_home_is_as_it_was(tmp_pat
     before = kept(home.path)
     with home.locked():
         told = sentence(types(home.path, "daemon"), StorageError)
-    assert "another swarm-client is working in" in told
+    assert "another swarm-client is running in" in told
     assert "--home" in told
     assert kept(home.path).items() >= before.items()
 
@@ -159,7 +159,7 @@ REFUSES = Refusal(error=version_mismatch(API_VERSION)).model_dump()
 
 @pytest.mark.parametrize("words", [("status",), ("resume",), ("credit",), ("finish", "--no-wait")])
 @pytest.mark.parametrize("answer", [REFUSES, {"result": {}}], ids=["refuses", "speaks otherwise"])
-def test_a_daemon_of_another_version_is_told_with_what_mends_it(
+def test_a_daemon_of_another_version_is_reported_with_its_remedy(
     tmp_path: Path, words: tuple[str, ...], answer: object
 ) -> None:
     home = Home.create(tmp_path / "h")
@@ -169,7 +169,7 @@ def test_a_daemon_of_another_version_is_told_with_what_mends_it(
     assert "same installation" in told
 
 
-def test_a_daemon_of_another_version_that_can_be_understood_is_said_to_be_one(
+def test_a_daemon_of_another_version_that_can_be_understood_is_reported_as_one(
     tmp_path: Path,
 ) -> None:
     home = Home.create(tmp_path / "h")
@@ -193,7 +193,7 @@ def test_settings_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
     assert kept(tmp_path) == {"preferences.toml": GOOD.encode()}
 
 
-def test_a_first_start_on_a_full_disk_says_so_and_leaves_no_half_a_key(tmp_path: Path) -> None:
+def test_a_first_start_on_a_full_disk_reports_it_and_leaves_no_half_a_key(tmp_path: Path) -> None:
     done = types(tmp_path / "h", "daemon", shell=FULL_DISK)
     assert done.returncode == StorageError.exit_code, done
     assert "Traceback" not in done.stderr
@@ -201,7 +201,7 @@ def test_a_first_start_on_a_full_disk_says_so_and_leaves_no_half_a_key(tmp_path:
     assert not (tmp_path / "h" / "identity.key").exists()
 
 
-def test_a_daemon_goes_on_when_the_disk_is_full_and_what_it_knew_of_runs_stays(
+def test_a_daemon_continues_when_the_disk_is_full_and_what_it_knew_of_runs_stays(
     tmp_path: Path,
 ) -> None:
     home = Home.create(tmp_path / "h")

@@ -1,4 +1,4 @@
-"""What a volunteer who mistypes something sees: one sentence, an exit code, no traceback."""
+"""What a volunteer sees after a typing error: one sentence, an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def one_sentence(text: str) -> str:
     return lines[0]
 
 
-def test_a_damaged_invite_is_told_before_any_network_use(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_invite_is_reported_before_any_network_use(run: Run, tmp_path: Path) -> None:
     good = invite()
     damaged = good[:40] + ("a" if good[40] != "a" else "b") + good[41:]
     code, text = run("join", damaged, "--home", str(tmp_path / "h"))
@@ -65,7 +65,7 @@ def test_a_damaged_invite_is_told_before_any_network_use(run: Run, tmp_path: Pat
     assert not (tmp_path / "h").exists()
 
 
-def test_something_that_is_no_invite_is_told_as_such(run: Run) -> None:
+def test_something_that_is_no_invite_is_reported_as_such(run: Run) -> None:
     code, text = run("join", "hello")
     assert code == InviteError.exit_code
     one_sentence(text)
@@ -77,13 +77,13 @@ def test_an_unknown_device_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     assert "cpu, cuda:0 or auto" in one_sentence(text)
 
 
-def test_a_gpu_that_is_not_there_is_told_with_what_is(run: Run, tmp_path: Path) -> None:
+def test_a_gpu_that_is_not_there_is_reported_with_what_is(run: Run, tmp_path: Path) -> None:
     code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cuda:99")
     assert code == CapacityError.exit_code == 6
     assert "--device cpu" in one_sentence(text)
 
 
-def test_a_home_that_cannot_be_made_is_told_with_another_way(run: Run, tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_made_is_reported_with_a_remedy(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     code, text = run("join", invite(), "--home", str(tmp_path / "file" / "h"), "--device", "cpu")
     assert code == StorageError.exit_code == 7
@@ -99,7 +99,7 @@ def test_a_second_client_in_the_same_home_is_refused(run: Run, tmp_path: Path) -
     assert "another swarm-client" in one_sentence(text)
 
 
-def test_a_port_in_use_is_told_by_its_number(run: Run, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_by_its_number(run: Run, tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:

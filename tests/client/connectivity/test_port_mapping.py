@@ -116,7 +116,7 @@ def test_a_mapping_comes_back_as_it_was_sent(
 
 
 @given(st.integers(1, 65_535))
-def test_every_result_but_zero_is_a_refusal_in_words(code: int) -> None:
+def test_every_result_but_zero_is_a_refusal_with_a_reason(code: int) -> None:
     datagram = struct.pack(">BBHI", 0, 128, code, 0)
     with pytest.raises(nat_pmp.RefusedError, match="the router refuses: "):
         nat_pmp.parse_answer(datagram, nat_pmp.Operation.EXTERNAL_ADDRESS)
@@ -290,17 +290,17 @@ async def test_a_silent_router_is_given_up_within_three_seconds() -> None:
     assert router.requests == len(nat_pmp.RETRY_SECONDS)
 
 
-async def test_a_router_without_nat_pmp_says_so_at_once() -> None:
+async def test_a_router_without_nat_pmp_reports_it_at_once() -> None:
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as unused:
         await unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    with pytest.raises(NetworkError, match="does not speak NAT-PMP") as caught:
+    with pytest.raises(NetworkError, match="does not support NAT-PMP") as caught:
         await nat_pmp.ask(LOOPBACK, nat_pmp.external_address_request(), port)
     # Not after the time that is given to a silent one.
     assert not isinstance(caught.value, LinkTimeout)
 
 
-async def test_a_machine_without_a_home_router_asks_nobody() -> None:
+async def test_a_machine_without_a_home_router_asks_no_host() -> None:
     mapper = PortMapper(find_gateway=lambda: None)
     assert await mapper.map(4001) is None
     assert "no home router" in mapper.problem
@@ -346,7 +346,7 @@ async def test_a_router_that_goes_silent_costs_the_mapping_only_when_it_lapses()
     assert "does not answer" in mapper.problem
 
 
-async def test_a_new_outer_address_is_told_at_the_next_renewal() -> None:
+async def test_a_new_outer_address_is_reported_at_the_next_renewal() -> None:
     router = Router(lifetime_seconds=2)
     moved = trio.Event()
     async with running(router):

@@ -1,6 +1,6 @@
-"""Whether others reach this volunteer: the conclusions, the check, and when it is repeated.
+"""Whether other peers reach this volunteer: the conclusions, the check, and when it is repeated.
 
-Observers are scripted here, or are nodes of this process; real routers are in tests/kits/network_lab.
+Observers are scripted, or are nodes of this process; real routers are in tests/integration/nat.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_an_observer_outside_counts_when_the_coordinator_is_in_the_same_network(
     )
 
 
-def test_a_coordinators_word_is_not_overruled_by_a_volunteers() -> None:
+def test_a_coordinators_sighting_overrules_a_volunteers() -> None:
     seen = [sighting(), sighting(PORT, by=SECOND)]
     assert judge(PORT, HOME, seen, None).reachability is Reachability.BEHIND_NAT
 
@@ -202,7 +202,7 @@ def nobody() -> Sequence[Observer]:
     return ()
 
 
-async def test_a_router_is_asked_only_when_nobody_comes_in_without_it() -> None:
+async def test_a_router_is_asked_only_when_no_observer_connects_without_it() -> None:
     mapper = Router(MAPPING)
     found = await examine(PORT, Scripted([sighting(PORT)]), nobody, mapper)
     assert found.reachability is Reachability.PUBLIC
@@ -230,7 +230,7 @@ async def test_a_mapping_that_leads_nowhere_is_given_back() -> None:
     found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
     assert found.reachability is Reachability.BEHIND_NAT
     assert found.addresses == ()
-    assert "nobody comes in" in found.note
+    assert "no connection arrives" in found.note
     assert mapper.released == 1
 
 
@@ -242,7 +242,7 @@ async def test_another_address_at_the_router_than_outside_is_double_nat() -> Non
     assert mapper.released == 1
 
 
-async def test_a_mapping_that_nobody_could_check_is_neither_announced_nor_given_back() -> None:
+async def test_a_mapping_that_no_observer_could_check_is_neither_announced_nor_given_back() -> None:
     mapper = Router(MAPPING)
     observer = Scripted([sighting(), NetworkError("gone")])
     found = await examine(PORT, observer, nobody, mapper)
@@ -251,10 +251,10 @@ async def test_a_mapping_that_nobody_could_check_is_neither_announced_nor_given_
     assert (mapper.mapping, mapper.released) == (MAPPING, 0)
 
 
-async def test_what_the_router_says_is_passed_on() -> None:
-    mapper = Router(None, "it is set up not to open ports")
+async def test_what_the_router_answers_is_passed_on() -> None:
+    mapper = Router(None, "it is configured not to open ports")
     found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
-    assert found.note == "it is set up not to open ports"
+    assert found.note == "it is configured not to open ports"
 
 
 async def test_a_second_observer_is_asked_and_may_fail() -> None:
@@ -356,7 +356,7 @@ async def test_a_changed_network_is_looked_at_again_soon() -> None:
     assert len(observer.ports) == 2
 
 
-async def test_the_check_is_repeated_and_only_news_is_told() -> None:
+async def test_the_check_is_repeated_and_only_changes_are_reported() -> None:
     looks = 0
     enough = trio.Event()
 

@@ -85,7 +85,7 @@ async def scene(tmp_path: Path, book: StoredRuns | None = None) -> AsyncIterator
         nursery.cancel_scope.cancel()
 
 
-async def test_a_daemon_without_a_run_says_so_and_its_socket_is_nobody_elses(
+async def test_a_daemon_without_a_run_reports_it_and_its_socket_is_private(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as s:
@@ -155,7 +155,7 @@ async def test_nonsense_ends_that_conversation_only(tmp_path: Path, content: byt
         assert (await s.status()).state is DaemonState.STOPPED
 
 
-async def test_a_pause_is_remembered_told_and_over_in_time(tmp_path: Path) -> None:
+async def test_a_pause_is_remembered_shown_and_over_in_time(tmp_path: Path) -> None:
     known = StoredRuns().joined("ab" * 32, "a run", JoinArguments(invite="swarm1x"), 1.0)
     async with scene(tmp_path, known) as s:
         assert (await s.ask("pause", seconds=600))["message"].startswith("paused until")
@@ -179,7 +179,7 @@ async def test_runs_are_listed_and_forgotten(tmp_path: Path) -> None:
         assert [r["name"] for r in (await s.ask("runs"))["runs"]] == ["two"]
 
 
-async def test_the_log_is_told_from_a_number_on_and_followed(tmp_path: Path) -> None:
+async def test_the_log_is_sent_from_a_number_on_and_followed(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         s.daemon.event("first")
         s.daemon.event("second")
@@ -222,7 +222,7 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(home.socket_path))
     left.close()
-    with pytest.raises(NoDaemon, match="no daemon runs"):
+    with pytest.raises(NoDaemon, match="no daemon is running"):
         ask(home.socket_path, "status")
     async with scene(tmp_path) as s:
         assert (await s.status()).state is DaemonState.STOPPED
@@ -231,7 +231,7 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
 async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with (
         Home.create(tmp_path / "h").locked(),
-        pytest.raises(StorageError, match="another swarm-client is working"),
+        pytest.raises(StorageError, match="another swarm-client is running"),
     ):
         await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
 
@@ -246,7 +246,7 @@ async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_al
     assert "teams" in home.runs_path.read_text()
 
 
-async def test_a_full_disk_is_said_and_stops_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         s.home.runs_path.mkdir()  # no file can be put in its place
         assert (await s.ask("pause"))["message"].startswith("paused")
@@ -257,7 +257,7 @@ async def test_a_full_disk_is_said_and_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "answer", [{"result": "of a newer kind"}, {"error": "in another form"}], ids=str
 )
-async def test_an_answer_of_another_version_is_told_with_what_mends_it(
+async def test_an_answer_of_another_version_is_reported_with_its_remedy(
     tmp_path: Path, answer: dict[str, Any]
 ) -> None:
     path = tmp_path / "s"
@@ -275,7 +275,7 @@ async def test_an_answer_of_another_version_is_told_with_what_mends_it(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_daemon_that_hangs_up_is_told_with_its_log(tmp_path: Path) -> None:
+async def test_a_daemon_that_hangs_up_is_reported_with_its_log(tmp_path: Path) -> None:
     path = tmp_path / "s"
 
     async def handle(lines: LocalServerConnection) -> None:

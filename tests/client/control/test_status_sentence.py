@@ -1,4 +1,4 @@
-"""What a daemon says of itself: the word, the reason, the sentence; and what it remembers."""
+"""A daemon's state, reason and sentence, and its stored runs and contribution."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ PAUSES = [
         (AT_WORK, DaemonState.CONTRIBUTING, None, "computing stage 3"),
         (StatusFacts(attached=True, stage=3), DaemonState.QUEUED, None, "nothing to compute"),
         (
-            StatusFacts(attached=True, stage=3, waiting_for="stage 1, where everybody has paused"),
+            StatusFacts(attached=True, stage=3, waiting_for="stage 1, where every peer has paused"),
             DaemonState.QUEUED,
             None,
-            "the run waits for stage 1, where everybody has paused",
+            "the run waits for stage 1, where every peer has paused",
         ),
-        (StatusFacts(), DaemonState.SYNCING, None, "looking for"),
+        (StatusFacts(), DaemonState.SYNCING, None, "connecting to"),
         (StatusFacts(attached=True), DaemonState.SYNCING, None, "joining"),
         (
             StatusFacts(attached=True, loading_stage=2),
@@ -93,7 +93,7 @@ PAUSES = [
         ),
     ],
 )
-def test_each_state_has_a_word_a_reason_and_a_sentence(
+def test_each_state_has_a_state_a_reason_and_a_sentence(
     facts: StatusFacts, word: DaemonState, reason: SuspendReason | None, told: str
 ) -> None:
     described = describe(facts, NOON)
@@ -105,7 +105,7 @@ def test_each_state_has_a_word_a_reason_and_a_sentence(
 @pytest.mark.parametrize(
     "facts", [AT_WORK, StatusFacts(), StatusFacts(stopped=StopCause(SuspendReason.NO_RUN))], ids=str
 )
-def test_each_reason_to_pause_is_told_whatever_else_is_so(
+def test_each_reason_to_pause_is_shown_whatever_else_is_so(
     reason: SuspendReason, facts: StatusFacts
 ) -> None:
     paused = dataclasses.replace(facts, suspension=Suspension(reason))
@@ -118,13 +118,13 @@ def test_each_reason_to_pause_is_told_whatever_else_is_so(
     assert described.sentence == SENTENCES[reason]
 
 
-def test_a_pause_with_an_end_says_when_it_ends() -> None:
+def test_a_pause_with_an_end_shows_when_it_ends() -> None:
     six = NOON + 6 * 3600
     described = describe(
         StatusFacts(suspension=Suspension(SuspendReason.PAUSED_BY_USER, six)), NOON
     )
     assert described.until == six
-    assert described.sentence == "paused by you until 18:00; `swarm-client resume` goes on"
+    assert described.sentence == "paused by you until 18:00; `swarm-client resume` continues"
     assert clock_text(NOON + 30 * 3600, NOON) == "18:00 on 22 November"
 
 
@@ -202,7 +202,7 @@ def book(*ids: str) -> StoredRuns:
     return found
 
 
-def test_the_run_that_was_joined_last_is_the_chosen_one_and_invites_are_not_told() -> None:
+def test_the_run_that_was_joined_last_is_the_chosen_one_and_invites_are_not_shown() -> None:
     known = book("aa1", "bb2")
     assert [(run.id, run.chosen) for run in known.listed()] == [("aa1", False), ("bb2", True)]
     assert "swarm1" not in str(known.listed())

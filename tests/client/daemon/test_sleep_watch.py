@@ -1,4 +1,5 @@
-"""That the machine slept, or the program was stopped, is noticed and told apart. No clock waits."""
+"""A sleep of the machine and a stop of the program are detected and distinguished. No clock
+waits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from swarm_client.daemon.sleep_watch import (
     Interruption,
     SleepWatch,
     clock_through_sleep,
-    duration_text,
 )
 
 
@@ -32,7 +32,7 @@ class Clocks:
         self.watch.check()
 
 
-def test_a_machine_that_slept_is_told_from_a_program_that_was_stopped() -> None:
+def test_a_machine_that_slept_is_distinguished_from_a_program_that_was_stopped() -> None:
     clocks = Clocks()
     clocks.pass_()
     clocks.pass_(asleep=720.0)
@@ -42,7 +42,7 @@ def test_a_machine_that_slept_is_told_from_a_program_that_was_stopped() -> None:
     assert (slept.slept, slept.seconds, slept.began) == (True, 720.0, 1_000_004.0)
     assert slept.sentence == "this machine slept for 12 min"
     assert (stopped.slept, stopped.seconds) == (False, 95.0)
-    assert stopped.sentence == "this program was stopped for 2 min"
+    assert stopped.sentence == "this program was stopped for 95 s"
 
 
 def test_a_busy_machine_and_a_clock_that_is_set_are_no_absence() -> None:
@@ -58,18 +58,10 @@ def test_the_clock_that_goes_on_in_sleep_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.4, "12 s"), (90, "2 min"), (3599, "1 h"), (3600, "1 h"), (11_100, "3 h 5 min")],
-)
-def test_durations_are_said_for_people(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
-
-
-@pytest.mark.parametrize(
     "facts",
     [StatusFacts(), StatusFacts(attached=True), StatusFacts(attached=True, loading_stage=1)],
 )
-def test_why_it_was_away_is_said_until_a_stage_is_held_again(facts: StatusFacts) -> None:
+def test_why_it_was_away_is_shown_until_a_stage_is_held_again(facts: StatusFacts) -> None:
     described = describe(replace(facts, away="this machine slept for 12 min"), 0.0)
     assert described.state is DaemonState.SYNCING
     assert described.sentence.endswith("; before that, this machine slept for 12 min")

@@ -6,32 +6,33 @@ from pathlib import Path
 
 from client.volunteer.test_volunteer_admission import Scene, certificate, scene
 from swarm_client.control.contribution_log import ContributionLog
-from swarm_client.control.status_document import DaemonState, MachineView, Status, SuspendReason
+from swarm_client.control.status_document import DaemonState, Status, SuspendReason
 from swarm_client.control.status_sentence import StopCause
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import LeaderboardEntry, PeerRecord, Roster, RunNews
 
 
-def look(s: Scene, reporter: StatusBuilder, moment: float = 0.0) -> Status:
+def look(s: Scene, builder: StatusBuilder, moment: float = 0.0) -> Status:
     facts = DaemonFacts(
         now=1_000_000.0, moment=moment, started_at=999_000.0, peer=s.volunteer.node.peer_id,
         name=None, runs=(), suspension=None, stopped=StopCause(SuspendReason.NO_RUN),
         contribution_log=ContributionLog(),
-        machine=MachineView(),
+        readings=Readings(),
     )  # fmt: skip
-    return reporter.status(DeviceGroup([s.volunteer]), facts)
+    return builder.status(DeviceGroup([s.volunteer]), None, facts)
 
 
-async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard(
+async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(
     tmp_path: Path,
 ) -> None:
-    reporter = StatusBuilder()
+    builder = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.volunteer.attachment.session)
-        joining = look(s, reporter)
+        joining = look(s, builder)
         assert (joining.state, joining.reason) == (DaemonState.SYNCING, None)
         assert joining.run is not None
         assert (joining.run.name, joining.run.steps, joining.run.loss) == ("test", 1, None)
@@ -62,7 +63,7 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
             RunNews(version=Version(1), loss=2.5, tokens_per_second=99.0, leaderboard=rows)
         )
         await s.until(lambda: s.volunteer.news)
-        status = look(s, reporter)
+        status = look(s, builder)
         assert status.run is not None
         assert (status.run.version, status.run.loss) == (1, 2.5)
         assert [(x.stage, x.peers, x.microbatches_per_second) for x in status.stages] == [
@@ -81,35 +82,35 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
         assert Status.model_validate_json(status.model_dump_json()) == status
 
         s.volunteer.suspend(SuspendReason.TOO_HOT)
-        assert (look(s, reporter).state, look(s, reporter).reason) == (
+        assert (look(s, builder).state, look(s, builder).reason) == (
             DaemonState.PAUSED,
             SuspendReason.TOO_HOT,
         )
 
 
 async def test_rates_of_traffic_are_between_two_looks(tmp_path: Path) -> None:
-    reporter = StatusBuilder()
+    builder = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.script.beats)
-        first = look(s, reporter, 10.0).traffic
+        first = look(s, builder, 10.0).traffic
         assert first.sent_bytes > 0
         assert first.sent_bytes_per_second == 0.0
         sent = first.sent_bytes
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
-        second = look(s, reporter, 12.0).traffic
+        second = look(s, builder, 12.0).traffic
         assert second.sent_bytes_per_second == (second.sent_bytes - sent) / 2.0
         assert second.sent_bytes > sent
 
 
-async def test_a_coordinator_that_goes_away_is_told_with_its_reason(tmp_path: Path) -> None:
-    reporter = StatusBuilder()
+async def test_a_coordinator_that_goes_away_is_reported_with_its_reason(tmp_path: Path) -> None:
+    builder = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.volunteer.attachment.session)
         s.script.refuse = True
         await s.script.streams[-1].reset()
         await s.until(lambda: s.volunteer.attachment.problem)
-        status = look(s, reporter)
+        status = look(s, builder)
         assert (status.state, status.reason) == (
             DaemonState.DEGRADED,
             SuspendReason.COORDINATOR_AWAY,

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import trio
-from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import ReachabilityFinding
@@ -27,6 +26,7 @@ from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, 
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.network import Node, open_node
 from swarm_shared.probe.server import HelloAnswer, ProbeLimits, answer_members_only, serve_probe
 from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
@@ -83,7 +83,7 @@ async def test_a_coordinator_in_order_leaves_nothing_to_say(tmp_path: Path) -> N
     assert float(link["upload_bytes_per_second"] or 0) > 1e6
     assert float(link["download_bytes_per_second"] or 0) > 1e6
     assert found["peers"].state is State.SKIPPED
-    # On one machine nobody can say anything about the internet.
+    # On one machine no observer is outside.
     assert found["reachability"].state is State.SKIPPED
     assert found["reachability"].details["class"] == "unknown"
     assert not (tmp_path / "home").exists()
@@ -115,14 +115,14 @@ async def test_a_coordinator_that_is_down_is_named_and_the_rest_is_skipped(tmp_p
     assert all(found[id].state is State.SKIPPED for id in NETWORK_CHECKS[1:])
 
 
-async def test_somebody_else_at_the_address_is_not_taken_for_the_coordinator(
+async def test_another_peer_at_the_address_is_not_taken_for_the_coordinator(
     tmp_path: Path,
 ) -> None:
     async with coordinator() as other:
         invite = invite_to(other).model_copy(update={"coordinator": Identity.generate().peer_id})
         found = (await checks(invite, tmp_path))["coordinator"]
     assert found.exit_code == NetworkError.exit_code
-    assert "not the coordinator of this invite" in found.seen
+    assert "another peer than the coordinator" in found.seen
 
 
 async def test_one_address_that_works_is_enough(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_another_version_is_a_problem_that_names_the_right_one(tmp_path: P
     assert found.fix.startswith("Install swarmtrain ")
 
 
-async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -> None:
+async def test_a_run_that_would_not_take_this_machine_gives_the_reason(tmp_path: Path) -> None:
     def refusing(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         return HelloAnswer(admission="the list does not name you")
 
@@ -164,7 +164,7 @@ async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -
     assert found["link"].state is State.SKIPPED
 
 
-async def test_a_coordinator_too_old_for_this_is_told_as_that(tmp_path: Path) -> None:
+async def test_a_coordinator_too_old_for_this_is_reported_as_that(tmp_path: Path) -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         found = await checks(invite_to(node), tmp_path)
     assert found["version"].exit_code == VersionError.exit_code
@@ -208,13 +208,13 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
         async with coordinator(naming) as node:
             found = (await checks(invite_to(node), tmp_path))["peers"]
     assert found.state is State.OK
-    assert "2 of 3 asked" in found.seen
+    assert "2 of 3 measured" in found.seen
     assert found.details["peer_1"] == one.peer_id
     assert found.details["peer_1_path"] == "direct"
     assert float(found.details["peer_2_upload_bytes_per_second"] or 0) > 1e6
 
 
-def test_each_class_of_reachability_is_told_in_words() -> None:
+def test_each_class_of_reachability_is_reported() -> None:
     def told(**known: object) -> Check:
         finding = ReachabilityFinding(**{"behind_router": True, **known})  # type: ignore[arg-type]
         return checkup_module.reachability.judge(finding, 4001, PortMapper())
@@ -222,7 +222,7 @@ def test_each_class_of_reachability_is_told_in_words() -> None:
     public = told(reachability=Reachability.PUBLIC, addresses=("/ip4/1.2.3.4/tcp/4001",))
     assert (public.state, "1.2.3.4" in public.seen) == (State.OK, True)
     mapped = told(reachability=Reachability.MAPPED, addresses=("/ip4/1.2.3.4/tcp/4001",))
-    assert "the router lets others in" in mapped.seen
+    assert "the router forwards" in mapped.seen
     behind = Reachability.BEHIND_NAT
     keeping = told(reachability=behind, port_preserved=True)
     assert (keeping.state, "hole punching" in keeping.seen) == (State.OK, True)
@@ -232,8 +232,8 @@ def test_each_class_of_reachability_is_told_in_words() -> None:
     assert "TCP port 4001" in symmetric.fix
     assert told(reachability=behind, port_preserved=False).state is State.OK
     assert "firewall" in told(reachability=behind, behind_router=False).seen
-    unknown = told(reachability=Reachability.UNKNOWN, note="nobody could be asked")
-    assert (unknown.state, "nobody could be asked" in unknown.seen) == (State.SKIPPED, True)
+    unknown = told(reachability=Reachability.UNKNOWN, note="no observer was available")
+    assert (unknown.state, "no observer was available" in unknown.seen) == (State.SKIPPED, True)
     assert all(
         not check.exit_code for check in (public, mapped, keeping, symmetric, unknown)
     )  # fmt: skip

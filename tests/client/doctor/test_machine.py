@@ -90,7 +90,7 @@ def test_another_torch_than_the_tested_one_is_a_warning() -> None:
     assert "2.13.0" in check.fix
 
 
-def test_every_way_of_having_no_gpu_is_told_apart() -> None:
+def test_every_kind_of_missing_gpu_is_distinguished() -> None:
     assert machine.check_gpu({**CUDA, "devices": [H100]}, "cpu").state is State.SKIPPED
     assert machine.check_gpu(CPU, "auto").state is State.SKIPPED
     without_cuda = machine.check_gpu({**CPU, "nvidia_hardware": True}, "auto")

@@ -45,7 +45,7 @@ def test_the_first_problem_in_the_order_of_causes_gives_the_exit_code() -> None:
     assert report(network, memory).exit_code == CapacityError.exit_code == 6
 
 
-def test_what_was_not_finished_says_so() -> None:
+def test_what_was_not_finished_is_reported() -> None:
     found = Report.of([ok("python", "3.11")], 0.0, 25.0)
     assert [check.id for check in found.checks] == list(CHECKS)
     assert all(check.state is State.WARNING for check in found.checks[1:])

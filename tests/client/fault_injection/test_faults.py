@@ -77,7 +77,7 @@ def test_a_plan_that_is_none_stops_the_program(plan: Path) -> None:
         faults.activate("a", os.getpid())
 
 
-def test_it_says_loudly_that_it_is_on_and_what_it_does(
+def test_it_logs_that_it_is_on_and_what_it_does(
     plan: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults.activate("a", os.getpid())
@@ -109,7 +109,7 @@ def test_a_frozen_process_stands_still_and_goes_on(plan: Path) -> None:
     assert time.monotonic() - began >= 0.5
 
 
-def test_a_tensor_is_altered_as_the_plan_says(plan: Path) -> None:
+def test_a_tensor_is_altered_as_planned(plan: Path) -> None:
     faults.activate("a", os.getpid())
     tensor = bytearray(struct.pack("<3f", 1.0, 2.0, 3.0))
     write(plan, step=2, action="corrupt")
@@ -189,6 +189,6 @@ def test_only_the_daemon_loses_its_network(plan: Path) -> None:
     assert lost == [4.0]
 
 
-def test_every_action_and_phase_has_one_word_in_a_plan() -> None:
+def test_every_action_and_point_has_a_name_in_a_plan() -> None:
     assert len({a.value for a in FaultAction}) == len(FaultAction)
     assert len({p.value for p in FaultPoint}) == len(FaultPoint) == 9

@@ -1,4 +1,4 @@
-"""The governor's shell: what it tells the volunteer, with real probes and real files."""
+"""The governor's shell: what it applies to the volunteer, with real probes and real files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ import pytest
 import trio
 
 from kits.runs.started_program import wait_until_it_is
-from swarm_client.control.status_document import (
-    DaemonState,
-    DeviceView,
-    Status,
-    SuspendReason,
-    TrafficView,
-)
+from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.suspension import Suspension
+from swarm_client.daemon.status_builder import governed_device_view, machine_view
 from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.machine.devices import Device
@@ -41,8 +36,8 @@ PAUSED = DeviceView(
 )
 
 
-class Told:
-    """In the volunteer's and the averaging worker's place: remembers what it is told."""
+class RecordedVolunteer:
+    """In the volunteer's and the averaging worker's place: records what it is called with."""
 
     def __init__(self) -> None:
         self.suspended: Suspension | None = None
@@ -86,14 +81,14 @@ class Rig:
         self.home = Home.create(folder / "a home")
         self.path = self.home.path / "preferences.toml"
         self.path.write_text(text)
-        self.told, self.somebody = Told(), Somebody()
+        self.volunteer, self.somebody = RecordedVolunteer(), Somebody()
         self.bandwidth, self.lines = Bandwidth(), []
         self.others = 0
         self.wall = 1_795_000_000.0
-        self.others_told = tuple(Told() for _ in range(devices - 1))
+        self.other_volunteers = tuple(RecordedVolunteer() for _ in range(devices - 1))
         subjects = [
             GovernedDevice(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
-            for number, told in enumerate((self.told, *self.others_told), start=1)
+            for number, told in enumerate((self.volunteer, *self.other_volunteers), start=1)
         ]
         probes = MachineProbes(self.home.path, self.somebody, self.somebody)
         self.source = PreferenceSource(self.path, {})
@@ -104,7 +99,7 @@ class Rig:
 
     async def look(self) -> SuspendReason | None:
         await self.governor.tick()
-        return None if self.told.suspended is None else self.told.suspended.reason
+        return None if self.volunteer.suspended is None else self.volunteer.suspended.reason
 
 
 @pytest.fixture
@@ -120,15 +115,15 @@ def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 async def test_without_preferences_nothing_is_held_back(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     assert await rig.look() is None
-    assert rig.told.limits == WorkerLimits(1.0, min(4, rig.governor._binding.available_cores))
-    assert rig.told.memory_bytes == 10**9
-    assert rig.told.network == {"own_transport_only": False, "for_others": True}
-    assert rig.told.held_back == ""
+    assert rig.volunteer.limits == WorkerLimits(1.0, min(4, rig.governor._binding.available_cores))
+    assert rig.volunteer.memory_bytes == 10**9
+    assert rig.volunteer.network == {"own_transport_only": False, "for_others": True}
+    assert rig.volunteer.held_back == ""
     assert rig.bandwidth.up.bytes_per_second is None
     assert rig.lines == []
 
 
-async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_go_on(
+async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_continue(
     tmp_path: Path, game: subprocess.Popen[bytes]
 ) -> None:
     rig = Rig(tmp_path, 'exclusive_apps = ["swarmgame"]')
@@ -138,8 +133,8 @@ async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_go_on(
     game.wait()
     assert await rig.look() is None
     assert rig.lines == [
-        "paused (exclusive_app): swarmgame runs, beside which nothing is to be computed",
-        "going on: nothing in the preferences stands against it any more",
+        "paused (exclusive_app): swarmgame is running, and nothing may be computed beside it",
+        "resumed: the preferences allow computing again",
     ]
 
 
@@ -152,47 +147,47 @@ async def test_a_change_of_the_file_holds_at_the_next_look_and_a_mistake_changes
     set_preference(rig.path, "max_cores", "1")
     set_preference(rig.path, "upload_bytes_per_second", "100000")
     await rig.look()
-    assert rig.told.limits == WorkerLimits(0.25, 1)
+    assert rig.volunteer.limits == WorkerLimits(0.25, 1)
     assert rig.bandwidth.up.bytes_per_second == 100_000
     assert rig.bandwidth.down.bytes_per_second is None
-    assert rig.told.held_back == P2PD_HELD_BACK
-    assert rig.told.network == {"own_transport_only": True, "for_others": True}
+    assert rig.volunteer.held_back == P2PD_HELD_BACK
+    assert rig.volunteer.network == {"own_transport_only": True, "for_others": True}
     assert rig.lines == [
         "preferences: max_cores = 1, cpu_percent = 25, upload_bytes_per_second = 100000"
     ]
     rig.path.write_text("cpu_percent = 1")
     await rig.look()
-    assert rig.told.limits.duty_cycle == 0.25
-    assert "the preferences are kept as they were" in rig.lines[-1]
+    assert rig.volunteer.limits.duty_cycle == 0.25
+    assert "the preferences stay as they were" in rig.lines[-1]
     rig.path.unlink()
     await rig.look()
-    assert rig.told.limits.duty_cycle == 1.0
+    assert rig.volunteer.limits.duty_cycle == 1.0
     assert rig.bandwidth.up.bytes_per_second is None
-    assert rig.told.held_back == ""
+    assert rig.volunteer.held_back == ""
 
 
 async def test_the_users_own_pause_is_theirs_to_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false\nidle_minutes = 1")
-    rig.told.suspend(SuspendReason.PAUSED_BY_USER)
+    rig.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
     assert await rig.look() is SuspendReason.PAUSED_BY_USER
     rig.somebody.idle = 0.0
     assert await rig.look() is SuspendReason.PAUSED_BY_USER
-    rig.told.resume()
+    rig.volunteer.resume()
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    rig.told.suspend(SuspendReason.PAUSED_BY_USER, 5.0)
+    rig.volunteer.suspend(SuspendReason.PAUSED_BY_USER, 5.0)
     assert await rig.look() is SuspendReason.PAUSED_BY_USER
 
 
-async def test_somebody_who_comes_back_has_the_machine_at_the_next_look(tmp_path: Path) -> None:
+async def test_a_returning_user_has_the_machine_at_the_next_look(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false")
     rig.somebody.idle = 3600.0
     assert await rig.look() is None
     rig.somebody.idle = 0.2
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    assert "somebody uses this machine" in rig.lines[-1]
+    assert "this machine is in use" in rig.lines[-1]
 
 
-async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program(
+async def test_bytes_of_all_transports_count_against_the_quota_and_outlive_the_program(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path, "transfer_gib = 0.01\ntransfer_days = 2")
@@ -200,10 +195,11 @@ async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program
     assert await rig.look() is None
     rig.bandwidth.down.bytes += 10**7
     assert await rig.look() is SuspendReason.QUOTA_USED
-    assert rig.told.network["for_others"] is False
+    assert rig.volunteer.network["for_others"] is False
     rig.governor._transfer_counts.save()
-    view = rig.governor.traffic(TrafficView())
-    assert (view.quota_bytes, view.quota_used_bytes) == (int(0.01 * 2**30), 16 * 10**6)
+    decision = rig.governor.decision
+    assert decision.limits.quota_bytes == int(0.01 * 2**30)
+    assert decision.quota_used_bytes == 16 * 10**6
 
     again = Rig(tmp_path, "transfer_gib = 0.01\ntransfer_days = 2")
     assert await again.look() is SuspendReason.QUOTA_USED
@@ -219,12 +215,12 @@ async def test_a_download_that_does_not_fit_is_refused_after_other_caches_are_go
     other.mkdir(parents=True)
     (other / "train.tokens").write_bytes(bytes(5 * 10**6))
     await rig.look()
-    rig.told.disk_guard(4 * 10**6)
+    rig.volunteer.disk_guard(4 * 10**6)
     assert (other / "train.tokens").exists()
-    rig.told.disk_guard(8 * 10**6)
+    rig.volunteer.disk_guard(8 * 10**6)
     assert not other.exists()
     with pytest.raises(StorageError, match="disk_gib"):
-        rig.told.disk_guard(2 * 10**7)
+        rig.volunteer.disk_guard(2 * 10**7)
 
 
 async def test_a_disk_that_is_used_up_pauses_only_when_no_cache_is_left(tmp_path: Path) -> None:
@@ -247,30 +243,26 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
     rig = Rig(tmp_path, "run_if_user_active = false\ncpu_percent = 50")
     rig.somebody.idle = 12.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    status = Status(
-        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
-        sentence="short", peer="p",
-        reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
-    )  # fmt: skip
-    told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: somebody uses this machine; goes on when")
-    assert told.until == pytest.approx(rig.wall + 168, abs=2)
-    assert told.devices[0].duty_cycle == 0.5
-    assert told.machine.memory_total_bytes > 0
-    assert told.machine.user_idle_seconds == pytest.approx(12, abs=5)
-    rig.told.suspend(SuspendReason.PAUSED_BY_USER)
-    assert rig.governor.completed(status).sentence == "short"
+    view = governed_device_view(PAUSED, rig.governor)
+    assert view.sentence.startswith("paused: this machine is in use; continues after")
+    assert view.until == pytest.approx(rig.wall + 168, abs=2)
+    assert view.duty_cycle == 0.5
+    machine = machine_view(rig.governor.readings, rig.governor.user_idle_seconds())
+    assert machine.memory_total_bytes > 0
+    assert machine.user_idle_seconds == pytest.approx(12, abs=5)
+    rig.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+    assert governed_device_view(PAUSED, rig.governor).sentence == "short"
 
 
 async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
     text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 6"
     rig = Rig(tmp_path, text, devices=2)
-    rig.told.memory_bytes = rig.others_told[0].memory_bytes = -1
+    rig.volunteer.memory_bytes = rig.other_volunteers[0].memory_bytes = -1
     assert await rig.look() is None
-    one, other = rig.told, rig.others_told[0]
+    one, other = rig.volunteer, rig.other_volunteers[0]
     cores = min(2, rig.governor._binding.available_cores)
     assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
-    total = rig.governor.machine().memory_total_bytes
+    total = rig.governor.readings.memory_total_bytes
     assert one.memory_bytes == other.memory_bytes == min(10**9, int(total * 6 / 100) // 2)
     assert rig.bandwidth.up.bytes_per_second == 100_000
 
@@ -279,7 +271,7 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
-    other = rig.others_told[0]
+    other = rig.other_volunteers[0]
     other.suspend(SuspendReason.PAUSED_BY_USER)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
@@ -289,31 +281,26 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
     await rig.look()
     assert other.suspended is not None
     assert other.suspended.reason is SuspendReason.USER_ACTIVE
-    status = Status(
-        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
-        sentence="short", peer="p",
-        reason=SuspendReason.USER_ACTIVE,
-        devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
-    )  # fmt: skip
-    told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: somebody uses this machine")
-    assert {device.sentence for device in told.devices} == {told.sentence}
+    views = (PAUSED, PAUSED.model_copy(update={"id": "cpu#2"}))
+    sentences = {governed_device_view(view, rig.governor).sentence for view in views}
+    [sentence] = sentences
+    assert sentence.startswith("paused: this machine is in use")
 
 
-async def test_a_device_that_takes_part_no_more_is_told_nothing(tmp_path: Path) -> None:
+async def test_a_device_that_takes_part_no_more_is_left_alone(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
     gone = rig.governor._records[1]
     gone.subject = replace(gone.subject, participates=lambda: False)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    assert rig.others_told[0].suspended is None
+    assert rig.other_volunteers[0].suspended is None
 
 
 async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.governor.run)
-        while rig.told.memory_bytes == 0:
+        while rig.volunteer.memory_bytes == 0:
             await trio.sleep(0.01)
         rig.bandwidth.up.bytes += 1234
         nursery.cancel_scope.cancel()

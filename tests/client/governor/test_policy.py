@@ -94,15 +94,15 @@ def test_a_server_without_battery_display_and_user_runs_whatever_else_it_reads()
         ),
         (
             {"exclusive_apps": ("Game",)}, Readings(running_apps=frozenset({"Game"})),
-            Reason.EXCLUSIVE_APP, "Game runs",
+            Reason.EXCLUSIVE_APP, "Game is running",
         ),
         ({"hours": "13:00-14:00"}, Readings(), Reason.TIME_OF_DAY, "at 13:00"),
         ({"network_hours": "01:00-02:00"}, Readings(), Reason.NETWORK_HOURS, "Saturday at 01:00"),
-        ({"hours": "never"}, Readings(), Reason.TIME_OF_DAY, "never come"),
+        ({"hours": "never"}, Readings(), Reason.TIME_OF_DAY, "there are none"),
         (
             {"transfer_gib": 1, "transfer_days": 2},
             Readings(transferred_bytes_by_day={date(2026, 11, 19).toordinal(): GIB}),
-            Reason.QUOTA_USED, "goes on on Saturday at 00:00",
+            Reason.QUOTA_USED, "continues on Saturday at 00:00",
         ),
         ({}, Readings(disk_free_bytes=GIB // 2), Reason.DISK_FULL, "1 GiB of disk"),
         ({"disk_gib": 5}, Readings(disk_used_bytes=5 * GIB), Reason.DISK_FULL, "5 GiB of disk"),
@@ -256,7 +256,7 @@ def test_other_programs_must_be_busy_for_a_while_and_then_calm_for_longer(
         paused_before = paused
 
 
-def test_what_this_program_uses_of_the_processor_is_nobody_elses() -> None:
+def test_what_this_program_uses_of_the_processor_excludes_other_programs() -> None:
     machine = Machine(prefer(suspend_if_cpu_above_percent=20))
     for _ in range(60):
         assert machine.update(Readings(cpu_share=1.0, own_cpu_share=0.9)).causes == ()

@@ -138,7 +138,7 @@ def test_children_give_way_and_the_daemon_itself_does_not(program: Program) -> N
     assert nice_of(child) == {15}
 
 
-def test_without_a_word_nothing_is_bound() -> None:
+def test_without_a_preference_nothing_is_bound() -> None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     binding = ProcessBinding(ProcessTree())
     binding.apply(None, 0)
@@ -321,7 +321,7 @@ def test_devices_that_cannot_be_are_refused(wanted: str, error: type[SwarmError]
         choose_devices(wanted, None, GPUS)
 
 
-def test_a_stage_must_fit_what_is_allowed_while_somebody_sits_there() -> None:
+def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use() -> None:
     total = psutil.virtual_memory().total
     said = prefer(memory_percent_busy=20, memory_percent_idle=60, gpu={"1": {"vram_gib": 6}})
     assert most_memory("cpu", said, has_display=True) == int(total * 0.2)

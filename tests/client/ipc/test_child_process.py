@@ -16,16 +16,10 @@ import pytest
 import trio
 from pydantic import Field, TypeAdapter
 
-from swarm_client.ipc.child_process import (
-    MAX_MESSAGE_BYTES,
-    MessageFramer,
-    SyncLink,
-    TrioLink,
-    encode_frame,
-    start_child,
-)
+from swarm_client.ipc.child_process import SyncLink, TrioLink, start_child
 from swarm_shared.base.errors import FrameError, LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import MAX_MESSAGE_BYTES, PrefixedDecoder, encode_prefixed
 
 
 class Ping(FrozenModel):
@@ -42,7 +36,7 @@ messages: TypeAdapter[Ping | Pong] = TypeAdapter(
     Annotated[Ping | Pong, Field(discriminator="kind")]
 )
 
-# Says its process id, then echoes pings; "deaf" makes it never listen again.
+# Sends its process id, then echoes pings; "deaf" makes it stop reading.
 ECHO_CHILD = """
 import os, sys, time
 from typing import Annotated, Literal
@@ -88,43 +82,43 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_messages_arrive_whole_however_the_bytes_are_cut() -> None:
-    framer = MessageFramer(messages)
-    stream = encode_frame(Ping(text="ä" * 300)) + encode_frame(Pong(number=2))
+    decoder = PrefixedDecoder(messages)
+    stream = encode_prefixed(Ping(text="ä" * 300)) + encode_prefixed(Pong(number=2))
     seen = []
     for byte in stream:
-        framer.feed(bytes([byte]))
-        while (message := framer.next_message()) is not None:
+        decoder.feed(bytes([byte]))
+        while (message := decoder.next_message()) is not None:
             seen.append(message)
     assert seen == [Ping(text="ä" * 300), Pong(number=2)]
-    framer.finish()
+    decoder.finish()
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read_or_sent() -> None:
-    framer = MessageFramer(messages)
-    framer.feed((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+    decoder = PrefixedDecoder(messages)
+    decoder.feed((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
     with pytest.raises(FrameError, match="at most"):
-        framer.next_message()
+        decoder.next_message()
     with pytest.raises(FrameError, match="longer"):
-        encode_frame(Ping(text="x" * MAX_MESSAGE_BYTES))
+        encode_prefixed(Ping(text="x" * MAX_MESSAGE_BYTES))
 
 
 def test_a_truncated_message_and_an_unknown_one_are_refused() -> None:
-    framer = MessageFramer(messages)
-    framer.feed(encode_frame(Pong(number=1))[:-1])
-    assert framer.next_message() is None
+    decoder = PrefixedDecoder(messages)
+    decoder.feed(encode_prefixed(Pong(number=1))[:-1])
+    assert decoder.next_message() is None
     with pytest.raises(FrameError, match="in the middle"):
-        framer.finish()
-    framer = MessageFramer(messages)
-    framer.feed(encode_frame(Pong(number=1)).replace(b"number", b"nomber"))
+        decoder.finish()
+    decoder = PrefixedDecoder(messages)
+    decoder.feed(encode_prefixed(Pong(number=1)).replace(b"number", b"nomber"))
     with pytest.raises(FrameError):
-        framer.next_message()
+        decoder.next_message()
 
 
 def test_the_blocking_side_knows_whether_a_message_is_there() -> None:
     ours, theirs = socket.socketpair()
     link = SyncLink(ours, messages)
     assert not link.has_message()
-    theirs.sendall(encode_frame(Ping(text="a")) + encode_frame(Ping(text="b")))
+    theirs.sendall(encode_prefixed(Ping(text="a")) + encode_prefixed(Ping(text="b")))
     assert link.has_message()
     assert link.receive() == Ping(text="a")
     # The second one is in the buffer already, and no longer in the socket.

@@ -1,5 +1,5 @@
-"""A swarm's arithmetic without its processes: whoever computes which microbatch, in whatever order
-and with whatever taken out again, the parameters are the reference's to the bit."""
+"""A swarm's arithmetic without its processes: whichever peer computes a microbatch, in whatever
+order and with whatever removed again, the parameters equal the reference's bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Churning:
     def _microbatch(self, step: Step, microbatch: int) -> float:
         way = [self.dice.choice(peers) for peers in self.stages]
         loss = self._drive(step, microbatch, way)
-        # Somebody else has computed a part of it too, and is told that it does not count.
+        # Another peer has computed a part of it too, and it does not count.
         twice = self.dice.randrange(len(self.stages))
         other = self.dice.choice(self.stages[twice])
         if other is not way[twice]:
@@ -131,7 +131,7 @@ class Churning:
 @pytest.mark.parametrize(("stages", "tied"), [(1, False), (1, True), (2, False), (3, True)])
 @pytest.mark.parametrize("border", ["none", "int8"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_parameters_are_the_references_to_the_bit_whoever_computed_what(
+def test_parameters_are_the_references_to_the_bit_whichever_peer_computed_what(
     stages: int, tied: bool, border: str, staleness: int
 ) -> None:
     plain = make_manifest(stages, tied=tied)

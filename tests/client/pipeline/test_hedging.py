@@ -1,4 +1,4 @@
-"""Microbatches whose answers are late go to a second peer; the first answer is taken."""
+"""Overdue microbatches go to a second peer; the first answer is taken."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_what_a_stuck_peer_holds_is_answered_by_another_and_counted_where_
             assert free.worker.hold is not None
             free.worker.hold.set()
         assert free.worker.forwards == [(4, True)]
-        assert w.masks == [(1, 4, stuck.identity.peer_id)]
+        assert w.masks == [(1, 4)]
         assert downstream.hedged == 1
         while stuck.holding is not None and stuck.holding.in_flight:
             await trio.sleep(0.01)  # it is called off
@@ -113,7 +113,7 @@ async def test_the_only_peer_of_a_stage_is_waited_for() -> None:
     assert downstream.hedged == 0
 
 
-async def test_a_microbatch_that_nobody_answers_is_given_up_when_its_step_is_over() -> None:
+async def test_a_microbatch_without_an_answer_is_given_up_when_its_step_is_over() -> None:
     """Or what it takes up would be missing in the next step."""
     async with world() as w, w.peer(0) as sender, w.peer(1) as stuck:
         stuck.worker.hold = trio.Event()

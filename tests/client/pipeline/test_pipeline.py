@@ -1,6 +1,6 @@
 """The step protocol between real nodes: routing, retries with masks, refusals, receipts.
 
-Only the stage worker is replaced, by one that computes nothing and remembers what it was told.
+Only the stage worker is replaced, by one that computes nothing and records its calls.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class World:
         self.organiser = Identity.generate()
         self.roster = RosterView()
         self.peers: list[Peer] = []
-        self.masks: list[tuple[int, int, str]] = []
+        self.masks: list[tuple[int, int]] = []
         self.missing: tuple[int, ...] = ()
         self.manifest = SimpleNamespace(
             tokens_per_microbatch=TOKENS,
@@ -178,8 +178,8 @@ class World:
         certificate: str | None = None,
         latency: LatencyEstimate | None = None,
     ) -> Downstream:
-        async def ask(step: int, microbatch: int, suspect: str) -> tuple[int, ...]:
-            self.masks.append((step, microbatch, suspect))
+        async def ask(step: int, microbatch: int) -> tuple[int, ...]:
+            self.masks.append((step, microbatch))
             return self.missing
 
         async def open_stream(record: PeerRecord) -> object:
@@ -272,15 +272,13 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
                 other.worker.hold.set()
                 await first.node.disconnect(sender.identity.peer_id)
     assert len(answers) == 1
-    assert w.masks == [(1, 5, first.identity.peer_id)]
+    assert w.masks == [(1, 5)]
     assert first.worker.forwards == [(5, True)]
     assert other.worker.forwards == [(5, False)]  # computed and passed on, not counted
     assert other.worker.accumulated == []
 
 
-async def test_a_full_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (
-    None
-):
+async def test_a_full_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as full, w.peer(1) as free:
         assert full.holding is not None
         full.holding.in_flight = 3
@@ -331,7 +329,7 @@ async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong:
     assert guarded.worker.forwards == []
 
 
-async def test_a_revoked_sender_is_refused_when_it_says_hello() -> None:
+async def test_a_revoked_sender_is_refused_at_its_hello() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
         tries = itertools.count()
@@ -427,7 +425,7 @@ async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_l
         last.holding.closing, last.holding.staleness = True, 1
         late = await downstream.send(parcel(3), lambda: True)
         ahead = [await downstream.send(parcel(index, step=2), lambda: True) for index in (2, 4, 4)]
-    # What is held of one step says nothing about the other.
+    # What is held of one step does not affect the other.
     assert last.worker.forwards == [(2, True), (3, False), (2, True), (4, True), (4, False)]
     assert late.header.receipts == ()
     receipts = [open_receipt(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
@@ -524,7 +522,7 @@ async def test_a_member_of_another_stage_than_the_one_before_has_no_business_her
         answer = await answer_to(stream)
         assert isinstance(answer, StageRefused)
         assert answer.reason is RefusalReason.WRONG_STEP
-        # The roster that has it in the stage before was on its way.
+        # The roster that has it in the preceding stage had not arrived yet.
         moved = sender.record.model_copy(update={"stage": 0})
         receiver.view.replace(Roster(serial=2, peers=(moved, receiver.record)))
         receiver.next_stage = None
@@ -549,7 +547,7 @@ async def test_who_sends_more_than_it_was_granted_is_cut_off() -> None:
         stream = await raw_edge(w, sender, last)
         with pytest.raises(LinkClosed):
             await send_without_end(stream)
-        # The queue holds three; of the others none was kept for long.
+        # The queue holds three; none of the remaining ones was kept for long.
         assert len(last.worker.forwards) <= w.manifest.limits.stage_queue
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert last.holding.in_flight == 0
@@ -575,7 +573,7 @@ async def test_who_does_not_read_its_answers_gives_its_places_back(
             changes = {"input_bytes": big, "target_bytes": 4 * big}
             await stream.send(forward(request, **changes), payload, timeout_seconds=20)
         last.worker.hold.set()
-        # The answers are as long as the inputs, and nobody takes them.
+        # The answers are as long as the inputs, and are not read.
         with trio.fail_after(10):
             while len(last.worker.forwards) < 3 or last.holding.in_flight:
                 await trio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The book of receipts: what is held of each step, and what nobody has been told of yet."""
+"""The receipt book: the receipts of each step, and those not reported yet."""
 
 from __future__ import annotations
 

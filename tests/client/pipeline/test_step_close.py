@@ -1,6 +1,6 @@
-"""Close, abort and apply at one peer: it averages exactly what it is committed to, or says why not.
+"""Close, abort and apply at one peer: it averages exactly the commit set, or reports why not.
 
-The worker and the averager are replaced by ones that remember what they were told.
+The worker and the averager are replaced by ones that record their calls.
 """
 
 from __future__ import annotations
@@ -77,6 +77,42 @@ class Averager:
             raise self.error
 
 
+class Handler:
+    """In the stage manager's place: records what it is called with."""
+
+    def __init__(self) -> None:
+        self.next_stage: Holding | None = None
+        self.switched: list[Holding] = []
+        self.outdated = 0
+        self.counted: list[int] = []
+        self.rejoined = trio.Event()
+        self._put, self._sent = trio.open_memory_channel[object](100)
+
+    def send(self, message: object) -> None:
+        self._put.send_nowait(message)
+
+    async def sent(self) -> object:
+        return await self._sent.receive()
+
+    async def save_snapshot(self, holding: Holding, request: object) -> None:
+        raise AssertionError("no snapshot was requested")
+
+    def step_applied(self, holding: Holding, apply: Apply, counted: int) -> None:
+        self.counted.append(counted)
+
+    def rejoin(self) -> None:
+        self.rejoined.set()
+
+    def prepared(self) -> Holding | None:
+        return self.next_stage
+
+    def switch_to_prepared(self, prepared: Holding) -> None:
+        self.switched.append(prepared)
+
+    def drop_outdated(self) -> None:
+        self.outdated += 1
+
+
 class Scene:
     def __init__(self, held: set[int], next_held: tuple[int, ...] = ()) -> None:
         """`next_held` is accumulated of step 2, which is worked on with staleness 1."""
@@ -91,19 +127,9 @@ class Scene:
             book.add(2, microbatch, 1, 4, None)
         self.holding = Holding(0, self.worker, 0, book, False)  # type: ignore[arg-type]
         self.holding.staleness = 1 if next_held else 0
-        self.counted: list[int] = []
-        self.out_of_step = trio.Event()
-        self._put, self._said = trio.open_memory_channel[object](100)
+        self.handler = Handler()
         manifest = SimpleNamespace(tokens_per_step=8)
-
-        async def save(_holding: Holding, _request: object) -> None:
-            raise AssertionError("nobody asked for a snapshot")
-
-        self.rounds = StepCloser(
-            self.holding, manifest, self.averager, self._put.send_nowait, save,
-            lambda _holding, _apply, counted: self.counted.append(counted),
-            self.out_of_step.set,
-        )  # type: ignore[arg-type]  # fmt: skip
+        self.rounds = StepCloser(self.holding, manifest, self.averager, self.handler)  # type: ignore[arg-type]
 
     def close(self, committed: tuple[int, ...], step: int = 1, attempt: int = 1) -> None:
         reduction = Reduction(part="own", members=(self.me,))
@@ -115,7 +141,7 @@ class Scene:
         self.rounds.put(Apply(step=step, attempt=attempt, global_norm=2.0, learning_rate=0.1))
 
     async def said(self) -> object:
-        return await self._said.receive()
+        return await self.handler.sent()
 
 
 @asynccontextmanager
@@ -143,7 +169,7 @@ async def test_what_is_held_and_committed_is_averaged_and_applied_once() -> None
         assert s.holding.version == 1
         assert not s.holding.closing
         assert s.worker.applied == [(1, 2.0)]
-        assert s.counted == [2]
+        assert s.handler.counted == [2]
         assert s.holding.receipts.all() == ()
 
 
@@ -155,7 +181,7 @@ async def test_a_surplus_is_taken_out_before_the_round() -> None:
         assert s.holding.receipts.get(1, 5) is None
 
 
-async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_told() -> None:
+async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_reported() -> None:
     async with scene(0, 3, 5) as s:
         s.worker.can_uncommit = False
         s.close((0, 3))
@@ -174,7 +200,7 @@ async def test_what_is_committed_and_not_held_is_named() -> None:
         assert s.averager.rounds == []
 
 
-async def test_a_failed_average_is_told_with_its_culprit_and_can_be_tried_again() -> None:
+async def test_a_failed_average_is_reported_with_its_culprit_and_can_be_tried_again() -> None:
     async with scene(0) as s:
         culprit = Identity.generate().peer_id
         s.averager.error = AveragingFailed("lost", culprit, carrier_failed=True)
@@ -236,7 +262,7 @@ async def test_orders_that_come_faster_than_they_can_be_carried_out_end_the_sess
         await s.averager.entered.wait()
         for attempt in range(2, 2 + MAX_QUEUED_ORDERS):
             s.close((0,), attempt=attempt)
-        with pytest.raises(ProtocolError, match="orders that wait"):
+        with pytest.raises(ProtocolError, match="already wait"):
             s.close((0,), attempt=1000)
 
 
@@ -245,7 +271,7 @@ async def test_a_step_that_was_not_averaged_here_is_never_applied_and_the_peer_j
         s.close((0,), attempt=1)
         assert (await report(s)).ok
         s.apply(attempt=2)
-        await s.out_of_step.wait()
+        await s.handler.rejoined.wait()
         assert s.worker.applied == []
         assert s.holding.version == 0
 
@@ -267,7 +293,7 @@ async def test_a_sum_that_is_not_finite_is_thrown_away_before_others_get_it() ->
         assert s.holding.receipts.all() == ()
 
 
-async def test_a_step_that_cannot_be_applied_here_is_told_and_does_not_end_the_volunteer() -> None:
+async def test_a_step_that_cannot_be_applied_is_reported_and_does_not_end_the_volunteer() -> None:
     async with scene(0) as s:
         s.close((0,))
         assert (await report(s)).ok
@@ -288,7 +314,7 @@ async def test_what_was_counted_of_the_next_step_outlives_the_apply_of_this_one(
         assert not s.holding.closes(2)
         s.apply()
         assert isinstance(await s.said(), Applied)
-        assert s.counted == [2]
+        assert s.handler.counted == [2]
         assert [s.holding.receipts.get(step, 3) is None for step in (1, 2)] == [True, False]
         assert len(s.holding.receipts.all()) == 2
         s.worker.held |= {3, 5}
@@ -314,5 +340,5 @@ async def test_the_next_step_does_not_close_before_this_one_was_applied() -> Non
         s.close((3,))
         assert (await report(s)).ok
         s.apply(step=2)
-        await s.out_of_step.wait()
+        await s.handler.rejoined.wait()
         assert s.worker.applied == []

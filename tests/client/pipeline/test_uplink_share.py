@@ -1,4 +1,4 @@
-"""What a peer says that its line takes for a microbatch."""
+"""The seconds of its uplink that a peer reports for a microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preferences: layers, the file and its comments, and what is said of mistakes."""
+"""Preferences: layers, the file and its comments, and error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from swarm_client.preferences.file import edited, set_preference, template
 from swarm_client.preferences.hours import WEEKDAYS
 from swarm_client.preferences.layers import (
     PreferenceSource,
-    known_names,
     load,
     parse_file,
     preferences_path,
@@ -47,7 +46,7 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(
     assert layered.origin("idle_minutes").where == "SWARM_IDLE_MINUTES"
 
 
-def test_tables_can_be_said_in_every_layer(tmp_path: Path) -> None:
+def test_tables_can_be_set_in_every_layer(tmp_path: Path) -> None:
     path = written(tmp_path, "[gpu.all]\nvram_gib = 4\nduty_cycle_percent = 50\n")
     environment = {"SWARM_GPU_1_VRAM_GIB": "8", "SWARM_HOURS_ON_SATURDAY": "never"}
     said = load(path, environment, ["gpu.0.use=false", "exclusive_apps=game, Other.exe"])
@@ -78,7 +77,7 @@ def test_variables_of_the_prefix_that_are_none_of_ours_are_left_alone(tmp_path: 
         ("exclusive_apps = [3]", "each part of exclusive_apps must be text in quotes, not 3"),
         ("[hours_on]\nsamstag = 'never'", "must name days in English"),
         ("[gpu.first]\nuse = true", "must have tables named by a GPU's number or all"),
-        ("cpu_percent.a = 3", "cpu_percent is one value"),
+        ("cpu_percent.a = 3", "cpu_percent is a single value"),
         ("gpu = 3", "gpu is a table"),
         ("cpu_percent = ", "is not TOML"),
         ("version = 'x'", "version must be 1, not 'x'"),
@@ -94,7 +93,7 @@ def test_a_mistake_in_the_file_is_one_sentence_that_names_the_file(
     assert str(path) in str(caught.value)
 
 
-def test_two_mistakes_of_two_layers_are_told_together(tmp_path: Path) -> None:
+def test_two_mistakes_of_two_layers_are_reported_together(tmp_path: Path) -> None:
     path = written(tmp_path, "nice = 20")
     with pytest.raises(ConfigurationError) as caught:
         load(path, {"SWARM_CPU_PERCENT": "all"})
@@ -119,7 +118,7 @@ def test_a_file_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def test_a_new_file_says_nothing_and_every_line_of_it_can_be_taken_up() -> None:
+def test_a_new_file_gives_nothing_and_every_line_of_it_can_be_taken_up() -> None:
     assert parse_file(template().encode(), "the template") == {}
     uncommented = "\n".join(
         line.removeprefix("# ") if " = " in line and line.startswith("# ") else line
@@ -156,7 +155,8 @@ def test_a_value_takes_the_place_of_the_comment_that_showed_its_default(tmp_path
     lines = path.read_text().splitlines()
     before = lines[lines.index('exclusive_apps = ["a b", "c"]') - 1]
     assert before == '# neither does ".exe".'
-    assert lines[lines.index("temperature_ceiling_celsius = 75.5") - 1].startswith("# At this")
+    ceiling = lines[lines.index("temperature_ceiling_celsius = 75.5") - 1]
+    assert ceiling.startswith("# Temperature at")
     assert len(lines) == len(template().splitlines())
 
 
@@ -225,14 +225,14 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
     assert not source.changed()
 
 
-def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path) -> None:
+def test_the_control_socket_shows_and_changes_what_is_in_the_file(tmp_path: Path) -> None:
     desk = PreferenceStore(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
     assert desk.set("cpu_percent", "50") == 50
     shown = desk.show()["preferences"]
     assert shown["cpu_percent"]["value"] == 50
     assert shown["max_cores"] == {
         "value": 2, "layer": "flag", "where": "max_cores=2", "group": "Processor",
-        "text": "Processor cores to use at most; 0: all.", "allowed": "from 0 to 4096",
+        "text": "Maximum number of processor cores to use; 0: all.", "allowed": "from 0 to 4096",
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
         desk.set("cpu_procent", "50")
@@ -241,7 +241,7 @@ def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path)
     json.dumps(desk.show())
 
 
-def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_set_as_shown(
+def test_what_is_shown_is_all_that_can_be_set_group_by_group_and_each_can_be_set_as_shown(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "preferences.toml"
@@ -254,7 +254,10 @@ def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_se
     assert list(dict.fromkeys(groups)) == list(GROUPS)
     assert groups == sorted(groups, key=GROUPS.index)
     assert all(row["text"] for row in shown.values())
-    patterns = {name.replace("saturday", day) for name in known_names() for day in WEEKDAYS}
+    tables = ("hours_on", "network_hours_on")
+    patterns = {name for name in Preferences.model_fields if name not in (*tables, "gpu")}
+    patterns |= {f"{table}.{day}" for table in tables for day in WEEKDAYS}
+    patterns |= {f"gpu.all.{name}" for name in GpuPreferences.model_fields}
     assert set(shown) == patterns | {"gpu.1.vram_gib"}
     assert (shown["hours_on.monday"]["value"], shown["hours_on.monday"]["where"]) == (
         "22:00-06:30", "`hours`",

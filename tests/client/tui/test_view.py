@@ -171,7 +171,7 @@ def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
 
     async def session(pilot: Pilot[None]) -> None:
         assert "`swarm-client join INVITE` joins one" in screen(pilot)
-        for key, words in (("2", "no stage is known yet"), ("4", "nobody has been credited yet")):
+        for key, words in (("2", "no stage is known yet"), ("4", "no credit has been counted yet")):
             await press(pilot, key)
             assert words in screen(pilot)
 
@@ -190,7 +190,7 @@ def test_a_daemon_that_is_away_leaves_the_last_view_dim_with_its_age_until_it_is
         await settle(pilot)
         shown = screen(pilot)
         first, second = shown.splitlines()[:2]
-        assert first.startswith("away, and was ● contributing  my-run")
+        assert first.startswith("disconnected, was ● contributing  my-run")
         assert first.endswith("as it was 90 s ago")
         assert second == "the daemon does not answer; `swarm-client join` starts it"
         assert "125 of 500" in shown
@@ -218,7 +218,7 @@ def test_words_that_stop_coming_are_called_old_though_nobody_said_that_the_daemo
         await settle(pilot)
         first, second = screen(pilot).splitlines()[:2]
         assert first.endswith("as it was 30 s ago")
-        assert second == "Nothing was heard lately."
+        assert second == "No new status has arrived lately."
 
     watch(session, script)
 
@@ -350,7 +350,7 @@ def test_the_log_follows_the_newest_line_until_somebody_scrolls_up() -> None:
         script.log(more(41))
         await settle(pilot)
         assert "line 41" not in screen(pilot)
-        assert "standing still" in screen(pilot)
+        assert "paused (f" in screen(pilot)
         await press(pilot, "f")
         assert log_lines(pilot)[-1].endswith("line 41")
 

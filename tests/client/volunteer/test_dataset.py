@@ -122,7 +122,7 @@ async def test_a_web_server_that_fails_or_lies_is_replaced_by_the_coordinator(
     assert set(asked) == {"data/a.tokens", "data/b.tokens"}
 
 
-async def test_a_shard_that_nobody_serves_whole_is_an_error_and_leaves_nothing_behind(
+async def test_a_shard_that_no_source_serves_whole_is_an_error_and_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
     lie = tmp_path / "lie.tokens"

@@ -24,7 +24,7 @@ def device(
     return DeviceView(id=name, label="L", state=word, sentence=sentence, reason=reason)
 
 
-def test_devices_that_do_the_same_are_told_of_once() -> None:
+def test_devices_that_do_the_same_are_reported_once() -> None:
     paused = device(DaemonState.PAUSED, "paused by you", reason=SuspendReason.PAUSED_BY_USER)
     described = combine_devices([paused, paused.model_copy(update={"id": "cpu#2"})])
     assert (described.state, described.sentence, described.reason) == (
@@ -34,7 +34,7 @@ def test_devices_that_do_the_same_are_told_of_once() -> None:
     )
 
 
-def test_a_machine_contributes_while_one_of_its_devices_does_and_says_what_each_does() -> None:
+def test_a_machine_contributes_while_one_of_its_devices_does_and_shows_what_each_does() -> None:
     hot = device(DaemonState.PAUSED, "too hot", "cuda:1", SuspendReason.TOO_HOT)
     described = combine_devices(
         [hot, device(DaemonState.CONTRIBUTING, "computing stage 0", "cuda:0")]

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import trio
 
-from kits.averaging.group import LOOPBACK, NOWHERE, Group, Peer, group
+from kits.averaging.group import LOOPBACK, NOWHERE, Group, Peer, group, wait_available
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.handle import restart_policy, supervisor
 from swarm_client.averaging.handle.options import AveragingOptions
@@ -92,7 +92,7 @@ async def test_those_with_hivemind_use_it_and_the_others_average_with_them(tmp_p
         assert used_between(first, second) == used_between(second, first) == {"p2pd"}
         for peer in (first, second):
             assert used_between(peer, without) == used_between(without, peer) == {"host"}
-        # What p2pd carried is told apart from what the host counts itself.
+        # p2pd's bytes are distinct from those that the host counts.
         told = [link for peer in g.peers for link in peer.averager.links()]
         assert {link.protocol for link in told} == {"all-reduce over p2pd"}
         assert {link.remote for link in told} == {first.id, second.id}
@@ -298,7 +298,7 @@ async def test_a_member_that_nothing_reaches_is_named_and_it_is_no_excuse(tmp_pa
             }
         )
         g.publish([first.record(), nowhere])
-        # It does not come either, which the others would wait for.
+        # It does not join either, and the other members would wait for it.
         failures = await g.round([first, Gone(lost)])  # type: ignore[list-item]
         assert failures[first.id].culprit == lost.id
         assert not failures[first.id].carrier_failed
@@ -317,7 +317,7 @@ class Gone:
         return
 
 
-# --------------------------------------------------------------------------------- who is let in
+# --------------------------------------------------------------------------------- admission
 
 
 async def test_who_is_not_of_this_stage_is_refused_by_host_and_p2pd_alike(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
         async with trio.open_nursery() as rounds:
             rounds.start_soon(one, late)
             nursery.start_soon(late.worker.run)
-            await late.worker.wait_until_available()
+            await wait_available(late.worker)
             g.publish()
             first.averager._routes._memory = OneRoute(Route.P2PD)  # type: ignore[union-attr, assignment]
             with trio.fail_after(first.averager.stall_seconds / 2):
@@ -424,7 +424,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
         nursery.cancel_scope.cancel()
 
 
-# ------------------------------------------------------------------- p2pd is run in another way
+# ------------------------------------------------------------------- p2pd restarts
 
 
 @pytest.fixture
@@ -503,7 +503,7 @@ async def test_a_port_that_another_program_has_taken_is_given_up_for_a_free_one(
         worker = AveragingWorker(AveragingOptions(tmp_path, LOOPBACK))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.run)
-            started = await worker.wait_until_available()
+            started = await wait_available(worker)
             assert started.addresses == (f"/ip4/127.0.0.1/tcp/{worker.listening_port}",)
             nursery.cancel_scope.cancel()
         return worker.listening_port, started.p2pd_peer_id

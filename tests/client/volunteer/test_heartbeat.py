@@ -1,4 +1,4 @@
-"""What heartbeats say: only what is new, a bounded share of it, and in the end everything."""
+"""Heartbeats: only what has changed, a bounded share of it, and eventually everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def present(
     )  # fmt: skip
 
 
-def test_the_first_word_of_a_session_says_everything() -> None:
+def test_the_first_heartbeat_of_a_session_has_everything() -> None:
     now = present((link("b", 1), link("c", 2)), (path("b"), path("c")))
     said = HeartbeatDelta(1.0).heartbeat(now, SMALL_RUN)
     assert (said.microbatches_per_second, said.up_bytes_per_second) == (1.25, 2e6)
@@ -48,7 +48,7 @@ def test_a_heartbeat_in_which_nothing_has_changed_has_a_few_dozen_bytes() -> Non
     assert encode(telling.heartbeat(now, SMALL_RUN)) == b'{"kind":"heartbeat","busy_seconds":0.0}'
 
 
-def test_only_what_has_changed_is_said_again_and_what_has_gone_is_said_once() -> None:
+def test_only_what_has_changed_is_reported_again_and_what_has_gone_is_reported_once() -> None:
     telling = HeartbeatDelta(1.0)
     links, paths = (link("b", 1), link("c", 2)), (path("b"), path("c"))
     telling.heartbeat(present(links, paths), SMALL_RUN)
@@ -61,7 +61,7 @@ def test_only_what_has_changed_is_said_again_and_what_has_gone_is_said_once() ->
     assert back.changed_paths == (paths[1],), "a way that comes back is a new one"
 
 
-def test_a_rate_and_a_line_are_said_when_they_are_other_than_before() -> None:
+def test_a_rate_and_an_uplink_are_reported_when_they_are_other_than_before() -> None:
     telling, now = HeartbeatDelta(1.0), present()
     telling.heartbeat(now, SMALL_RUN)
     free = replace(now, up_bytes_per_second=0.0, microbatches_per_second=1.2501)
@@ -73,7 +73,7 @@ def test_a_rate_and_a_line_are_said_when_they_are_other_than_before() -> None:
     assert parsed == said
 
 
-def test_a_path_is_said_again_when_a_person_would_learn_something() -> None:
+def test_a_path_is_reported_again_when_a_person_would_learn_something() -> None:
     told = path("b")
     assert alike(told, path("b", rtt=0.0535))
     assert not alike(told, path("b", rtt=0.06))
@@ -81,7 +81,7 @@ def test_a_path_is_said_again_when_a_person_would_learn_something() -> None:
     assert alike(path("b", rtt=0.0001), path("b", rtt=0.001)), "over a short way it is never alike"
 
 
-def test_in_a_large_run_each_says_little_and_in_turn_everything() -> None:
+def test_in_a_large_run_each_reports_little_and_in_turn_everything() -> None:
     heartbeat_seconds = 2.2
     telling = HeartbeatDelta(heartbeat_seconds)
     remotes = [f"peer-{number}" for number in range(20)]
@@ -99,7 +99,7 @@ def test_in_a_large_run_each_says_little_and_in_turn_everything() -> None:
     assert said[20:40] == remotes, "and then those that were told longest ago"
 
 
-def test_that_a_way_is_another_one_is_said_before_how_fast_the_others_are() -> None:
+def test_a_changed_route_is_reported_before_how_fast_the_others_are() -> None:
     telling = HeartbeatDelta(2.2)
     before = tuple(path(f"peer-{number}") for number in range(5))
     for _ in range(40):

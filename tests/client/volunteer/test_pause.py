@@ -10,15 +10,14 @@ import trio
 from client.pipeline.test_pipeline import parcel, world
 from client.volunteer.test_volunteer_admission import scene
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.trainer import Trainer
+from swarm_client.volunteer.pause import GRACE_SECONDS
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
 
-async def test_a_paused_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (
-    None
-):
+async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as paused, w.peer(1) as free:
         paused.server.pause()
         downstream = w.downstream(sender, 1)
@@ -67,7 +66,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
                 pausing.server.hand_back()
                 while not answers:
                     await trio.sleep(0.01)
-    assert w.masks == [(1, 5, pausing.identity.peer_id)]
+    assert w.masks == [(1, 5)]
     assert other.worker.accumulated == [5]
     assert pausing.worker.accumulated == []
     assert pausing.holding is not None
@@ -100,16 +99,17 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
     said: list[LeaseResult] = []
     async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
         w.publish(own)
-        trainer = Trainer(Zeros(), w.downstream(own, 0), said.append, lambda: Step(1), nursery)
+        trainer = Trainer(said.append, lambda: Step(1), nursery)
+        trainer.begin(Zeros(), w.downstream(own, 0))
         trainer.take(lease(0, 1, 2))  # one is begun
-        trainer.stop_taking("paused")
+        trainer.pause()
         assert [(r.microbatch, r.ok, r.reason) for r in said] == [
-            (1, False, "paused"),
-            (2, False, "paused"),
+            (1, False, "this volunteer is paused"),
+            (2, False, "this volunteer is paused"),
         ]
         trainer.take(lease(3))
         assert said[-1].microbatch == 3
-        trainer.take_again()
+        trainer.resume()
         trainer.take(lease(4))
         assert len(said) == 3
         nursery.cancel_scope.cancel()
@@ -133,7 +133,8 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
         hold = first.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
             to_first = w.downstream(own, 0)
-            trainer = Trainer(Zeros(), to_first, said.append, lambda: Step(1), nursery)
+            trainer = Trainer(said.append, lambda: Step(1), nursery)
+            trainer.begin(Zeros(), to_first)
             trainer.take(lease(0))
             await first.worker.entered.wait()
             trainer.take(lease(1, 2, step=2))
@@ -147,7 +148,7 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
     ]
 
 
-async def test_the_coordinator_hears_of_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:
+async def test_the_coordinator_receives_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         await s.until(lambda: s.script.beats >= 1)
         s.volunteer.suspend(SuspendReason.USER_ACTIVE, until=17.0)
@@ -179,7 +180,7 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
         await s.until(lambda: s.volunteer.attachment.session is not None)
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
         await s.until(lambda: s.volunteer.attachment.session is None)
-        await s.until(lambda: s.volunteer.pause.awaited)
+        await s.until(lambda: s.volunteer.pause._over.statistics().tasks_waiting)
         assert len(s.script.hellos) == 1
         assert not s.volunteer.attachment.finished
         s.volunteer.resume()

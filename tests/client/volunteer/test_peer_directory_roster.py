@@ -1,4 +1,4 @@
-"""Whom a peer may use, told whole or as changes."""
+"""The roster view, from full rosters and from changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_change_to_another_roster_than_the_last_is_refused() -> None:
         view("a").change(change(since=6))
 
 
-def test_revoked_peers_stay_revoked_until_a_change_says_otherwise() -> None:
+def test_revoked_peers_stay_revoked_until_a_change_lifts_it() -> None:
     known = view("a", "b", revoked=("x",))
     assert known.change(change()) == frozenset()
     assert known.is_revoked(PeerId("x"))

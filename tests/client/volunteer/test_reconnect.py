@@ -31,7 +31,7 @@ class Nobody:
 
 
 @pytest.mark.parametrize("away_seconds", [0.1, 3.0, 60.0, 3600.0])
-def test_who_waits_for_a_coordinator_knocks_again_within_ten_seconds_of_its_return(
+def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
     away_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> tuple[float, list[str]]:

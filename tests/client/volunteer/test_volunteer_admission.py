@@ -1,6 +1,6 @@
-"""What a volunteer does when the coordinator renews its certificate, or revokes somebody.
+"""A volunteer when the coordinator renews its certificate or revokes a peer.
 
-The volunteer is the real one over real links; the coordinator says its lines from a script.
+The volunteer is the real one over real links; the coordinator is scripted.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         assert len(s.script.hellos) == 1
 
 
-async def test_after_every_loss_of_the_coordinator_everything_is_told_anew(
+async def test_after_every_loss_of_the_coordinator_everything_is_sent_again(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as s:
@@ -293,7 +293,7 @@ async def test_links_with_a_revoked_peer_end_at_once_and_it_is_served_nothing_mo
             while bad.is_connected(s.volunteer.node.peer_id):
                 await trio.sleep(0.02)
         assert s.volunteer.node.is_connected(good.peer_id)
-        assert "does not let" in await refusal(s, bad, tmp_path)
+        assert "has revoked" in await refusal(s, bad, tmp_path)
         assert "there is no state/1/0 here" in await refusal(s, good, tmp_path)
         # Reinstated, it is served again.
         await s.script.say(roster(good, bad))
@@ -307,7 +307,7 @@ async def test_what_was_revoked_stays_so_while_the_coordinator_is_away(tmp_path:
         await s.until(lambda: s.volunteer.roster.is_revoked(bad.peer_id))
         await s.script.streams[-1].reset()
         await s.until(lambda: s.volunteer.attachment.session is None)
-        assert "does not let" in await refusal(s, bad, tmp_path)
+        assert "has revoked" in await refusal(s, bad, tmp_path)
 
 
 async def test_a_volunteer_that_is_banned_ends_with_the_reason(tmp_path: Path) -> None:

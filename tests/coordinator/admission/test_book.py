@@ -1,4 +1,4 @@
-"""Who may take part: the rules, and that the database says the same as memory after any history."""
+"""Admission rules, and that the database agrees with memory after any history."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from swarm_coordinator.storage.admission_rows import (
     read_seen_since,
 )
 from swarm_coordinator.storage.records import PeerSeen
-from swarm_coordinator.storage.sqlite import migrate, open_for_writing
+from swarm_coordinator.storage.sqlite import create_schema, open_for_writing
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
@@ -78,7 +78,7 @@ def test_a_peer_that_returns_does_not_use_the_token_again() -> None:
         ("secret", {}, True, "was revoked by the organiser"),
     ],
 )
-def test_a_token_that_admits_nobody_says_why(
+def test_a_token_that_admits_no_peer_gives_the_reason(
     secret: str | None, changes: dict[str, object], revoked: bool, reason: str
 ) -> None:
     book = book_of(token(**changes), *([TokenRevoked(1)] if revoked else []))
@@ -86,14 +86,14 @@ def test_a_token_that_admits_nobody_says_why(
         book.usable_token(secret, NOW)
 
 
-def test_a_token_that_expires_keeps_those_that_it_has_let_in() -> None:
+def test_an_expired_token_keeps_the_peers_that_it_has_admitted() -> None:
     book = book_of(token(expires_at=NOW + 60), MemberAdmitted(ANNA, 1))
     assert book.usable_token("secret", NOW + 59).token == 1
     assert book.state_of(book.tokens[1], NOW + 60) is TokenState.EXPIRED
     assert book.refusal("token", ANNA) is None
 
 
-def test_a_revoked_token_takes_the_membership_back_from_whom_no_other_token_has_let_in() -> None:
+def test_revoking_a_token_ends_the_membership_of_peers_without_another_token() -> None:
     book = book_of(
         token(1), token(2, "other"), MemberAdmitted(ANNA, 1), MemberAdmitted(BERT, 1),
         MemberAdmitted(BERT, 2), TokenRevoked(1),
@@ -156,7 +156,7 @@ texts = st.text(max_size=5)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[AdmissionRecord]:
-    """Records in an order in which they can come: a token is made before it is used."""
+    """Records in a possible order: a token is created before it is used."""
     records: list[AdmissionRecord] = []
     made: dict[int, TokenCreated] = {}
     for _ in range(draw(st.integers(0, 15))):
@@ -189,7 +189,7 @@ def last(records: list[AdmissionRecord], peer: PeerId, *kinds: type) -> Admissio
 
 
 @given(histories(), peers, st.sampled_from(["open", "token", "allow-list"]))
-def test_who_may_take_part_follows_from_the_last_word_on_each(
+def test_the_right_to_take_part_follows_from_the_last_record_on_each_peer(
     records: list[AdmissionRecord], peer: PeerId, mode
 ) -> None:
     revoked = {r.token for r in records if isinstance(r, TokenRevoked)}
@@ -205,14 +205,14 @@ def test_who_may_take_part_follows_from_the_last_word_on_each(
 
 @functools.cache
 def an_empty_database() -> sqlite3.Connection:
-    """To be copied: making the tables takes longer than all the rest."""
+    """A database to be copied: creating the tables takes longer than the rest of the test."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(connection, Path("memory"))
+    create_schema(connection, Path("memory"))
     return connection
 
 
 @given(histories())
-def test_what_the_database_says_is_what_memory_says(records: list[AdmissionRecord]) -> None:
+def test_the_database_agrees_with_memory(records: list[AdmissionRecord]) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     an_empty_database().backup(connection)
     book = AdmissionBook()
@@ -238,7 +238,7 @@ def test_what_the_database_says_is_what_memory_says(records: list[AdmissionRecor
             assert read.refusal(mode, peer) == book.refusal(mode, peer)
 
 
-# ---------------------------------------------------------------- on the disk
+# ---------------------------------------------------------------- on disk
 
 
 def test_what_was_decided_survives_the_coordinator(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Whose device a member is: what the coordinator takes, keeps, and adds up.
+"""Owners of member devices: which bindings the coordinator accepts, stores, and adds up.
 
-Devices and their owners have real keys here, and say hello over real connections.
+Devices and their owners have real keys here, and send hellos over real connections.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def bound(owner: Identity, device: Identity) -> str:
 
 
 def forged(device: Identity) -> str:
-    """The attacker's word that the victim owns its device."""
+    """A binding, signed by the attacker, that names the victim as its device's owner."""
     binding = OwnerBinding(owner=VICTIM.peer_id, device=device.peer_id)
     return base64.b64encode(sign_message(ATTACKER, binding, OWNER_DOMAIN)).decode()
 
 
 def step(number: int, *shares: tuple[Identity, int, int]) -> AppliedStep:
-    """(who, stage, tokens)."""
+    """Shares as (peer, stage, tokens)."""
     parts = tuple(StageShare(w.peer_id, StageIndex(s), 1, tokens) for w, s, tokens in shares)
     return AppliedStep(Step(number), 1, 2.0, 8, 4.0, 1.0, 0.1, parts)
 
 
-# ---------------------------------------------------------------- what is taken
+# ---------------------------------------------------------------- accepted bindings
 
 A, B, C, D = (PeerId(name) for name in "ABCD")
 
@@ -81,7 +81,9 @@ PEERS = st.sampled_from([A, B, C, D])
 
 
 @given(st.lists(st.tuples(PEERS, st.none() | PEERS)))
-def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId | None]]) -> None:
+def test_no_sequence_of_hellos_creates_a_chain_of_owners(
+    hellos: list[tuple[PeerId, PeerId | None]],
+) -> None:
     book, last = DeviceOwners(), dict[PeerId, PeerId]()
     for device, owner in hellos:
         if device == owner:
@@ -98,15 +100,15 @@ def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId
 
 
 @pytest.mark.parametrize("text", ["", "AAAA", "not base64!", "=" * 2000])
-def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
+def test_an_invalid_binding_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ProtocolError):
         named_owner(FIRST.peer_id, text)
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- stored bindings
 
 
-def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
+def test_both_kinds_of_database_keep_the_newest_binding_and_rows_are_owners(
     new_place: Callable[[], DatabaseLocation], tmp_path: Path
 ) -> None:
     at = new_place()
@@ -156,17 +158,17 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
     store.close()
 
 
-def test_the_news_add_up_a_persons_devices_and_rank_by_the_sum() -> None:
+def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
     board = Leaderboard(Bench().manifest)
     board.add(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
-    board.name(VICTIM.peer_id, "vera", None)
-    board.name(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
+    board.describe(VICTIM.peer_id, "vera", None)
+    board.describe(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
     first, second = board.rows()
     assert (first.peer, first.devices, first.name, first.team) == (
         VICTIM.peer_id, (FIRST.peer_id,), "vera", None,
     )  # fmt: skip
     assert (first.tokens, second.tokens, second.devices) == (20, 15, ())
-    board.name(FIRST.peer_id, "vera's other", "Vs", None)
+    board.describe(FIRST.peer_id, "vera's other", "Vs", None)
     assert [row.tokens for row in board.rows()] == [15, 10, 10]
 
 
@@ -179,7 +181,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 async def hello(invite: Invite, who: Identity, **changes: object) -> str:
-    """Attach, and leave: "welcome", or the reason why not."""
+    """Attach and leave: "welcome", or the reason of the refusal."""
     async with client(invite, who) as one:
         await one.send(hello_for(invite, **changes))
         answer = await one.receive()
@@ -198,7 +200,7 @@ async def test_a_binding_is_kept_over_a_restart_and_a_hello_without_one_ends_it(
         assert await hello(run.invite, FIRST, owner=bound(VICTIM, FIRST)) == "welcome"
     assert owners(folder) == {FIRST.peer_id: VICTIM.peer_id}
     async with served(folder) as run:
-        # The owner's own hello, while its device is away: no chain is begun.
+        # The owner's own hello, while its device is away, starts no chain.
         refused = await hello(run.invite, VICTIM, owner=bound(SECOND, VICTIM))
         assert "is the owner of other devices" in refused
         assert await hello(run.invite, FIRST) == "welcome"
@@ -209,7 +211,7 @@ async def test_a_binding_is_kept_over_a_restart_and_a_hello_without_one_ends_it(
 async def test_a_forged_binding_adds_nothing_to_the_victims_row_and_does_not_hide_under_it(
     folder: RunFolder,
 ) -> None:
-    """Signed by itself, taken from the victim's own device, and a device that it does not have."""
+    """Signed by itself, copied from the victim's device, and for a device that it does not have."""
     stolen = bound(VICTIM, FIRST)
     async with served(folder) as run:
         assert await hello(run.invite, VICTIM, name="vera") == "welcome"
@@ -217,7 +219,7 @@ async def test_a_forged_binding_adds_nothing_to_the_victims_row_and_does_not_hid
         for binding in (forged(ATTACKER), stolen, bound(ATTACKER, FIRST), "AAAA"):
             refused = await hello(run.invite, ATTACKER, name="vera", owner=binding)
             assert "owner binding" in refused or "signed message" in refused
-        # It may still say the victim's name, and has a row of its own.
+        # It may still use the victim's name, and has a row of its own.
         assert await hello(run.invite, ATTACKER, name="vera") == "welcome"
     store = open_store(folder.database)
     store.next_generation()

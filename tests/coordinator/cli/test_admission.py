@@ -100,26 +100,30 @@ def test_the_commands_are_there_and_explain_themselves() -> None:
         (["token", "create", "/nonexistent"], 2, "does not exist"),
         (["token", "create", "RUN", "--uses", "0"], 2, "is not in the range"),
         (["token", "create", "RUN", "--uses", "many"], 2, "is not a valid integer"),
-        (["token", "create", "RUN", "--expires", "soon"], 2, "'soon' is no length of time"),
+        (["token", "create", "RUN", "--expires", "soon"], 2, "'soon' is not a duration"),
         (["token", "create", "RUN", "--expires", "7"], 2, "like 90s, 30m, 12h, 7d or 2w"),
-        (["token", "create", "RUN", "--expires", "0d"], 2, "is no length of time"),
-        (["token", "create", "RUN", "--expires", "-3d"], 2, "is no length of time"),
-        (["token", "create", "RUN", "--expires", "9" * 400 + "d"], 2, "is no length of time"),
-        (["token", "create", "RUN", "--expires", "٣d"], 2, "is no length of time"),
+        (["token", "create", "RUN", "--expires", "0d"], 2, "is not a duration"),
+        (["token", "create", "RUN", "--expires", "-3d"], 2, "is not a duration"),
+        (["token", "create", "RUN", "--expires", "9" * 400 + "d"], 2, "is not a duration"),
+        (["token", "create", "RUN", "--expires", "٣d"], 2, "is not a duration"),
         (["token", "create", "RUN", "--note", "x" * 201], 2, "--note has at most 200 characters"),
         (["token", "revoke", "RUN"], 2, "Missing argument"),
         (["token", "revoke", "RUN", "first"], 2, "is not a valid integer"),
         (["token", "revoke", "RUN", "1"], 2, "there is no token 1"),
         (["token", "revoke", "RUN", "9" * 30], 2, "there is no token 9999"),
-        (["allow", "add", "RUN", "anna"], 2, "'anna' is no peer ID"),
-        (["allow", "add", "RUN", ""], 2, "is no peer ID"),
+        (["allow", "add", "RUN", "anna"], 2, "'anna' is neither a peer ID"),
+        (["allow", "add", "RUN", ""], 2, "is neither a peer ID"),
         (["allow", "add", "RUN", "OWN"], 2, "is this run's own coordinator"),
         (["allow", "remove", "RUN", "ANNA"], 2, "is not on the list"),
         (["ban", "RUN"], 2, "Missing argument"),
         (["ban", "RUN", "ANNA", "--reason", "x" * 201], 2, "--reason has at most 200 characters"),
-        (["ban", "RUN", "ANN"], 2, "is no peer ID"),
-        (["ban", "RUN", "12D3KooWxyz0OIl"], 2, "is no peer ID"),
-        (["ban", "RUN", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"], 2, "is no peer ID"),
+        (["ban", "RUN", "ANN"], 2, "is neither a peer ID"),
+        (["ban", "RUN", "12D3KooWxyz0OIl"], 2, "is neither a peer ID"),
+        (
+            ["ban", "RUN", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"],
+            2,
+            "is neither a peer ID",
+        ),
         (["ban", "RUN", "OWN"], 2, "is this run's own coordinator"),
         (["unban", "RUN", "ANNA"], 2, "is not banned"),
     ],
@@ -219,8 +223,8 @@ def test_no_token_yet_says_how_to_make_one(
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (["token", "create", "RUN"], 'mode is "open", so that no token is asked for'),
-        (["allow", "add", "RUN", ANNA], 'mode is "open", so that the list is not looked at'),
+        (["token", "create", "RUN"], 'mode is "open", so no token is required'),
+        (["allow", "add", "RUN", ANNA], 'mode is "open", so the list is not used'),
         (["ban", "RUN", ANNA], "its owner can come back with a new identity"),
     ],
 )
@@ -284,7 +288,7 @@ def test_a_peer_is_banned_and_unbanned_by_the_end_of_its_id_as_status_shows_it(
     seen(folder, ANNA, Identity.generate().peer_id)
     out = said(capsys, "ban", folder.path, f"…{ANNA[-8:]}", "--reason", "it cheats")
     assert out == (
-        f"banned {ANNA}; no coordinator is running, so that it holds from the next start on\n"
+        f"banned {ANNA}; no coordinator is running, so it takes effect at the next start\n"
     )
     assert f"{ANNA} is banned already" in said(
         capsys, "ban", folder.path, ANNA, "--reason", "it cheats"
@@ -360,7 +364,7 @@ def test_all_of_it_works_beside_a_running_coordinator(
         assert Invite.decode(out.split()[-1]).addresses == Invite.decode(standing).addresses
         assert re.search(r"\b2 +valid +1 of 1", said(capsys, "token", "list", token_run.path))
         assert said(capsys, "ban", token_run.path, ANNA) == (
-            f"banned {ANNA}; 0 volunteers were told\n"
+            f"banned {ANNA}; 0 volunteers were notified\n"
         )
         assert said(capsys, "ban", token_run.path, ANNA) == f"{ANNA} is banned already\n"
         assert "admission: token, 0 member(s), 2 valid token(s), 1 banned" in wait_for_status(

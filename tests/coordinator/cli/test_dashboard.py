@@ -93,14 +93,14 @@ def test_a_run_may_have_no_pages(folder: RunFolder, capsys: pytest.CaptureFixtur
         assert "no dashboard" in capsys.readouterr().err
         status = read_status(folder.status)
         assert status is not None
-        assert status["http"] == {}
+        assert status.http.address is None
 
 
 def test_a_port_that_is_taken_does_not_keep_the_run_from_starting(folder: RunFolder) -> None:
     other = listen(HttpAddress("127.0.0.1", 0))
     try:
         with Started(folder, "--http", str(address_of(other))) as started:
-            assert "the run goes on without them" in started.line("cannot be served")
+            assert "the run continues without the dashboard" in started.line("cannot be served")
     finally:
         other.close()
 

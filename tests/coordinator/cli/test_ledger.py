@@ -46,7 +46,7 @@ def test_a_stranger_finds_every_number_right(folder: RunFolder, ledger: Path) ->
     organiser = load_identity(folder).peer_id
     done = CliRunner().invoke(swarm_client, ["verify-ledger", str(ledger)])
     assert done.exit_code == 0
-    assert "every number is right: 5 steps" in done.output
+    assert "every number is correct: 5 steps" in done.output
     assert organiser in done.output
     assert "anna (…KooWAnna)" in done.output
     words = ["verify-ledger", str(ledger), "--organiser", organiser, "--json"]

@@ -142,7 +142,7 @@ def test_wrong_words_exit_with_2(
         (lambda f: f.database.touch(), "history", 7, "has not been started"),
         (lambda f: announce(f, "example.org:4001"), "start", 3, "[network] announce"),
         (lambda f: announce(f, "example.org:4001"), "invite", 3, "[network] announce"),
-        (lambda f: f.port_file.write_text("many"), "invite", 7, "is no port"),
+        (lambda f: f.port_file.write_text("many"), "invite", 7, "is not a port"),
         (lambda f: f.status.write_text("{"), "status", 7, "cannot be read"),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_bug_of_ours_is_one_sentence_that_names_the_log(
 
     monkeypatch.setattr("swarm_coordinator.cli.run.history", fail)
     code, sentence = complains(capsys, "history", folder.path)
-    log = folder.log / "coordinator-error.log"
+    log = folder.log / "swarm-coordinator-error.log"
     assert code == 1
     assert "ZeroDivisionError: the bug" in sentence
     assert str(log) in sentence
@@ -236,7 +236,7 @@ def step_of(number: int, loss: float) -> HistoryStep:
     [
         ([4.0, 2.0], "exact", "the same, to the bit, in all 2 steps"),
         ([4.0], "none", "the same, to the bit, in all 1 step"),
-        ([], "exact", "has made none of these steps"),
+        ([], "exact", "has applied none of these steps"),
         ([4.0, 2.0002], "exact", "in 1 of 2 steps, by 1.0e-04 at most (step 2): its machines"),
         ([4.5, 2.0], "exact", "in 1 of 2 steps, by 1.2e-01 at most (step 1)"),
         ([4.0, 2.0002], "int8", 'need [codecs] average = "exact", not "int8"'),
@@ -288,7 +288,7 @@ def test_export_does_not_write_among_other_things(
     (tmp_path / "thesis.txt").write_text("precious")
     code, sentence = complains(capsys, "export", folder.path, tmp_path)
     assert code == 2
-    assert "holds other things" in sentence
+    assert "holds files other than" in sentence
 
 
 def test_status_before_the_first_start(

@@ -1,8 +1,8 @@
-"""An admitted client that says anything, at any time: the core must bear it.
+"""An admitted client that sends arbitrary messages at any time: the core must withstand it.
 
-An exception in the core ends the coordinator, and with it everybody's run. Which words are refused
-before they come here is in `control`: what does not parse, and receipts whose signature or run is
-wrong. What is left is tried here, with numbers near to those that mean something.
+An exception in the core ends the coordinator, and with it every volunteer's run.
+`swarm_coordinator.server.control_protocol` refuses messages that do not parse, and receipts with a
+wrong signature or run. The other messages are tried here, with numbers near to meaningful ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HONEST = ("a0", "b1")
 
 indices = st.integers(-2, 4) | st.sampled_from([99, 2**31, -(2**63), 2**70])
 counts = st.integers(0, 4) | st.sampled_from([2**24 + 1, 2**24 + 2, 2**53 - 1])
-# As large as messages may carry them.
+# As large as messages allow.
 rates, seconds = st.sampled_from([0.0, 1.0, 1e15]), st.sampled_from([0.0, 1.0, 1e9])
 squares = st.sampled_from([0.0, 1.0, 1e100])
 peers = st.sampled_from([*HONEST, HOSTILE, "nobody", ""])
@@ -32,7 +32,7 @@ flags = st.booleans()
 
 
 def message(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[ClientMessage]:
-    """As it would come off the wire."""
+    """Parse a message as from the network."""
 
     def made(values: dict[str, Any]) -> ClientMessage:
         draft = client_messages.validate_python({"kind": kind, **values})
@@ -55,7 +55,7 @@ messages = st.one_of(
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,
         carrier=st.none() | st.just({"peer": "x" * 200, "addresses": ["a"], "binding": "b"}),
     ),
-    message("mask_request", request=counts, step=indices, microbatch=indices, suspect=peers),
+    message("mask_request", request=counts, step=indices, microbatch=indices),
     message(
         "round_report", step=indices, attempt=counts, ok=flags, own_squared=squares,
         tied_squared=squares, reason=st.just(""), culprit=st.none() | peers, carrier_failed=flags,
@@ -77,7 +77,7 @@ receipts = st.fixed_dictionaries(
         "generation": st.integers(0, 3), "step": st.integers(1, 4), "microbatch": st.integers(0, 9),
         "stage": st.integers(0, 9), "samples": counts, "tokens": counts,
         "loss_sum": st.none() | squares,
-        # In the name of another one: `control` refuses that only when the signature is wrong.
+        # In another peer's name: refused by `control_protocol` only if the signature is wrong.
         "peer": peers.filter(bool),
     }
 )  # fmt: skip
@@ -103,10 +103,10 @@ actions = st.one_of(
 
 
 class Stage:
-    """Two honest volunteers who do their work, and a third one."""
+    """Two honest volunteers that do their work, and a third one."""
 
     def __init__(self, holds: int | None) -> None:
-        """`holds`: the stage that the third one has taken before it becomes strange."""
+        """`holds`: the stage that the third one has taken before it turns hostile."""
         self.bench = Bench(checkpoint_steps=2, evaluation=1, steps=3)
         self.bench.join_all(*HONEST)
         self.attached = True
@@ -116,7 +116,7 @@ class Stage:
             self.bench.join(HOSTILE, holds)
 
     def near(self, said: ClientMessage) -> ClientMessage:
-        """Small numbers count from where the run is: most words are refused for their step."""
+        """Count small numbers from the run's step: most messages are refused for their step."""
         run = self.bench.run
         base = {
             "step": run.version + 1, "version": run.version,
@@ -138,7 +138,7 @@ class Stage:
         elif not self.attached:
             return
         elif kind == "say":
-            bench.say(HOSTILE, self.near(value))
+            bench.send(HOSTILE, self.near(value))
         elif kind == "receipts":
             found = tuple(bench.receipt(HOSTILE, r["microbatch"], **r) for r in map(dict, value))
             bench.event(ReceiptsVerified(bench.session(HOSTILE), PeerId(HOSTILE), found))
@@ -156,11 +156,11 @@ class Stage:
             bench.lose(HOSTILE)
 
     def work(self) -> None:
-        """What the honest ones do in the phase that the run is in."""
+        """The honest volunteers' work in the run's phase."""
         bench = self.bench
         members = [peer for peer in HONEST if peer in bench.run.peers]
         for peer in members:
-            # They may have lost their stages: who is silent for long misses a step.
+            # They may have lost their stages: a peer that is silent for long misses a step.
             if bench.run.peers[PeerId(peer)].phase is PeerPhase.SYNCING:
                 bench.ready(peer)
         if bench.run.phase is RunPhase.COLLECT:
@@ -178,7 +178,7 @@ class Stage:
 
 @settings(max_examples=200)
 @given(st.lists(actions, min_size=5, max_size=40), st.sampled_from([None, 0, 1]))
-def test_whatever_one_client_says_the_core_goes_on(
+def test_no_messages_of_one_client_stop_the_core(
     said: list[tuple[str, Any]], holds: int | None
 ) -> None:
     stage = Stage(holds)

@@ -1,8 +1,8 @@
-"""Whole simulated swarms under churn: whatever happens, a run computes what one machine would.
+"""Whole simulated swarms under churn: in every case a run computes what one machine would.
 
-Every world checks itself (`swarm_checks`): each microbatch counts once in each stage of each
-step, replicas apply the same attempts, nothing is applied before it is durable, and the run ends.
-A failing example is printed as options, seed and faults, which reproduce it exactly.
+Every world checks itself (`kits.swarm_world.checks`): each microbatch counts once in each stage of
+each step, replicas apply the same attempts, nothing is applied before it is durable, and the run
+ends. A failing example is printed as options, seed and faults, which reproduce it exactly.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from kits.swarm_world.checks import check_end
 from kits.swarm_world.facts import FAULTS, Fault, Options
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.moves import RebalancingRule
 from swarm_coordinator.core.state.run import RunPhase
 
 CALM_SECONDS = 700.0
-"""Within this time after the last fault a run ends; a checkpoint may take most of it."""
+"""Seconds after the last fault within which a run ends; a checkpoint may take most of it."""
 
 simulated = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # A world that fails is printed as it is: making it smaller takes minutes.
+    # A failing world is printed as it is: shrinking it takes minutes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     print_blob=True,
 )
@@ -40,6 +42,17 @@ options_strategy = st.builds(
     evaluation=st.sampled_from([0, 1, 3]),
     tied=st.booleans(),
     starting=st.sampled_from([1, 1, 2]),
+    staleness=st.sampled_from([0, 1]),
+)
+moving_options_strategy = st.builds(
+    Options,
+    stages=st.sampled_from([2, 2, 3]),
+    peers=st.sampled_from([4, 6, 8]),
+    microbatches=st.sampled_from([3, 6]),
+    steps=st.sampled_from([4, 6]),
+    checkpoint_steps=st.sampled_from([2, 3, 10]),
+    tied=st.booleans(),
+    moves=st.sampled_from([RebalancingRule.THROUGHPUT, RebalancingRule.SWARM]),
     staleness=st.sampled_from([0, 1]),
 )
 faults_strategy = st.lists(
@@ -195,13 +208,13 @@ ENDLESS: dict[str, tuple[Options, int, tuple[Fault, ...]]] = {
         ),
     ),
 }
-"""Worlds that did not end, or broke a check of the simulator, each for a reason of its own."""
+"""Worlds that once did not end, or violated an invariant, each for a different reason."""
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
+def test_a_swarm_without_faults_needs_one_attempt_a_step(
     stages: int, tied: bool, staleness: Literal[0, 1]
 ) -> None:
     options = Options(
@@ -220,7 +233,7 @@ def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
 @given(options_strategy, st.integers(0, 2**32), faults_strategy)
 @example(Options(), 0, (Fault(2.0, "kill"), Fault(0.1, "kill", 1), Fault(0.1, "kill", 2)))
 @example(Options(), 1, (Fault(3.0, "crash"), Fault(0.5, "crash_between", 3), Fault(6.0, "cut")))
-def test_whatever_happens_every_microbatch_counts_once_and_the_run_ends(
+def test_under_any_faults_every_microbatch_counts_once_and_the_run_ends(
     options: Options, seed: int, faults: tuple[Fault, ...]
 ) -> None:
     run_to_the_end(options, seed, faults)
@@ -243,7 +256,7 @@ def test_one_kind_of_fault_again_and_again_does_not_break_a_run(
 
 
 def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing() -> None:
-    """That nobody serves it for longer than a few seconds is checked at every request."""
+    """Every request checks that no peer serves it for longer than a few seconds."""
     turned_away = 0
     for seed in range(6):
         faults = tuple(Fault(1.3, "revoke", seed + i, 7.0) for i in range(6))
@@ -252,7 +265,7 @@ def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing(
 
 
 @pytest.mark.parametrize("at", range(24))
-def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_said(
+def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_sent(
     at: int,
 ) -> None:
     faults = (Fault(2.0 + 0.1 * (at % 5), "crash_between", at),)
@@ -320,3 +333,70 @@ def test_the_same_options_seed_and_faults_give_the_same_run() -> None:
     assert first.store.records == second.store.records
     assert [r for r in first.store.records if isinstance(r, AppliedStep)]
     assert first.notes == second.notes
+
+
+# ---- peers that move between stages
+
+
+@settings(simulated, max_examples=80)
+@given(moving_options_strategy, st.integers(0, 2**32), faults_strategy)
+def test_moves_at_any_time_leave_every_microbatch_counted_once_and_the_run_ends(
+    options: Options, seed: int, faults: tuple[Fault, ...]
+) -> None:
+    run_to_the_end(options, seed, faults)
+
+
+def test_a_joining_peer_is_assigned_one_stage_while_another_peer_moves_to_a_lost_one() -> None:
+    options = Options(
+        stages=3, microbatches=6, steps=4, checkpoint_steps=3, moves=RebalancingRule.THROUGHPUT
+    )
+    faults = (
+        Fault(1.65, "stick", 3, 0.3),
+        Fault(3.07, "kill", 6, 15.0),
+        Fault(13.02, "revoke", 2, 60.0),
+        Fault(2.37, "small", 8, 15.0),
+    )
+    run_to_the_end(options, 505329034, faults)
+
+
+@pytest.mark.parametrize(
+    ("seed", "fault"),
+    [(1371, Fault(3.4, "wedge", 1, 60.0)), (8944, Fault(1.5, "block", 1, 15.0))],
+)
+def test_two_peers_that_average_alone_exchange_their_stages(seed: int, fault: Fault) -> None:
+    """Both stages of the exchange average in the same close and have the same members."""
+    options = Options(
+        peers=3, microbatches=6, steps=4, evaluation=0, checkpoint_steps=10,
+        moves=RebalancingRule.THROUGHPUT,
+    )  # fmt: skip
+    run_to_the_end(options, seed, (fault,))
+
+
+def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
+    made = 0
+    still = Options(steps=8, peers=6, stages=3, microbatches=6)
+    moved = Options(steps=8, peers=6, stages=3, microbatches=6, moves=RebalancingRule.THROUGHPUT)
+    for seed in range(4):
+        quiet, busy = run_to_the_end(still, seed), run_to_the_end(moved, seed)
+        made += sum("switches from stage" in note for note in busy.notes)
+        assert [s.loss for s in quiet.store.applied.values()] == pytest.approx(
+            [s.loss for s in busy.store.applied.values()], rel=1e-12
+        )
+    assert made > 0
+
+
+def test_roster_changes_give_members_the_same_roster_as_whole_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a large run; every world checks each peer's roster when it is served."""
+    monkeypatch.setattr(roster, "SMALL_RUN_PEERS", 0)
+    monkeypatch.setattr(roster, "SPACING_PER_PEER_SECONDS", 0.01)
+    changes = 0
+    for seed in range(6):
+        faults = tuple(
+            Fault(1.1, ("join", "kill", "cut", "leave", "revoke", "move")[(seed + i) % 6], i, 3.0)
+            for i in range(10)
+        )
+        world = run_to_the_end(Options(steps=5, peers=6), seed, faults)
+        changes += world.roster_changes
+    assert changes > 0

@@ -1,4 +1,4 @@
-"""The API does what its OpenAPI document says, whatever it is asked: fuzzed by schemathesis."""
+"""The API conforms to its OpenAPI document for any request: fuzzed by schemathesis."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = 15
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Where pages are served, in a thread of their own, and the organiser's token."""
+    """Where the dashboard is served, in a thread of its own, and the organiser's token."""
     folder = run_with_pages(tmp_path_factory.mktemp("schema") / "run")
     # Not old for as long as all this takes: a silent coordinator is answered with 503.
     write_status(folder, time=time.time() + 3600.0)
@@ -69,7 +69,7 @@ async def _serve(
     ],
     ids=["stranger-right", "stranger-wrong", "organiser-right"],
 )
-def test_every_answer_is_what_the_document_says(
+def test_every_response_conforms_to_the_document(
     address: tuple[str, str], organiser: bool, mode: GenerationMode
 ) -> None:
     """With parameters that the document allows, and with ones that it does not."""

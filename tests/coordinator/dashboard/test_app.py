@@ -53,7 +53,7 @@ def its_own_run(tmp_path: Path) -> RunFolder:
     return run_with_pages(tmp_path / "run")
 
 
-async def test_everybody_may_read_the_public_part_and_nobody_keeps_it(folder: RunFolder) -> None:
+async def test_the_public_part_needs_no_token_and_is_not_cached(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         for path in PUBLIC:
             answer = await client.get(path)
@@ -68,10 +68,10 @@ async def test_no_public_answer_holds_an_address_or_a_whole_peer_id(folder: RunF
             for secret in (*LEAKED, ANNA, BERT, client.token):
                 assert secret not in body, path
             assert client.pages.snapshot_loop.snapshot is not None
-            assert client.pages.snapshot_loop.snapshot.status["coordinator"] not in body, path
+            assert client.pages.snapshot_loop.snapshot.status.coordinator not in body, path
 
 
-async def test_the_run_says_how_much_of_its_time_is_idle_and_what_was_rejected(
+async def test_the_run_has_its_idle_share_and_its_rejections(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
@@ -107,7 +107,7 @@ def test_only_the_whole_token_opens_the_organisers_part() -> None:
         assert not is_organiser(wrong, "secret")
 
 
-async def test_every_answer_tells_browsers_to_be_strict(folder: RunFolder) -> None:
+async def test_every_response_has_the_security_headers(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         for path in ("/", "/api/v1/run", "/nowhere", "/api/v1/organiser/bans"):
             headers = (await client.get(path)).headers
@@ -119,7 +119,7 @@ async def test_every_answer_tells_browsers_to_be_strict(folder: RunFolder) -> No
             assert "server" not in headers
 
 
-async def test_the_page_asks_nobody_else_for_anything(folder: RunFolder) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         for path in FILES:
             answer = await client.get(path)
@@ -152,7 +152,7 @@ async def test_lists_are_given_in_pages_of_bounded_length(folder: RunFolder) -> 
             assert set(answer.json) == {"error"}
 
 
-async def test_what_is_not_there_and_what_is_not_allowed_is_said_in_json(
+async def test_unknown_paths_and_wrong_methods_are_answered_in_json(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
@@ -164,7 +164,7 @@ async def test_what_is_not_there_and_what_is_not_allowed_is_said_in_json(
             assert (answer.status, set(answer.json)) == (status, {"error"}), path
 
 
-async def test_probes_tell_life_from_readiness(folder: RunFolder) -> None:
+async def test_healthz_is_liveness_and_readyz_readiness(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         assert (await client.get("/healthz")).status == 200
         assert (await client.get("/readyz")).status == 200
@@ -191,7 +191,7 @@ async def test_a_status_that_cannot_be_read_leaves_the_last_one_and_is_counted(
             await trio.sleep(0.05)
 
 
-async def test_before_the_coordinators_first_word_there_is_nothing_to_say(
+async def test_before_the_first_status_requests_are_answered_with_503(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
@@ -202,7 +202,7 @@ async def test_before_the_coordinators_first_word_there_is_nothing_to_say(
                 assert (answer.status, set(answer.json)) == (503, {"error"})
 
 
-async def test_who_asks_too_often_is_told_when_to_come_again(folder: RunFolder) -> None:
+async def test_too_many_requests_are_refused_with_the_time_to_wait(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         client.pages.server.application = GuardMiddleware(
             client.pages.app, overall=RateLimit(2, 0.01, clock=lambda: 0.0)
@@ -251,7 +251,7 @@ async def follow(client: Client) -> Listener:
     return Listener(stream)
 
 
-async def test_what_happens_is_told_live(its_own_run: RunFolder) -> None:
+async def test_events_are_streamed_live(its_own_run: RunFolder) -> None:
     folder = its_own_run
     async with pages_of(folder) as client:
         listener = await follow(client)
@@ -269,7 +269,7 @@ async def test_what_happens_is_told_live(its_own_run: RunFolder) -> None:
             await trio.sleep(0.05)
 
 
-async def test_readers_beyond_the_limit_are_told_to_come_again_and_slow_ones_let_go(
+async def test_readers_beyond_the_limit_are_refused_and_slow_ones_disconnected(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:

@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> SqliteStore:
 
 
 def place(store: SqliteStore) -> Path:
-    return Path(store._place)
+    return Path(store._path)
 
 
 def said(read: DatabaseView) -> tuple[object, ...]:
@@ -54,7 +54,7 @@ def look_afresh(store: SqliteStore) -> DatabaseView:
     return DatabaseReader(place(store), SHARES).refresh(NOW)
 
 
-def test_a_run_that_was_never_started_has_nothing_to_tell(tmp_path: Path) -> None:
+def test_a_run_that_was_never_started_has_no_history(tmp_path: Path) -> None:
     read = DatabaseReader(tmp_path / "nothing.sqlite", SHARES).refresh(NOW)
     assert (read.step_count, read.contributions, read.notes) == (0, (), ())
 
@@ -112,7 +112,7 @@ def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_shar
     store.close()
 
 
-def test_both_kinds_of_database_tell_the_same(new_place: Callable[[], DatabaseLocation]) -> None:
+def test_both_kinds_of_database_give_the_same(new_place: Callable[[], DatabaseLocation]) -> None:
     at = new_place()
     store = open_store(at)
     store.next_generation()
@@ -136,7 +136,7 @@ def test_a_new_name_is_seen(store: SqliteStore) -> None:
     store.close()
 
 
-def test_a_team_is_those_who_are_in_it_now_with_everything_they_did(store: SqliteStore) -> None:
+def test_a_team_has_its_present_members_with_their_whole_contributions(store: SqliteStore) -> None:
     reader = DatabaseReader(place(store), SHARES)
     run_kit.write(store, run_kit.step(1))
     assert reader.refresh(NOW).teams == ()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a public port: who is slow, greedy or talks nonsense harms nobody but itself."""
+"""HTTP/1.1 on a public port: a slow, greedy or invalid client harms only itself."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ async def test_a_failure_of_the_application_ends_its_own_request_only() -> None:
         assert server.counts.failures == 1
 
 
-async def test_who_does_not_finish_a_head_in_time_is_let_go() -> None:
+async def test_a_client_that_does_not_finish_a_head_in_time_is_disconnected() -> None:
     async with serving(head_seconds=0.05) as (server, port):
         assert await say(port, b"GET / HTTP/1.1\r\nslow: ") == b""
         await until(lambda: server.connections == 0)
 
 
-async def test_who_never_reads_does_not_hold_a_connection_for_ever() -> None:
+async def test_a_client_that_never_reads_does_not_hold_a_connection_forever() -> None:
     async with (
         serving(send_seconds=0.05) as (server, port),
         await trio.open_tcp_stream("127.0.0.1", port) as stream,
@@ -147,7 +147,7 @@ async def test_an_answer_without_end_ends_when_its_reader_goes() -> None:
         assert server.counts.failures == 0
 
 
-async def test_more_connections_than_allowed_are_told_to_come_again() -> None:
+async def test_more_connections_than_allowed_are_refused() -> None:
     async with serving(max_connections=1) as (server, port):
         async with await trio.open_tcp_stream("127.0.0.1", port) as first:
             await first.send_all(REQUEST)

@@ -81,13 +81,15 @@ async def test_it_fits_every_screen(
         await page.until("document.querySelector('#full-peers tr')")
         await keep_picture(page, f"{width}-{'dark' if dark else 'light'}")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert await page.evaluate("document.querySelector('#word').textContent") == "healthy"
+        assert (
+            await page.evaluate("document.querySelector('#health-state').textContent") == "healthy"
+        )
         assert (await page.evaluate("document.title")).startswith("healthy: ")
         contrast = await page.evaluate(CONTRAST)
         assert contrast == []
 
 
-async def test_a_stage_says_how_long_a_microbatch_takes_and_how_long_it_waits_for_one(
+async def test_a_stage_shows_its_computing_time_and_its_idle_share(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     async with opened(folder, tmp_path, 1280) as (page, _):
@@ -131,7 +133,7 @@ async def test_what_happens_is_seen_without_a_reload(folder: RunFolder, tmp_path
         await trio.to_thread.run_sync(run_kit.one_start, folder, Note("carl was admitted"))
         write_status(folder, version=60, steps=90, peers=[peer(ANNA, 0)])
         await page.until("document.body.innerText.includes('carl was admitted')")
-        await page.until("document.querySelector('#word').textContent === 'degraded'")
+        await page.until("document.querySelector('#health-state').textContent === 'degraded'")
         await page.until("document.querySelector('#progress-text').textContent.includes('60 of')")
 
 
@@ -153,7 +155,7 @@ async def test_plots_are_read_by_keyboard_and_as_tables(folder: RunFolder, tmp_p
         await page.until("document.querySelectorAll('#loss tbody tr').length > 10")
 
 
-async def test_it_has_landmarks_names_and_no_motion_for_whom_it_disturbs(
+async def test_it_has_landmarks_names_and_respects_reduced_motion(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     async with opened(folder, tmp_path, 1280, token=True) as (page, _):

@@ -42,7 +42,7 @@ def emitted(folder: RunFolder, **changes: object) -> str:
     manifest = load_manifest(folder)
     read = DatabaseReader(folder.database, [0.5, 0.5]).refresh(2e9)
     told = status(**changes)
-    snapshot = Snapshot(told, read, manifest, told["time"] + 0.5)
+    snapshot = Snapshot(told, read, manifest, told.time + 0.5)
     return exposition(snapshot, SERVING).decode()
 
 
@@ -87,7 +87,7 @@ def test_the_values_are_those_of_the_run(text: str) -> None:
     assert value("swarm_step_seconds_bucket", le="1.0") == 5
     assert value("swarm_step_seconds_bucket", le="0.3") == 0
     assert value("swarm_step_seconds_sum") == 2.5
-    assert value("swarm_run_health", word="healthy") == 1
+    assert value("swarm_run_health", state="healthy") == 1
     assert value("swarm_run_phase", phase="collecting") == 1
     assert value("swarm_peers", phase="ready") == 2
     assert value("swarm_flagged_peers") == 1

@@ -1,4 +1,4 @@
-"""No network address gets into a sentence that everybody may read."""
+"""No network address remains in text that is published."""
 
 from __future__ import annotations
 

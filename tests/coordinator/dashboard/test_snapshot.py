@@ -1,4 +1,4 @@
-"""The run's health in one word, and what everybody may see of its peers."""
+"""The run's health, and what is public of its peers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import StoredNote
 from swarm_coordinator.dashboard.snapshot import (
-    STALE_SECONDS,
     full_peers,
-    health_of,
     joined_and_left,
     public_event,
     stages_of,
 )
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status import document
+from swarm_coordinator.status.document import STALE_SECONDS, current_health
 from swarm_shared.run.manifest import Manifest
 
 
@@ -35,13 +35,13 @@ def manifest(folder: RunFolder) -> Manifest:
     return load_manifest(folder)
 
 
-def word(manifest: Manifest, later_seconds: float = 0.0, **changes: Any) -> tuple[HealthState, str]:
-    health = health_of(status(**changes), manifest, time.time() + later_seconds)
+def word(later_seconds: float = 0.0, **changes: Any) -> tuple[HealthState, str]:
+    health = current_health(status(**changes), time.time() + later_seconds)
     return health.state, health.sentence
 
 
-def test_a_run_is_healthy_while_every_stage_has_a_reachable_peer(manifest: Manifest) -> None:
-    assert word(manifest)[0] is HealthState.HEALTHY
+def test_a_run_is_healthy_while_every_stage_has_a_reachable_peer() -> None:
+    assert word()[0] is HealthState.HEALTHY
 
 
 @pytest.mark.parametrize(
@@ -55,47 +55,48 @@ def test_a_run_is_healthy_while_every_stage_has_a_reachable_peer(manifest: Manif
     ],
     ids=["elsewhere", "downloading", "an-older-version", "silent", "without-a-stage"],
 )
-def test_a_stage_without_a_reachable_peer_makes_it_degraded(
-    manifest: Manifest, one: dict[str, Any]
-) -> None:
-    found, sentence = word(manifest, peers=[peer(ANNA, 0), one])
+def test_a_stage_without_a_reachable_peer_makes_it_degraded(one: dict[str, Any]) -> None:
+    found, sentence = word(peers=[peer(ANNA, 0), one])
     assert found is HealthState.DEGRADED
     assert "stage 1" in sentence
-    health = health_of(status(peers=[peer(ANNA, 0), one]), manifest, time.time())
+    health = status(peers=[peer(ANNA, 0), one]).health
     assert health.unreachable_stages == (1,)
 
 
-def test_while_a_step_is_applied_peers_at_either_version_count(manifest: Manifest) -> None:
+def test_while_a_step_is_applied_peers_at_either_version_count() -> None:
     peers = [peer(ANNA, 0), peer(BERT, 1, version=4)]
-    assert word(manifest, peers=peers, phase="applying")[0] is HealthState.HEALTHY
+    assert word(peers=peers, phase="applying")[0] is HealthState.HEALTHY
 
 
-def test_a_coordinator_that_says_nothing_any_more_makes_it_degraded(manifest: Manifest) -> None:
-    found, sentence = word(manifest, later_seconds=STALE_SECONDS + 5)
+def test_an_overdue_status_makes_it_degraded() -> None:
+    found, sentence = word(later_seconds=STALE_SECONDS + 5)
     assert found is HealthState.DEGRADED
-    assert "said nothing" in sentence
+    assert "has written no status" in sentence
+    assert word(running=False)[0] is HealthState.STOPPED
 
 
-def test_a_loss_that_is_no_number_makes_it_degraded(manifest: Manifest) -> None:
-    for loss in (None, float("nan"), float("inf")):
-        assert word(manifest, loss=loss)[0] is HealthState.DEGRADED
+def test_a_loss_that_is_no_number_makes_it_degraded() -> None:
+    assert word(loss=None, diverged=True)[0] is HealthState.DEGRADED
+    assert word(loss=None)[0] is HealthState.HEALTHY, "after a rollback no step has been applied"
+    assert status(loss=float("nan")).loss is None
 
 
-def test_a_run_without_peers_waits_and_says_for_what(manifest: Manifest) -> None:
-    found = word(manifest, phase="waiting for peers", waiting_for="stage 1 needs 1", peers=[])
-    assert found == (HealthState.WAITING, "stage 1 needs 1")
+def test_a_run_without_peers_waits_with_a_reason() -> None:
+    found = word(phase="waiting for peers", waiting_for="stage 1 needs 1", peers=[])
+    assert found == (HealthState.WAITING, "Waiting for stage 1 needs 1.")
 
 
-def test_a_finished_run_is_finished_however_old_the_word(manifest: Manifest) -> None:
-    assert word(manifest, later_seconds=1e6, phase="finished", peers=[])[0] is HealthState.FINISHED
+def test_a_finished_run_is_finished_however_old_its_status() -> None:
+    assert word(later_seconds=1e6, phase="finished", peers=[])[0] is HealthState.FINISHED
 
 
 def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
-    from swarm_coordinator.dashboard import prometheus, snapshot
+    from swarm_coordinator.dashboard import prometheus
 
-    assert {snapshot.FINISHED, snapshot.WAITING, snapshot.APPLYING} <= {
+    assert {document.FINISHED, document.WAITING, document.APPLYING} <= {
         phase.value for phase in RunPhase
     }
+    assert {document.READY, document.SYNCING} <= {phase.value for phase in PeerPhase}
     assert set(prometheus.PHASES) == {phase.value for phase in RunPhase}
 
 
@@ -110,20 +111,13 @@ def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> Non
     assert [s.relative_rate for s in stages_of(status(stages=idle), manifest).stages] == [0, 0]
 
 
-def test_a_stage_is_told_with_its_idle_share_and_the_time_of_its_microbatches(
+def test_a_stage_has_its_idle_share_and_the_time_of_its_microbatches(
     manifest: Manifest,
 ) -> None:
     _, second = stages_of(status(), manifest).stages
     assert second.idle_share == pytest.approx(0.5)
     assert second.p50_seconds == pytest.approx(0.5, rel=0.2)
     assert second.p95_seconds == pytest.approx(0.5, rel=0.2)
-
-
-def test_a_status_from_before_there_were_such_figures_is_shown_without_them(
-    manifest: Manifest,
-) -> None:
-    old = {key: value for key, value in status().items() if key != "figures"}
-    assert [stage.idle_share for stage in stages_of(old, manifest).stages] == [None, None]
 
 
 def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
@@ -140,7 +134,7 @@ def test_the_organiser_sees_paths_and_marks() -> None:
     assert LEAKED[0] in bert.flagged_reason
 
 
-def test_who_came_and_who_went_between_two_moments(folder: RunFolder) -> None:
+def test_joined_and_left_peers_are_counted_between_two_snapshots(folder: RunFolder) -> None:
     from swarm_coordinator.dashboard.api_models import PublicPeer
 
     def named(*ends: str) -> list[PublicPeer]:

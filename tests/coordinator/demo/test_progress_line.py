@@ -9,7 +9,6 @@ from swarm_coordinator.demo.progress_line import (
     PLAIN_INTERVAL_SECONDS,
     Progress,
     ProgressDisplay,
-    duration_text,
     eta_seconds,
     progress_line,
     recent_tokens_per_second,
@@ -52,14 +51,6 @@ def test_one_slow_step_does_not_move_the_estimate() -> None:
 def test_the_rate_forgets_the_slow_start() -> None:
     assert recent_tokens_per_second(steps([100.0] + [0.5] * 10)) == pytest.approx(2000)
     assert recent_tokens_per_second([]) == 0.0
-
-
-def test_durations_are_words() -> None:
-    assert [duration_text(seconds) for seconds in (9.6, 61, 3720)] == [
-        "10 s",
-        "1:01 min",
-        "1:02 h",
-    ]
 
 
 def test_a_terminal_sees_one_line_in_place_and_a_newline_at_the_end() -> None:

@@ -127,7 +127,7 @@ def test_waiting_stops_when_a_child_fails_and_shows_its_last_words(tmp_path: Pat
 def test_waiting_is_bounded(tmp_path: Path) -> None:
     with Subprocesses() as children:
         children.start("sleeper", python(SLEEPER), tmp_path / "log")
-        with pytest.raises(SwarmError, match=f"a wonder in vain.*{tmp_path.name}"):
+        with pytest.raises(SwarmError, match=f"a wonder without success.*{tmp_path.name}"):
             wait_until(lambda: False, children, 0.1, "a wonder")
 
 

@@ -21,8 +21,8 @@ from swarm_coordinator.durability import restore
 from swarm_coordinator.durability.backup import make_backup, recorded_backups, verify_backup
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.generations import LARGEST_GENERATION, generation_floor
 from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.records import LARGEST_GENERATION, generation_floor
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import StorageError, UsageError
 
@@ -88,7 +88,7 @@ DAMAGES: list[tuple[Callable[[RunFolder], object], str, list[str]]] = [
     (lambda f: (f.checkpoints / "step-00000004" / "checkpoint.json").write_text("{"),
      "checkpoint", ["is damaged: checkpoint.json", "that of step 2"]),
     (overwrite_pages, "database", ["coordinator.sqlite is damaged", "from its checkpoint of step"]),
-    (change_a_loss, "database", ["table applied_steps: row 3 does not say"]),
+    (change_a_loss, "database", ["table applied_steps: row 3 is not what was written"]),
     (lambda f: f.database.write_bytes(b"x" * 9000), "database", ["is damaged"]),
     (lambda f: flip_byte(f.manifest), "manifest.json", ["manifest.json is damaged"]),
     (lambda f: f.organiser_key.unlink(), "manifest.json", ["lost its organiser.key"]),
@@ -167,7 +167,7 @@ def test_the_newest_backup_that_is_whole_is_offered(
     _, _, error = says(capsys, "verify", folder.path)
     assert "the last good backup is" in error
     assert "second" in error
-    assert "--force` takes it" in error
+    assert "--force` restores it" in error
     offer = error[error.index("`swarm-coordinator restore") + 1 :]
     words = shlex.split(offer[: offer.index("`")])
     assert says(capsys, *words[1:])[0] == 0
@@ -202,7 +202,7 @@ def test_a_backup_without_key_and_data_is_one_and_says_so(
     out = folder.path.parent / "saved"
     code, said, _ = says(capsys, "backup", folder.path, out, "--no-key", "--no-data")
     assert code == 0
-    assert "without organiser.key" in said
+    assert "organiser.key is not in the backup" in said
     assert not (out / "organiser.key").exists()
     assert not (out / "data").exists()
     verify_backup(out)
@@ -288,7 +288,7 @@ def test_a_restored_run_goes_on_from_its_checkpoint_behind_a_fence(
     make_backup(folder, saved)
     code, said, error = says(capsys, "restore", saved, new)
     assert (code, error) == (0, "")
-    assert "goes on from its checkpoint of step 4" in said
+    assert "continues from its checkpoint of step 4" in said
     assert says(capsys, "verify", new)[0] == 0
     found = history(RunFolder(new).database).restored
     assert (found.version, found.rolled_back, found.on_current_history) == (4, True, frozenset())
@@ -360,7 +360,7 @@ def test_a_restore_refuses_another_run_a_strange_folder_and_one_in_use(
         restore_backup(saved, other.path, force=True)
     (tmp_path / "photographs").mkdir()
     (tmp_path / "photographs" / "me.jpg").write_bytes(b"")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="not the folder of a run"):
         restore_backup(saved, tmp_path / "photographs", force=True)
     with folder.lock(), pytest.raises(UsageError, match="stop that one first"):
         restore_backup(saved, folder.path, force=True)

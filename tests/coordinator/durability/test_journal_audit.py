@@ -77,23 +77,23 @@ def test_an_empty_database_and_one_that_began_from_a_checkpoint_are_whole(tmp_pa
 
 DAMAGES: dict[str, tuple[str, str]] = {
     "a loss is another": (
-        "UPDATE applied_steps SET loss = 9.9 WHERE step = 1", "row 1 does not say"
+        "UPDATE applied_steps SET loss = 9.9 WHERE step = 1", "row 1 is not what was written"
     ),
     "a norm lost its last bit": (
         "UPDATE applied_steps SET global_norm = global_norm * (1 + 3e-16) WHERE step = 2",
-        "row 2 does not say",
+        "row 2 is not what was written",
     ),
     "a share has other tokens": (
         "UPDATE shares SET tokens = 17 WHERE applied_step = 6 AND peer = 1",
-        "table applied_steps: row 6 does not say",
+        "table applied_steps: row 6 is not what was written",
     ),
     "a stage has averaged in another attempt": (
         "UPDATE step_attempts SET attempt = 8 WHERE applied_step = 6 AND stage = 1",
-        "table applied_steps: row 6 does not say",
+        "table applied_steps: row 6 is not what was written",
     ),
     "a stage's attempt is gone": (
         "DELETE FROM step_attempts WHERE applied_step = 6",
-        "table applied_steps: row 6 does not say",
+        "table applied_steps: row 6 is not what was written",
     ),
     "a microbatch counts twice": (
         "UPDATE shares SET microbatches = 2 WHERE applied_step = 1 AND peer = 1 AND stage = 0",
@@ -126,27 +126,27 @@ DAMAGES: dict[str, tuple[str, str]] = {
     ),
     "a checkpoint has another hash": (
         "UPDATE checkpoint_stages SET sha256 = 'cd' WHERE checkpoint = 2",
-        "table checkpoints: row 2 does not say",
+        "table checkpoints: row 2 is not what was written",
     ),
     "an evaluation is another": (
-        "UPDATE evaluations SET heldout_loss = 1.4", "table evaluations: row 1 does not say"
+        "UPDATE evaluations SET heldout_loss = 1.4", "table evaluations: row 1 is not"
     ),
     "a step that nobody wrote": (
         "INSERT INTO applied_steps SELECT 99, 5, 11, loss, tokens, seconds, global_norm, "
         "learning_rate, generation, written_at, NULL FROM applied_steps WHERE id = 6",
-        "row 99 was written by nobody we know",
+        "row 99 has an unknown origin",
     ),
     "an entry of the journal is gone": (
         "DELETE FROM journal WHERE sequence = 4", "1 entries before"
     ),
     "the journal's end is gone": (
-        "DELETE FROM journal WHERE sequence > 9", "was written by nobody we know"
+        "DELETE FROM journal WHERE sequence > 9", "has an unknown origin"
     ),
     "the journal is gone": ("DELETE FROM journal", "its beginning is missing"),
     "an entry of the journal is another's": (
         "UPDATE journal SET digest = (SELECT digest FROM journal WHERE sequence = 3) "
         "WHERE sequence = 2",
-        "does not say",
+        "is not what was written",
     ),
     "a start is invented": (
         "INSERT INTO generations VALUES (7, 1.0)", "the last is 7, the journal's is 3"
@@ -173,7 +173,7 @@ def test_whose_device_a_peer_is_follows_from_a_signature_alone(tmp_path: Path) -
     assert check_database(connection, SHAPE) == []
     connection.execute("UPDATE owners SET owner = ? WHERE owner <> ''", (other.peer_id,))
     [finding] = check_database(connection, SHAPE)
-    assert f"is bound to {owner.peer_id}, and the row says {other.peer_id}" in finding
+    assert f"is bound to {owner.peer_id}, and the row names {other.peer_id}" in finding
     connection.execute("UPDATE owners SET owner = ?, binding = ?", (owner.peer_id, binding))
     [finding] = check_database(connection, SHAPE)
     assert f"{other.peer_id} shows the owner binding of {device.peer_id}" in finding

@@ -138,7 +138,7 @@ def test_what_is_not_there_or_empty_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="holds no file"):
         read_corpus(str(tmp_path))
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="there is no text in"):
+    with pytest.raises(DataError, match="holds no text"):
         plan_split(text_corpus(tmp_path), 0.05, 1)
 
 

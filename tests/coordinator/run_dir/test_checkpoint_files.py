@@ -113,7 +113,7 @@ def test_only_those_of_the_runs_own_history_count(tmp_path: Path) -> None:
     notes: list[str] = []
     changed = CheckpointRecord(Version(10), ())
     assert folder.latest_valid(notes.append, {Version(10): changed}) is None
-    assert "not the one that the database remembers" in notes[0]
+    assert "not the one that the database lists" in notes[0]
 
 
 def test_a_version_written_again_after_a_rollback_replaces_the_old_one(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_run_or_anything_else_is_never_overwritten(tmp_path: Path):
     with pytest.raises(UsageError, match="is not empty"):
         RunFolder.create(tmp_path / "photos")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="not a folder"):
         RunFolder.create(tmp_path / "file")
 
 
@@ -129,7 +129,7 @@ def test_the_port_of_the_first_start_is_remembered(tmp_path: Path):
 def test_a_damaged_port_file_is_named(tmp_path: Path, content: str):
     folder = complete(tmp_path / "run")
     folder.port_file.write_text(content)
-    with pytest.raises(StorageError, match="which is no port"):
+    with pytest.raises(StorageError, match="which is not a port"):
         folder.remembered_port()
 
 

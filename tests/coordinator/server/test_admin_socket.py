@@ -64,7 +64,7 @@ async def raw(path: Path, content: bytes) -> bytes:
     return await trio.to_thread.run_sync(talk)
 
 
-async def test_a_question_is_answered_and_the_socket_is_nobody_elses(tmp_path: Path) -> None:
+async def test_a_request_is_answered_and_the_socket_is_private(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with serving(path):
         assert await asked(path, {"do": "ü"}) == {"you asked": {"do": "ü"}}
@@ -113,7 +113,7 @@ async def test_a_question_without_end_is_cut_off(tmp_path: Path) -> None:
         assert await asked(path, {"a": 1}) == {"you asked": {"a": 1}}
 
 
-async def test_who_connects_and_says_nothing_is_let_go_and_keeps_nobody_waiting(
+async def test_a_silent_connection_is_closed_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "s"
@@ -137,7 +137,9 @@ async def test_a_fault_in_one_answer_is_that_questions_only(tmp_path: Path) -> N
         assert await asked(path, {"by": 2}) == {"done": 0.5}
 
 
-async def test_who_hangs_up_before_the_answer_stops_nothing_half_done(tmp_path: Path) -> None:
+async def test_a_disconnect_before_the_reply_does_not_stop_the_request(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "s"
     begun, done = trio.Event(), trio.Event()
 

@@ -53,7 +53,7 @@ from swarm_shared.protocol import (
 from swarm_shared.transfer.transfer import TransferSource, fetch
 
 WITHIN_SECONDS = 5.0
-"""In which a revocation has to reach everybody."""
+"""Seconds within which a revocation must reach all peers."""
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
         await holding(bert, run.invite, 1, token=made[0]["secret"])
         await holding(carl, run.invite, 0, token=made[1]["secret"])
         answer = await order(token_run, RevokeToken(token=made[0]["token"]))
-        assert answer["said"] == (
+        assert answer["text"] == (
             f"token {made[0]['token']} is revoked; it had admitted 2 peer(s); "
-            "2 sessions were ended, 1 volunteer was told"
+            "2 sessions were ended, 1 volunteer was notified"
         )
         for one in (anna, bert):
             refused = await until(one, Refused)
@@ -220,7 +220,7 @@ async def test_a_revoked_standing_invite_is_not_made_again(token_run: RunFolder)
 # ---------------------------------------------------------------- bans
 
 
-async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
+async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
     open_run: RunFolder,
 ) -> None:
     identity = Identity.generate()
@@ -230,8 +230,8 @@ async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
         for stage, one in enumerate(good):
             await holding(one, run.invite, stage)
         answer = await order(open_run, BanPeer(peer=identity.peer_id, reason="it cheats"))
-        assert answer["said"] == (
-            f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were told"
+        assert answer["text"] == (
+            f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were notified"
         )
         refused = await until(bad, Refused)
         assert isinstance(refused, Refused)
@@ -249,7 +249,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
         assert any("it cheats" in line for line in run.lines)
 
         back = await order(open_run, UnbanPeer(peer=identity.peer_id))
-        assert back["said"] == f"{identity.peer_id} is not banned any more"
+        assert back["text"] == f"{identity.peer_id} is not banned any more"
         assert await tries(run.invite, identity) == "welcome"
         for one in good:
             await until(one, Roster, lambda r: not r.revoked)
@@ -279,8 +279,8 @@ async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on
     async with served(open_run) as run:
         assert await tries(run.invite, anna) == "welcome"
     answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
-    assert answer["said"] == (
-        f"banned {anna.peer_id}; no coordinator is running, so that it holds from the next start on"
+    assert answer["text"] == (
+        f"banned {anna.peer_id}; no coordinator is running, so it takes effect at the next start"
     )
     never_here = Identity.generate().peer_id
     await order(open_run, BanPeer(peer=never_here))
@@ -321,8 +321,8 @@ async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
 async def test_nonsense_from_a_command_is_refused_and_the_run_goes_on(open_run: RunFolder) -> None:
     async with served(open_run) as run:
         for question, reason in (
-            ({}, "cannot be asked of a coordinator"),
-            ({"do": "format the disk"}, "cannot be asked of a coordinator"),
+            ({}, "not an admission request"),
+            ({"do": "format the disk"}, "not an admission request"),
             ({"do": "ban", "peer": "nobody"}, "is not the peer ID"),
             ({"do": "ban", "peer": run.invite.coordinator}, "is this run's own coordinator"),
             ({"do": "unban", "peer": Identity.generate().peer_id}, "is not banned"),
@@ -341,11 +341,11 @@ async def ban_many(folder: RunFolder, count: int) -> None:
         await order(folder, BanPeer(peer=Identity.generate().peer_id, reason="x" * 200))
 
 
-async def test_a_coordinator_whose_disk_is_full_says_that_the_ban_is_not_written(
+async def test_a_coordinator_with_a_full_disk_reports_that_the_ban_is_not_written(
     open_run: RunFolder,
 ) -> None:
     async with served(open_run) as run:
-        run.store._ask(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
+        run.store._call(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
         with pytest.raises(StorageError, match="the disk is full"):
             await ban_many(open_run, 300)
         assert await tries(run.invite, Identity.generate()) == "welcome"
@@ -365,15 +365,15 @@ async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
         async with client(run.invite, bert) as one:
             assert isinstance(await say_hello(one, run.invite), Welcome)
             answer = await order(folder, Disallow(peer=bert.peer_id))
-            assert answer["said"] == (
-                f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were told"
+            assert answer["text"] == (
+                f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were notified"
             )
             refused = await until(one, Refused)
             assert isinstance(refused, Refused)
             assert "is not on it" in refused.reason
 
 
-async def test_another_mode_keeps_out_whom_the_former_one_had_let_in(open_run: RunFolder) -> None:
+async def test_another_mode_refuses_peers_that_the_former_one_admitted(open_run: RunFolder) -> None:
     anna, bert = Identity.generate(), Identity.generate()
     async with served(open_run) as run:
         for peer in (anna, bert):
@@ -428,7 +428,7 @@ async def test_a_session_goes_on_with_newer_and_newer_certificates(open_run: Run
         assert {c.generation for c in certificates} == {1}
 
 
-async def test_a_newer_certificate_is_the_one_that_others_see(open_run: RunFolder) -> None:
+async def test_other_peers_get_the_newer_certificate(open_run: RunFolder) -> None:
     async with served(open_run, renew_after_seconds=0.3) as run, client(run.invite) as one:
         await holding(one, run.invite, 0)
         renewed = await until(one, CertificateRenewed)
@@ -457,7 +457,7 @@ def test_the_revoked_are_named_for_longer_than_any_certificate_of_theirs_can_hol
 # ---------------------------------------------------------------- status
 
 
-async def test_the_status_tells_of_admission_and_of_every_peers_paths(
+async def test_the_status_holds_admission_and_the_paths_of_every_peer(
     token_run: RunFolder,
 ) -> None:
     async with served(token_run) as run, client(run.invite) as one:
@@ -524,13 +524,13 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
                 with trio.fail_after(10):
                     while not answers:
                         await trio.sleep(0.05)
-    assert answers[0]["said"].startswith("banned ")
+    assert answers[0]["text"].startswith("banned ")
 
 
-def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
+def test_a_locked_folder_without_a_server_is_reported_in_one_sentence(
     open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_coordinator.cli.admission.CONNECT_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
         submit_request(open_run, BanPeer(peer=Identity.generate().peer_id))
 

@@ -116,7 +116,7 @@ async def test_a_welcome_carries_a_certificate_and_the_manifest_that_hold(
     assert open_manifest(base64.b64decode(answer.manifest), run.invite.organiser) == run.manifest
 
 
-async def test_who_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
+async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", admission__mode="token")
     async with served(folder) as run:
         assert run.invite.token == folder.admission_token()
@@ -133,7 +133,7 @@ async def test_who_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> No
         assert isinstance(await welcomed(run.invite), Welcome)
 
 
-async def test_the_first_word_must_be_hello(folder: RunFolder) -> None:
+async def test_the_first_message_must_be_hello(folder: RunFolder) -> None:
     async with served(folder) as run, client(run.invite) as one:
         await one.send(BEAT)
         answer = await one.receive()
@@ -141,7 +141,7 @@ async def test_the_first_word_must_be_hello(folder: RunFolder) -> None:
         assert "must be hello" in answer.reason
 
 
-async def test_a_connection_that_says_nothing_is_closed(
+async def test_a_silent_connection_is_closed(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_protocol, "HELLO_SECONDS", 0.2)
@@ -247,9 +247,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
     assert len(sessions) == 0
 
 
-async def test_data_is_served_to_members_and_to_nobody_else(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+async def test_data_is_served_to_members_only(folder: RunFolder, tmp_path: Path) -> None:
     identity = Identity.generate()
     async with served(folder) as run, client(run.invite, identity) as one:
         await one.send(hello_for(run.invite))
@@ -338,7 +336,7 @@ async def test_the_run_goes_on_after_ctrl_c_where_it_stopped(folder: RunFolder) 
     assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
 
 
-async def test_a_run_whose_database_was_lost_goes_on_from_its_checkpoint(
+async def test_a_run_whose_database_was_lost_continues_from_its_checkpoint(
     folder: RunFolder,
 ) -> None:
     async with served(folder) as run:
@@ -377,7 +375,7 @@ async def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder: RunFo
         assert status["checkpoint_version"] == 2
 
 
-async def test_words_of_volunteers_cannot_steer_the_organisers_terminal(
+async def test_text_from_volunteers_cannot_control_the_organisers_terminal(
     folder: RunFolder,
 ) -> None:
     async with served(folder) as run:

@@ -1,4 +1,4 @@
-"""The pages beside a real coordinator: they come, are started again, and never harm it."""
+"""The dashboard beside a real coordinator: starts, is restarted, and never harms it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from swarm_coordinator.configuration.http_address import (
 from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.dashboard_process import DashboardProcess
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
@@ -67,7 +68,7 @@ async def until(condition: Any) -> None:
         await trio.sleep(0.02)
 
 
-async def test_whoever_asks_before_the_process_is_ready_is_answered_when_it_is(
+async def test_a_request_before_the_process_is_ready_is_answered_when_it_is(
     folder: RunFolder,
 ) -> None:
     async with dashboard_process(folder) as (made, lines):
@@ -95,7 +96,7 @@ async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
         os.kill(first, signal.SIGKILL)
         await until(lambda: made.pid not in (None, first))
         assert (await get(address, "/"))[0] == 200
-        assert made.status() == {"address": str(address), "restarts": 1, "failures": 1}
+        assert made.status() == DashboardStatus(address=str(address), restarts=1, failures=1)
 
 
 async def test_the_port_is_the_same_at_the_next_start(folder: RunFolder) -> None:
@@ -118,7 +119,7 @@ async def test_a_port_that_was_picked_and_is_taken_now_gives_way_to_another(
             assert made.address != taken
 
 
-async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
+async def test_a_chosen_port_in_use_is_reported_and_the_run_continues(
     folder: RunFolder,
 ) -> None:
     with closing(listen(ANY)) as other:
@@ -128,7 +129,7 @@ async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
             assert str(taken) in lines[0]
             assert "--http" in lines[0]
             assert made.address is None
-            assert made.status()["failures"] == 1
+            assert made.status().failures == 1
 
 
 async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:
@@ -153,7 +154,7 @@ async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFol
     await until(lambda: not children[0].is_running() or children[0].status() == "zombie")
 
 
-async def test_what_a_real_coordinator_says_is_what_the_pages_show(
+async def test_the_dashboard_shows_what_a_real_coordinator_wrote(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     """From the folder of a run that trains to its end, with nothing made up in between."""
@@ -164,7 +165,7 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
             while True:
                 if folder.status.exists():
                     pages[:] = pages or [Dashboard(folder)]
-                    await pages[0].snapshot_loop.look()
+                    await pages[0].snapshot_loop.refresh()
                     snapshot = pages[0].snapshot_loop.snapshot
                     assert snapshot is not None
                     for document in (
@@ -183,14 +184,14 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
             await train_to_the_end(volunteers)
             await run.ended.wait()
         scope.cancel()
-    await pages[0].snapshot_loop.look()
+    await pages[0].snapshot_loop.refresh()
     snapshot = pages[0].snapshot_loop.snapshot
     assert snapshot is not None
     assert snapshot.health.state == "finished"
-    assert (snapshot.run.version, snapshot.read.step_count) == (4, 4)
+    assert (snapshot.run.version, snapshot.database.step_count) == (4, 4)
     assert snapshot.run.tokens == 4 * run.manifest.tokens_per_step
-    assert {one.name for one in snapshot.read.contributions} == {"volunteer-0", "volunteer-1"}
-    total = sum(one.credit for one in snapshot.read.contributions)
+    assert {one.name for one in snapshot.database.contributions} == {"volunteer-0", "volunteer-1"}
+    total = sum(one.credit for one in snapshot.database.contributions)
     assert total == pytest.approx(snapshot.run.tokens)
     assert b"swarm_applied_steps 4.0" in pages[0]._metrics(snapshot)
 

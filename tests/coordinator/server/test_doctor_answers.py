@@ -1,11 +1,10 @@
-"""What the coordinator tells those who look before they join."""
+"""Replies of the coordinator to a client that is checked before it joins."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from swarm_shared.identity.probe_pass import check_probe_pass
 
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.facts import COORDINATOR, Options, manifest_of
@@ -28,6 +27,7 @@ from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId, Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import open_node
 from swarm_shared.probe.client import open_probe
 from swarm_shared.probe.server import AnswerHello
@@ -62,7 +62,9 @@ async def look(invite: Invite, **changes: object) -> DoctorWelcome:
         return probe.welcome
 
 
-async def test_a_visitor_learns_what_the_run_takes_and_whom_to_ask(folder: RunFolder) -> None:
+async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
+    folder: RunFolder,
+) -> None:
     manifest = load_manifest(folder)
     volunteers = {
         Identity.generate(): reachability
@@ -149,7 +151,7 @@ def test_a_banned_visitor_is_not_answered() -> None:
             )
 
 
-def test_another_version_is_told_and_answered() -> None:
+def test_another_version_is_reported_and_answered() -> None:
     hello = HELLO.model_copy(update={"software": "0.0.1"})
     verdict = judge_with("open")(VISITOR.peer_id, hello)
     assert not verdict.software_fits

@@ -1,4 +1,4 @@
-"""The coordinator's own way of collecting garbage leaves none, and is undone with the service."""
+"""The coordinator's garbage collection leaves no garbage, and is undone when the service ends."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_an_attachment_that_was_replaced_adds_nothing() -> None:
     assert saved(told) == {}
 
 
-def test_a_client_that_always_says_everything_is_understood() -> None:
+def test_a_client_that_always_reports_everything_is_understood() -> None:
     told = reports()
     hear(told, 1, links=(link("b", 1),), paths=(path("b"), path("c")))
     hear(told, 1, links=(link("b", 2),), paths=(path("c"),))

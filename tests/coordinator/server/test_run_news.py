@@ -1,4 +1,4 @@
-"""What volunteers are told of the run as a whole: right, bounded, and not too often."""
+"""Run news: correct, bounded, and not too frequent."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> Non
     st.dictionaries(PEERS, PEERS),
     st.integers(0, 8),
 )
-def test_rows_are_people_whatever_is_bound_to_whom(
+def test_rows_are_owners_whatever_the_bindings(
     tokens: dict[PeerId, int], bound: dict[PeerId, PeerId], most: int
 ) -> None:
     board = Leaderboard(MANIFEST)
     board.add(step_of(*((peer, 0, count) for peer, count in tokens.items())))
     for peer in tokens:
-        board.name(peer, peer.lower(), None, bound.get(peer))
+        board.describe(peer, peer.lower(), None, bound.get(peer))
     said = {peer: owner for peer, owner in bound.items() if peer in tokens}
     expected = group_by_owner(tokens, effective_bindings(said))
     rows = board.rows(most=20)
@@ -101,7 +101,7 @@ def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -
     assert desk.due(bench.run, bench.now + 100.0) is None, "nothing has happened since"
 
 
-def test_the_more_volunteers_the_less_often_they_are_told() -> None:
+def test_the_more_volunteers_the_less_often_news_are_sent() -> None:
     bench = Bench()
     bench.join_all("a0", "a1")
     for number in range(3000):
@@ -119,10 +119,10 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
     longest = "\N{PILE OF POO}" * 60
     for number in range(500):
         peer = PeerId(f"{number:060}")
-        desk.leaderboard.name(peer, longest, longest)
+        desk.leaderboard.describe(peer, longest, longest)
         desk.leaderboard.add(step_of((peer, 0, number)))
         if number < 100:
-            desk.leaderboard.name(peer, longest, longest, PeerId(f"{499:060}"))
+            desk.leaderboard.describe(peer, longest, longest, PeerId(f"{499:060}"))
     news = desk.due(bench.run, bench.now)
     assert news is not None
     assert len(news.leaderboard) == LEADERBOARD_ROWS

@@ -1,4 +1,4 @@
-"""Words to many at once: in order for each of them, and a few writers at a time."""
+"""Broadcasts: in order for each session, and a few writers at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream:
         await trio.lowlevel.checkpoint()
 
 
-async def test_a_broadcast_reaches_everybody_before_what_is_sent_after_it() -> None:
+async def test_a_broadcast_reaches_all_peers_before_what_is_sent_after_it() -> None:
     sessions = ClientSessions()
     peers = [PeerId(f"peer-{number}") for number in range(3 * WRITERS_PER_TURN)]
     streams = {peer: Stream() for peer in peers}
@@ -68,7 +68,7 @@ async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
 async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_newcomers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RECORDS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "RECORDS_PER_TURN", 2)
     rosters = [
         Roster(
             serial=serial,

@@ -1,4 +1,4 @@
-"""`swarm-coordinator simulate`: a run on a virtual clock, and good answers to bad input."""
+"""`swarm-coordinator simulate`: a run on a virtual clock, and clear answers to bad input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulated(folder: Path, *arguments: str, hash_seed: str = "0") -> dict[str, Any]:
-    """The document of a simulation in a process of its own."""
+    """The document of a simulation in a separate process."""
     out = folder / "out.json"
     words = ["simulate", str(folder), "--fleet", str(folder / "fleet.json"), "--hours", "0.1"]
     subprocess.run(
@@ -76,7 +76,7 @@ def test_a_trace_that_was_saved_gives_the_run_that_its_model_gave(folder: Path) 
     assert recorded["steps"] == pytest.approx(model["steps"], abs=2)
 
 
-def test_simulating_says_what_it_found_and_changes_nothing_in_the_run(
+def test_a_simulation_prints_its_result_and_changes_nothing_in_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -84,11 +84,11 @@ def test_simulating_says_what_it_found_and_changes_nothing_in_the_run(
     assert run(words) == 0
     told = capsys.readouterr().out
     assert "tokens/s" in told
-    assert "5 came, 0 left, 0 vanished" in told
+    assert "5 joined, 0 left, 0 crashed" in told
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_a_run_that_cannot_begin_says_what_it_waits_for(
+def test_a_run_that_cannot_begin_reports_what_it_waits_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["simulate", str(folder), "--fleet", "1", "--trace", "steady", "--hours", "0.05"]

@@ -1,4 +1,4 @@
-"""The simulated swarm keeps its own books straight while machines come, vanish and come back."""
+"""The simulated swarm's accounting stays correct while machines join, crash and return."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.run.manifest import Manifest
 
 SLOW_LINES = FleetFile(
@@ -24,7 +25,7 @@ SLOW_LINES = FleetFile(
         ),
     )
 )  # fmt: skip
-"""A stage's state takes them minutes: most of their lives they download."""
+"""A stage's state takes these machines minutes: they download for most of their life."""
 HOURS = 0.3
 
 
@@ -44,7 +45,7 @@ def simulated(manifest: Manifest, changes: list[TraceEvent], seed: int) -> Swarm
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
+def test_an_uplink_serves_only_downloads_that_are_still_awaited(
     manifest: Manifest, seed: int
 ) -> None:
     names = [f"machine-{number}" for number in range(12)]
@@ -57,7 +58,7 @@ def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
     assert served <= 32 * len(swarm.downloads.under_way())
 
 
-def test_a_machine_that_comes_back_before_it_is_missed_hears_only_what_is_said_to_it(
+def test_a_machine_that_returns_before_its_loss_is_detected_receives_only_its_own_messages(
     manifest: Manifest,
 ) -> None:
     """It says that it leaves, vanishes, and connects anew while the coordinator still waits."""

@@ -1,20 +1,18 @@
-"""What `status` says of admission and of paths, to people."""
+"""The status document: its text, its encoding and the run's health."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarm_coordinator.status.status_file import (
-    PATHS_SHOWN,
-    ROWS_PER_TURN,
-    encode_document,
-    status_lines,
-    without_nan,
-)
+from swarm_coordinator.status.document import PathRow, PeerRow, StatusDocument, health_of
+from swarm_coordinator.status.status_file import ROWS_PER_TURN, encode_document, read_status
+from swarm_coordinator.status.text import PATHS_SHOWN, status_lines
+from swarm_shared.base.errors import StorageError
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 11}" for name in ("anna", "bert", "carl", "self"))
 
@@ -26,7 +24,7 @@ def path(remote: str, **changes: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def document(*paths: dict[str, Any], **changes: object) -> dict[str, Any]:
+def document(*paths: dict[str, Any], **changes: object) -> StatusDocument:
     peers = [
         {
             "peer": peer, "name": name, "stage": 0, "phase": "ready", "device": "CPU",
@@ -34,11 +32,10 @@ def document(*paths: dict[str, Any], **changes: object) -> dict[str, Any]:
         }
         for peer, name in ((ANNA, "anna"), (BERT, None))
     ]  # fmt: skip
-    return {
-        "run": "a run", "phase": "collecting", "version": 1, "steps": 2, "time": 0.0,
-        "coordinator": OWN, "stages": [], "peers": peers, "paths": list(paths),
-        "admission": {"mode": "open", "members": 2, "valid_tokens": 0, "bans": []}, **changes,
-    }  # fmt: skip
+    return StatusDocument.model_validate({
+        "run": "a run", "phase": "collecting", "version": 1, "steps": 2, "coordinator": OWN,
+        "peers": peers, "paths": list(paths), "admission": {"members": 2}, **changes,
+    })  # fmt: skip
 
 
 def shown(*paths: dict[str, Any], **changes: object) -> list[str]:
@@ -55,7 +52,7 @@ def shown(*paths: dict[str, Any], **changes: object) -> list[str]:
         ),
         (
             path(CARL, kind="relayed", relay=OWN, rtt_seconds=0.2, bytes_per_second=45_600.0),
-            "…carlcarl relayed via the coordinator, 200 ms, 46 kB/s",
+            "…carlcarl relayed via the coordinator, 200 ms, 45.6 kB/s",
         ),
         (
             path(CARL, kind="relayed", relay=BERT, rtt_seconds=0.00061, bytes_per_second=100.0),
@@ -70,7 +67,7 @@ def test_a_path_is_its_kind_its_round_trip_and_its_rate(one: dict[str, Any], tex
 def test_the_busiest_paths_of_a_peer_are_shown_and_the_others_counted() -> None:
     paths = [path(f"{n}" * 8, bytes_per_second=n * 1e6) for n in range(1, PATHS_SHOWN + 3)]
     [line] = [line for line in shown(*paths) if "links:" in line]
-    assert line.index("…66666666 direct, 1 ms, 6.0 MB/s") < line.index("…55555555")
+    assert line.index("…66666666 direct, 1 ms, 6 MB/s") < line.index("…55555555")
     assert line.endswith("; 2 more")
     assert "…11111111" not in line
 
@@ -95,14 +92,6 @@ def test_admission_is_its_mode_its_members_and_its_bans() -> None:
     assert f"    banned {BERT}" in lines
 
 
-def test_a_status_that_an_earlier_release_has_written_is_shown_as_well() -> None:
-    old = document()
-    for key in ("admission", "paths", "coordinator"):
-        del old[key]
-    lines = status_lines(old, True, 0.0)
-    assert not any("admission" in line or "links" in line for line in lines)
-
-
 def rebalancing(**changes: object) -> dict[str, Any]:
     return {
         "rule": "throughput", "period_seconds": 60.0, "decided": 3, "made": 2, "dropped": 1,
@@ -110,28 +99,82 @@ def rebalancing(**changes: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_each_decision_to_move_somebody_is_a_sentence() -> None:
+def test_each_decision_to_move_a_peer_is_a_sentence() -> None:
     decisions = [{"seconds_ago": 90.0, "peer": ANNA, "text": "anna moves, and why"}]
     lines = shown(rebalancing=rebalancing(decisions=decisions))
     assert (
-        "  rebalancing: 2 move(s) made, 1 on the way, 1 given up, 4.0 MB of state for them" in lines
+        "  rebalancing: 2 move(s) made, 1 in progress, 1 given up, 4 MB of state transferred"
+        in lines
     )
     assert "    90 s ago: anna moves, and why" in lines
 
 
-def test_that_nobody_moves_is_explained_too() -> None:
+def test_why_no_peer_moves_is_explained() -> None:
     lines = shown(rebalancing=rebalancing(reason="it is not worth the downloads"))
-    assert "    nobody moves now: it is not worth the downloads" in lines
+    assert "    no peer moves now: it is not worth the downloads" in lines
 
 
-def test_a_run_that_moves_nobody_says_nothing_of_moves() -> None:
+def test_without_rebalancing_no_moves_are_shown() -> None:
     assert not [line for line in shown(rebalancing=rebalancing(rule="none")) if "move" in line]
 
 
 def test_long_tables_are_encoded_in_parts_as_they_would_be_whole() -> None:
-    rows = [{"n": n, "of": [None, "\N{SNOWMAN}", 'a "b"']} for n in range(3 * ROWS_PER_TURN + 7)]
-    whole = {
-        "rows": rows, "none": [], "few": (1, 2), "deep": {"rows": rows},
-        "not numbers": [{"x": math.nan}, {"x": math.inf}] * ROWS_PER_TURN, "text": "it's",
-    }  # fmt: skip
-    assert encode_document(whole) == json.dumps(without_nan(whole))
+    rows = tuple(
+        PeerRow(peer=f"peer {n}", name='\N{SNOWMAN} "a"', microbatches_per_second=n / 3)
+        for n in range(3 * ROWS_PER_TURN + 7)
+    )
+    paths = (PathRow(ANNA, BERT, "direct", None, math.nan, math.inf),) * (2 * ROWS_PER_TURN)
+    whole = document(loss=math.nan).model_copy(update={"peers": rows, "paths": paths})
+    encoded = json.loads(encode_document(whole))
+    assert encoded == json.loads(whole.model_dump_json())
+    assert encoded["loss"] is None
+    assert encoded["paths"][0]["rtt_seconds"] is None
+    assert json.loads(encode_document(document())) == document().model_dump(mode="json")
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    assert read_status(path) is None
+    path.write_bytes(encode_document(document()))
+    assert read_status(path) == document()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a status of this version"),
+        ('{"run": 5}', "is not a status of this version"),
+    ],
+)
+def test_a_damaged_status_is_refused_in_a_sentence(
+    tmp_path: Path, content: str, words: str
+) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(content)
+    with pytest.raises(StorageError, match=rf"status\.json {words}"):
+        read_status(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "sentence"),
+    [
+        ({}, "healthy", "Every stage has a reachable peer; stage 0 has only one."),
+        ({"peers": []}, "degraded", "No reachable peer holds stage 0."),
+        ({"waiting_for": "a peer"}, "waiting", "Waiting for a peer."),
+        ({"phase": "waiting for peers"}, "waiting", "Training has not begun."),
+        ({"diverged": True}, "degraded", "The loss is not finite: training has diverged."),
+        (
+            {"phase": "finished", "heldout_loss": 3.5},
+            "finished",
+            "All 2 steps are applied, held-out loss 3.5000.",
+        ),
+    ],
+)
+def test_health_is_a_state_and_its_reason(
+    changes: dict[str, Any], state: str, sentence: str
+) -> None:
+    stages = [{"stage": 0, "peers": 1}]
+    peers = [{"peer": ANNA, "stage": 0, "phase": "ready", "version": 1}]
+    found = health_of(document(**{"stages": stages, "peers": peers, **changes}), 4.5)
+    assert (found.state, found.sentence) == (state, sentence)

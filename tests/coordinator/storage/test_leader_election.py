@@ -24,7 +24,6 @@ from kits.coordinator.coordinator_lab import (
 )
 from kits.coordinator.postgresql import Server
 from kits.coordinator.shell_world import make_run
-from swarm_coordinator.configuration.template import toml_value
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
@@ -38,6 +37,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.location import PostgresqlLocation, database_exists
 from swarm_coordinator.storage.postgresql import LeaderWatch
+from swarm_shared.base.commented_toml import toml_value
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +69,7 @@ def pair(template: Path, path: Path, place: PostgresqlLocation) -> Iterator[Pair
         text = folder.settings.read_text()
         for line, value in (
             ('store = "sqlite"', f"store = {toml_value(place.url)}"),
-            ("lease_seconds = 5.0", f"lease_seconds = {LEASE_SECONDS}"),
+            ("lease_seconds = 5", f"lease_seconds = {LEASE_SECONDS}"),
             ("listen_port = 0", f"listen_port = {port}"),
             ("announce = []", f"announce = {toml_value(announced)}"),
         ):

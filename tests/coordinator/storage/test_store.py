@@ -19,9 +19,10 @@ from swarm_coordinator.core.events import (
     StageShare,
     StoredStage,
 )
+from swarm_coordinator.storage import sqlite
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.schema import MIGRATIONS
-from swarm_coordinator.storage.sqlite import migrate, open_for_writing, schema_version
+from swarm_coordinator.storage.schema import SCHEMA, SCHEMA_VERSION
+from swarm_coordinator.storage.sqlite import create_schema, open_for_writing, schema_version
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import StorageError, VersionError
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
@@ -92,40 +93,38 @@ def test_a_database_with_a_damaged_page_is_refused_at_the_start(tmp_path: Path) 
         SqliteStore.open(path)
 
 
-def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_database_of_another_schema_version_is_refused(tmp_path: Path, version: int) -> None:
     path = tmp_path / "run.sqlite3"
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    with pytest.raises(VersionError, match="update this program"):
+    with pytest.raises(VersionError, match=f"has schema version {version} and .* needs"):
         SqliteStore.open(path)
-    with pytest.raises(VersionError):
+    with pytest.raises(VersionError, match=f"has schema version {version} and .* needs"):
         history(path)
 
 
-def test_a_migration_runs_once_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_the_tables_are_made_once_and_keep_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite3"
     write_all(path, step(1))
     connection = open_for_writing(path)
-    more = (*MIGRATIONS, "ALTER TABLE peers ADD COLUMN country TEXT;")
-    migrate(connection, path, more)
-    migrate(connection, path, more)
-    assert schema_version(connection) == len(more)
+    create_schema(connection, path)
+    assert schema_version(connection) == SCHEMA_VERSION
     assert connection.execute("SELECT count(*) FROM applied_steps").fetchone()[0] == 1
     connection.close()
 
 
-def test_a_failing_migration_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+def test_tables_that_cannot_be_made_leave_an_empty_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.sqlite3"
-    connection = open_for_writing(path)
-    bad = (*MIGRATIONS, "CREATE TABLE more (id INTEGER); SELECT * FROM nowhere;")
-    with pytest.raises(sqlite3.OperationalError):
-        migrate(connection, path, bad)
-    connection.close()
-    connection = open_for_writing(path)
-    assert schema_version(connection) == len(MIGRATIONS)
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
-    assert "more" not in tables
+    monkeypatch.setattr(sqlite, "SCHEMA", f"{SCHEMA} SELECT * FROM nowhere;")
+    with pytest.raises(StorageError):
+        open_for_writing(path)
+    connection = sqlite3.connect(path)
+    assert schema_version(connection) == 0
+    assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
     connection.close()
 
 
@@ -134,7 +133,7 @@ def test_a_full_disk_is_one_sentence_and_earlier_steps_stay(tmp_path: Path) -> N
     store = SqliteStore.open(path)
     store.next_generation()
     # SQLite's own limit gives the same SQLITE_FULL as a disk without space.
-    store._ask(lambda connection: connection.execute("PRAGMA max_page_count = 40").fetchall())
+    store._call(lambda connection: connection.execute("PRAGMA max_page_count = 40").fetchall())
 
     written = 0
 

@@ -15,7 +15,7 @@ from kits.tui import FORMS, Script, Session, drive, press, screen, settle, walk
 from kits.tui.run import ANNA, run
 from swarm_coordinator.cli.main import run as command
 from swarm_coordinator.cli.top import PROGRAM
-from swarm_coordinator.status.document import RunDocument, health
+from swarm_coordinator.status.document import RunDocument
 from swarm_coordinator.tui.app import RunApp
 from swarm_coordinator.tui.run_source import LOOK_SECONDS, RunFolderReader, RunFolderSource
 from swarm_shared.base.errors import StorageError
@@ -45,35 +45,26 @@ def test_every_pane_looks_as_it_did(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "word", "sentence"),
+    ("changes", "state", "sentence"),
     [
-        ({}, "healthy", "Microbatches of this step are being computed."),
+        ({}, "healthy", "Every stage has reachable peers."),
         ({"running": False}, "stopped", "The coordinator does not run."),
         (
-            {"stages": [{"stage": 0, "peers": 1}, {"stage": 1, "peers": 0}]},
-            "incomplete",
-            "Nobody holds stage 1: nothing can be trained.",
-        ),
-        ({"waiting_for": "a peer"}, "waiting", "It waits for a peer."),
-        (
-            # Peers that have not turned to the next version yet hold their stage.
-            {
-                "phase": "applying",
-                "healthy": False,
-                "stages": [{"stage": 0, "peers": 2}, {"stage": 1, "peers": 0}],
-            },
-            "healthy",
-            "The step is being applied.",
-        ),
-        (
-            {"phase": "finished", "running": False, "heldout_loss": 3.5},
-            "finished",
-            "The run is finished after 40 steps, held-out loss 3.5000.",
+            {"health": {"state": "degraded", "sentence": "No reachable peer holds stage 1."}},
+            "degraded",
+            "No reachable peer holds stage 1.",
         ),
     ],
 )
-def test_health_is_one_word_and_why(changes: dict[str, Any], word: str, sentence: str) -> None:
-    assert health(run(**changes)) == (word, sentence)
+def test_the_head_shows_the_health_and_its_reason(
+    changes: dict[str, Any], state: str, sentence: str
+) -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        shown = screen(pilot)
+        assert state in shown.splitlines()[0]
+        assert sentence in shown
+
+    watch(session, run(**changes))
 
 
 def test_who_came_and_who_went_is_counted_while_the_view_is_open() -> None:
@@ -96,7 +87,8 @@ def test_a_finished_run_is_shown_as_it_ended_however_long_ago_that_was() -> None
         assert "as it was" not in shown
 
     script: Script[RunDocument] = Script()
-    script.tell(run(phase="finished", running=False))
+    health = {"state": "finished", "sentence": "All 100 steps are applied."}
+    script.tell(run(phase="finished", running=False, health=health))
     drive(RunApp(script, Look()), session)
 
 
@@ -149,7 +141,11 @@ def test_a_run_whose_history_cannot_be_read_is_shown_all_the_same_and_says_why(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "status.json"), ("[]", "status.json"), ('{"run": 5}', "does not read like a status")],
+    [
+        ("{", "status.json"),
+        ("[]", "status.json"),
+        ('{"run": 5}', "is not a status of this version"),
+    ],
 )
 def test_a_damaged_status_is_told_in_a_sentence(tmp_path: Path, content: str, words: str) -> None:
     path = folder_with(tmp_path, None)
@@ -250,7 +246,7 @@ def test_without_a_terminal_the_command_names_the_one_that_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command(["top", str(tmp_path)]) == 2
-    assert "`swarm-coordinator status` fits here" in capsys.readouterr().err
+    assert "use `swarm-coordinator status` here" in capsys.readouterr().err
 
 
 def test_the_command_wants_a_run_or_a_recording(

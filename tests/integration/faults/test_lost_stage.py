@@ -44,7 +44,7 @@ def test_a_lost_stage_is_taken_over_by_joining_peers(
     fault_run.start(2)
     run.wait_for_version(6)
     kill_stage(fault_run, 1)
-    wait_for_word(fault_run, "stage 1 has lost every peer: the run waits for somebody to hold it")
+    wait_for_word(fault_run, "stage 1 has lost every peer: the run waits for a peer to hold it")
     wait(fault_run, lambda: "stage 1" in fault_run.status()["waiting_for"], "the status to say so")
     stood_at = run.version()
     for _ in range(2):

@@ -93,8 +93,8 @@ def test_a_router_without_either_protocol_is_given_up_soon(lab: Lab) -> None:
     _, host = lab.home("home", Nat.PORT_PRESERVING)
     state = map_once(host)
     assert state["mapping"] is None
-    assert "does not speak NAT-PMP" in str(state["problem"])
-    assert "does not answer to UPnP" in str(state["problem"])
+    assert "does not support NAT-PMP" in str(state["problem"])
+    assert "does not answer UPnP" in str(state["problem"])
     assert float(str(state["seconds"])) < 3.0
 
 

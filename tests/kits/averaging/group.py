@@ -1,4 +1,4 @@
-"""A stage's group on one machine: everything real but the gradients and the coordinator."""
+"""A stage's group on one machine: only the gradients and the coordinator are not real."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kits.averaging.membership import RUN
 from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.protocol.messages import Started
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.step_close import AveragingFailed
@@ -28,11 +29,11 @@ from swarm_shared.run.codec_sizes import AverageCodec
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)
 NOWHERE = "/ip4/127.0.0.1/tcp/1"
-"""Nobody listens there."""
+"""An address without a listener."""
 
 
 class Peer:
-    """A volunteer as far as averaging goes."""
+    """The averaging part of a volunteer."""
 
     def __init__(
         self, identity: Identity, node: Node, worker: AveragingWorker, elements: int, seed: int
@@ -50,7 +51,7 @@ class Peer:
         self.use_codec("none")
 
     def use_codec(self, codec: AverageCodec) -> None:
-        """Average the same gradient so; in whole counts of a millionth where it is exact."""
+        """Average the same gradient with this codec; `exact` counts it in millionths."""
         self.averager.codec = codec
         dtype = dtype_of(codec)
         self.source, self.result = (
@@ -113,7 +114,7 @@ class Group:
         self.failures: dict[PeerId, AveragingFailed] = {}
 
     def publish(self, records: Sequence[PeerRecord] | None = None) -> None:
-        """Everybody learns of everybody, as a roster of the coordinator would tell them."""
+        """Give every peer the roster of all, as the coordinator would."""
         known = tuple(records if records is not None else (peer.record() for peer in self.peers))
         for peer in self.peers:
             peer.roster.replace(Roster(serial=1, peers=known))
@@ -121,7 +122,8 @@ class Group:
     async def round(
         self, members: Sequence[Peer] | None = None, weights: Sequence[int] = ()
     ) -> dict[PeerId, AveragingFailed]:
-        """One attempt; who failed, and why. `weights` are in the order of the members' names."""
+        """Run one attempt; returns the failures by peer. `weights` are in the order of the members'
+        IDs."""
         taking_part = list(members or self.peers)
         self.attempts += 1
         attempt = self.attempts
@@ -140,7 +142,7 @@ class Group:
         return failures
 
     def check_exact(self, members: Sequence[Peer] | None = None) -> None:
-        """All hold the float32 sum in group order, to the bit."""
+        """Check that all members hold the float32 sum in group order, to the bit."""
         ordered = sorted(members or self.peers, key=lambda peer: peer.id)
         total = ordered[0].source.copy()
         for peer in ordered[1:]:
@@ -149,16 +151,26 @@ class Group:
             assert peer.result.tobytes() == total.tobytes(), peer.id
 
     async def under_way(self, peer: Peer) -> None:
-        """Until the first sum has come to `peer`."""
+        """Wait until `peer` has the first sum."""
         while (peer.result == SENTINEL).all():
             await trio.sleep(0.001)
+
+
+async def wait_available(worker: AveragingWorker) -> Started:
+    """Wait until the worker serves."""
+    changed = trio.Event()
+    worker.on_change(lambda: changed.set())
+    while worker.started is None:
+        await changed.wait()
+        changed = trio.Event()
+    return worker.started
 
 
 @asynccontextmanager
 async def group(
     home: Path, hivemind: Sequence[bool], elements: int, relays: Sequence[str] = ()
 ) -> AsyncIterator[Group]:
-    """A peer for each entry, with or without hivemind; they know of one another."""
+    """One peer per entry of `hivemind` (with or without it), each with the others in its roster."""
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         peers: list[Peer] = []

@@ -1,4 +1,4 @@
-"""What members of a run show one another, signed as a coordinator and its volunteers sign it."""
+"""Proofs of membership, signed as a coordinator and its volunteers sign them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Organiser:
         run: RunId | None = None,
         expires: float | None = None,
     ) -> SetMembership:
-        """`member`'s certificate of `run`, and its word on its p2pd."""
+        """`member`'s certificate of `run`, and its binding of its p2pd."""
         now = time.time()
         certificate = MembershipCertificate(
             peer=member.peer_id,

@@ -1,4 +1,4 @@
-"""A run folder as the pages' process finds it, pages over it, and a plain HTTP client."""
+"""A run folder as the dashboard reads it, the dashboard over it, and a plain HTTP client."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from swarm_coordinator.core.state.utilisation import (
     LastHeartbeat,
     Rejection,
     UtilisationStats,
-    status_section,
 )
 from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.durability.run_files import load_identity
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.builder import figures_of
+from swarm_coordinator.status.document import RunFigures, StatusDocument, health_of
 from swarm_shared.base.types import StageIndex
 
 ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
 LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")
-"""Addresses that the organiser's files hold, and that nobody else may see."""
+"""Addresses in the organiser's files that must not be published."""
+DEAD_AFTER_SECONDS = 4.5
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"
 
 
@@ -44,15 +46,15 @@ def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def status(**changes: object) -> dict[str, Any]:
-    """As `status.json` has it; `test_http_whole` holds this form against a real coordinator's."""
-    return {
+def status(**changes: object) -> StatusDocument:
+    """A status document; `test_dashboard_process` checks this form with a real coordinator."""
+    found: dict[str, Any] = {
         "format": 1, "running": True, "pid": 1, "time": time.time(),
         "addresses": [LEAKED[2]], "coordinator": "12D3KooWself", "run": "a run",
         "phase": "collecting", "waiting_for": "", "generation": 1, "version": 5, "steps": 9,
         "step": 6, "cells_done": 1, "cells_total": 4, "loss": 2.5, "tokens_per_second": 64.0,
         "heldout_loss": None, "work": {"counted": 20, "duplicated": 1, "cleared": 2},
-        "checkpoint_version": 4, "uptime_seconds": 12.5, "healthy": True,
+        "checkpoint_version": 4, "uptime_seconds": 12.5,
         "stages": [
             {"stage": 0, "peers": 1, "microbatches_per_second": 2.0},
             {"stage": 1, "peers": 1, "microbatches_per_second": 4.0},
@@ -74,9 +76,11 @@ def status(**changes: object) -> dict[str, Any]:
         ],
         "links": [], **changes,
     }  # fmt: skip
+    document = StatusDocument.model_validate(found)
+    return document.model_copy(update={"health": health_of(document, DEAD_AFTER_SECONDS)})
 
 
-def figures() -> dict[str, Any]:
+def figures() -> RunFigures:
     """Ten minutes of two stages: the second one waits for half of the time."""
     made = UtilisationStats(2)
     beats = LastHeartbeat(), LastHeartbeat()
@@ -84,12 +88,12 @@ def figures() -> dict[str, Any]:
         for stage, busy in enumerate((9.0, 5.0)):
             made.record(beats[stage], StageIndex(stage), busy, 10, float(second))
     made.rejected[Rejection.NOT_FINITE] = 3
-    return status_section(made)
+    return figures_of(made)
 
 
 def write_status(folder: RunFolder, **changes: object) -> None:
     made = status(coordinator=load_identity(folder).peer_id, **changes)
-    folder.status.write_text(json.dumps(made))
+    folder.status.write_text(made.model_dump_json())
 
 
 def run_with_pages(path: Path) -> RunFolder:
@@ -146,7 +150,7 @@ class Client:
 
 @asynccontextmanager
 async def pages_of(folder: RunFolder) -> AsyncIterator[Client]:
-    """The pages of a folder, over a real port of this machine, in the test's own loop."""
+    """The dashboard of a folder, over a real port of this machine, in the test's own loop."""
     bound = listen(HttpAddress("127.0.0.1", 0))
     bound.setblocking(False)
     pages = Dashboard(folder)

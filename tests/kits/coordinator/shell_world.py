@@ -140,7 +140,8 @@ async def served(
 
 @dataclass
 class Volunteer:
-    """One scripted client. `crew` holds the identities of all, so that a trainer can sign."""
+    """One scripted client. `crew` holds the identities of all, so that a trainer can sign for
+    each."""
 
     invite: Invite
     manifest: Manifest
@@ -149,11 +150,11 @@ class Volunteer:
     crew: dict[StageIndex, Identity]
     trainer: bool = False
     version: Version | None = None
-    """None: holds nothing yet."""
+    """None: holds no state yet."""
     averaged_attempt: int | None = None
     seen: list[str] = field(default_factory=list)
     before_closing: Callable[[Step], Awaitable[None]] | None = None
-    """Awaited before the close of a step is answered, where a test needs something done first."""
+    """Awaited before the close of a step is answered, for tests that act at that point."""
     welcomes: list[Welcome] = field(default_factory=list)
     goodbyes: list[Goodbye] = field(default_factory=list)
 
@@ -194,7 +195,7 @@ class Volunteer:
                             await stream.send(encode(answer))
                     nursery.cancel_scope.cancel()
             except* LinkClosed:
-                pass  # the coordinator is gone; a test may send this volunteer again
+                pass  # the coordinator has stopped; a test may start this volunteer again
 
     async def _beat(self, stream: FramedStream) -> None:
         link = LinkBytes(remote=PeerId("someone"), protocol=LINK, sent=10, received=20)
@@ -301,7 +302,7 @@ def crew_of(invite: Invite, manifest: Manifest, folder: Path) -> list[Volunteer]
 
 @asynccontextmanager
 async def client(invite: Invite, identity: Identity | None = None) -> AsyncIterator[Client]:
-    """A node with one control stream and nothing said on it yet."""
+    """A node with a control stream on which nothing has been sent yet."""
     async with open_node(identity or Identity.generate()) as node:
         stream = await node.open_stream(
             invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses
@@ -318,7 +319,7 @@ class Client:
         await self.stream.send(encode(message))
 
     async def receive(self) -> CoordinatorMessage:
-        """The next word, but for news of the run, which come when they like."""
+        """The next message, except run news, which may arrive at any time."""
         while True:
             frame = await self.stream.receive(timeout_seconds=10)
             message = parse(coordinator_messages, frame.header)
@@ -334,7 +335,7 @@ class Client:
 
 
 async def checkpoint_of(folder: RunFolder, version: int) -> None:
-    """Waits until the database remembers a checkpoint of at least this version."""
+    """Wait until the database has a checkpoint of at least this version."""
     while True:
         record = history(folder.database).restored.checkpoint
         if record is not None and record.version >= version:

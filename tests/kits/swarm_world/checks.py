@@ -1,4 +1,4 @@
-"""What must hold in the simulated world, at every record, every message and every tick."""
+"""Invariants of the simulated world, checked at every record, message and tick."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from kits.swarm_world.world import World
 
 REVOCATION_SECONDS = 5.0
-"""Within these a revocation has reached everybody who is attached."""
+"""Seconds within which a revocation reaches every attached peer."""
 
 
 def one_by_one(commands: list[Command]) -> list[Command]:
-    """What is said to many at once as the words that each of them gets."""
+    """Expand each Broadcast into one Send per peer."""
     found: list[Command] = []
     for command in commands:
         if isinstance(command, Broadcast) and not isinstance(command.message, RosterChange):
@@ -48,7 +48,7 @@ def one_by_one(commands: list[Command]) -> list[Command]:
 
 
 def check_batch(commands: list[Command]) -> None:
-    """Nobody is told twice at once what to hold: it would download twice."""
+    """No peer is assigned two stages in one batch of commands; it would download twice."""
     assigned = [
         (c.peer, c.message.version)
         for c in commands
@@ -89,7 +89,7 @@ def check_send(world: World, command: Send) -> None:
         for record in message.peers:
             peer = run.peers.get(record.peer)
             rest = [p for p in run.ready_peers(record.stage) if not p.leaving and not p.paused]
-            # While a step is applied the last roster stands, with somebody taken out of it.
+            # While a step is applied the last roster stands, with revoked peers removed.
             stands = run.phase is RunPhase.APPLYING
             if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
                 raise Violation(f"{record.peer} is leaving and is offered as {record}")
@@ -98,19 +98,19 @@ def check_send(world: World, command: Send) -> None:
 
 
 def check_revoked(world: World, roster: Roster) -> None:
-    """Whoever may not take part is in no roster, and in the list for as long as it matters."""
+    """A revoked peer is in no roster, and is listed as revoked while its certificate is valid."""
     now = world.now
     banned = {p for p, since in world.banned.items() if now - since < CERTIFICATE_SECONDS}
     if not banned <= set(roster.revoked):
-        raise Violation(f"{banned} are banned and everybody is told of {roster.revoked}")
+        raise Violation(f"{banned} are banned but the roster revokes {roster.revoked}")
     if offered := [r.peer for r in roster.peers if r.peer in world.banned]:
-        raise Violation(f"{offered} are banned and everybody is offered them")
+        raise Violation(f"{offered} are banned but in the roster")
 
 
 def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
-    """Nobody who hears the coordinator serves a revoked peer for longer than a few seconds."""
+    """No attached peer serves a revoked peer for more than a few seconds."""
     since = world.banned.get(sender.id)
-    # Who has slept may not know yet that its link was closed meanwhile.
+    # A peer that has hung may not have noticed yet that its link was closed.
     hears = peer.attached and peer.link is not None and peer.link.open
     if since is None or world.run_state is None or not hears:
         return
@@ -170,18 +170,18 @@ def check_applied(world: World, record: AppliedStep) -> None:
     assert run.step.closing is not None
     for member, stage in run.step.closing.members.items():
         link = world.peers[member].link
-        # One that has just died, or lost its worker, is not heard of yet and applies nothing.
+        # A peer that has just died, or lost its worker, is not detected yet and applies nothing.
         if link is not None and link.open:
             world.peers[member].check_averaged(step, record.attempt_of(stage), stage)
         if (member, record.attempt_of(stage)) in world.aborted:
-            raise Violation(f"{member} was told to abort {record.attempt_of(stage)}")
+            raise Violation(f"{member} was sent an abort of {record.attempt_of(stage)}")
 
 
 def check_replicas(world: World, peer: PeerBase) -> None:
-    """All who reach a version hold the same: the same steps, by the same attempts.
+    """All peers that reach a version hold the same: the same steps, by the same attempts.
 
-    A peer that the run does not count on may still apply a step that was given up: it was sent
-    the Apply before the roll-back, and hung.
+    A peer that the run does not count on may still apply a step of an abandoned history: it was
+    sent the Apply before the roll-back, and hung.
     """
     holding = peer.holding
     assert holding is not None
@@ -229,7 +229,7 @@ def check_state(world: World) -> None:
 
 
 def check_end(world: World) -> None:
-    """The run is finished, on disk, and whole."""
+    """The run is finished, on disk, and complete."""
     steps = world.options.steps
     if world.store.finished != steps or sorted(world.store.applied)[-1] != steps:
         raise Violation(f"not finished: {world.describe()}")

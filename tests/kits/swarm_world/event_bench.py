@@ -1,6 +1,6 @@
-"""The coordinator's core on a bench: one event at a time, commands in the open.
+"""The coordinator's core driven one event at a time, with its commands visible.
 
-For tests that show one rule. What a whole swarm does is in `swarm_world`.
+For tests of a single rule; `kits.swarm_world.world` simulates whole swarms.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from swarm_shared.protocol import (
     Hello,
     Ready,
     RoundReport,
+    SaveSnapshot,
     SnapshotReady,
     StageRequest,
 )
@@ -63,7 +64,7 @@ SHA = "a" * 64
 
 
 class Bench:
-    """Two stages, two microbatches a step and no evaluation unless told otherwise."""
+    """A run of two stages, two microbatches a step and no evaluation unless configured."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Bench:
         self.now = 100.0
         self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
         if restored is None:
-            self.now += 60.0  # the first minute after a start has rules of its own
+            self.now += 60.0  # special rules apply in the first minute after a start
         self.sessions: dict[str, int] = {}
         self.paused: set[str] = set()
         self.last: list[Command] = []
@@ -98,7 +99,7 @@ class Bench:
         return self.last
 
     def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> list[Command]:
-        """Time passes; everybody's heart beats, but the silent ones'. All commands of that time."""
+        """Let time pass, with heartbeats of all peers but the silent ones; returns its commands."""
         commands: list[Command] = []
         left = seconds
         while True:
@@ -114,7 +115,7 @@ class Bench:
 
     def beat(self, peer: str) -> list[Command]:
         paused = peer in self.paused
-        return self.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
+        return self.send(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
 
     def pause(self, *peers: str) -> list[Command]:
         self.paused.update(peers)
@@ -140,7 +141,7 @@ class Bench:
     def session(self, peer: str) -> SessionNumber:
         return SessionNumber(self.sessions[peer])
 
-    def say(self, peer: str, message: ClientMessage) -> list[Command]:
+    def send(self, peer: str, message: ClientMessage) -> list[Command]:
         if isinstance(message, Heartbeat):
             return self.event(
                 HeartbeatsReceived((PeerHeartbeat(self.session(peer), PeerId(peer), message),))
@@ -151,18 +152,18 @@ class Bench:
         return self.event(SessionLost(self.session(peer), PeerId(peer)))
 
     def join(self, peer: str, stage: int, **hello: Any) -> None:
-        """Attach as a newcomer that wants `stage`, and hold it as soon as it is told from where."""
+        """Attach a new peer that wants `stage`, and let it hold the stage once it has a source."""
         self.attach(peer, wanted_stage=stage, **hello)
-        self.say(peer, StageRequest(stage=StageIndex(stage)))
+        self.send(peer, StageRequest(stage=StageIndex(stage)))
         self.ready(peer)
 
     def ready(self, peer: str) -> list[Command]:
         state = self.run.peers[PeerId(peer)]
         assert state.stage is not None
-        return self.say(peer, Ready(stage=state.stage, version=state.version, digest="d"))
+        return self.send(peer, Ready(stage=state.stage, version=state.version, digest="d"))
 
     def join_all(self, *names: str) -> None:
-        """Names like "a0", "b1": a letter and the stage."""
+        """Join peers with names like "a0", "b1": a letter and the stage."""
         for name in names:
             self.join(name, int(name[1:]))
 
@@ -180,7 +181,7 @@ class Bench:
         return Receipt(**{**values, **changes})
 
     def report(self, peer: str, *microbatches: int) -> list[Command]:
-        """The peer has accumulated these and says so."""
+        """The peer reports that it has accumulated these."""
         receipts = tuple(self.receipt(peer, m) for m in microbatches)
         return self.event(ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
 
@@ -193,7 +194,7 @@ class Bench:
         }  # fmt: skip
         return self.event(LeaseResolved(**{**values, **changes}))
 
-    # ---- whole passages
+    # ---- sequences of events
 
     def resolve_all(self) -> None:
         """Every trainer has answered every lease."""
@@ -209,14 +210,14 @@ class Bench:
         return commands
 
     def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:
-        """The peer reports the close that is under way as averaged, or as `changes` say."""
+        """The peer reports the current close as averaged, or as `changes` say."""
         step, of = self.step(), self.run.peers.get(PeerId(peer))
         attempt = step.attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
         values: dict[str, Any] = {
             "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
             "tied_squared": tied,
         }  # fmt: skip
-        return self.say(peer, RoundReport(**{**values, **changes}))
+        return self.send(peer, RoundReport(**{**values, **changes}))
 
     def failed(self, peer: str, **changes: Any) -> list[Command]:
         values: dict[str, Any] = {"ok": False, "reason": "it failed"}
@@ -231,10 +232,10 @@ class Bench:
         return commands
 
     def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> list[Command]:
-        return self.say(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
+        return self.send(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
 
     def one_step(self) -> list[Command]:
-        """From COLLECT to the next COLLECT, or wherever the run goes from here."""
+        """From COLLECT to the next COLLECT, or to wherever the run continues."""
         commands = self.fill() + self.average_all()
         for peer in self.closing():
             commands += self.apply(peer)
@@ -244,7 +245,7 @@ class Bench:
         """The peer has saved the snapshot of its stage at the run's version."""
         state = self.run.peers[PeerId(peer)]
         assert state.stage is not None
-        return self.say(
+        return self.send(
             peer,
             SnapshotReady(
                 version=self.run.version, stage=state.stage, item=f"item-{state.stage}", bytes=5,
@@ -257,7 +258,7 @@ class Bench:
         return self.event(CheckpointStored(Version(version), stages))
 
     def checkpoint(self) -> list[Command]:
-        """Every holder that was asked saves, the shell fetches and stores."""
+        """Every requested holder saves; the shell fetches and stores."""
         pending = self.run.pending_checkpoint
         assert pending is not None
         for holder in list(pending.holders.values()):
@@ -265,7 +266,7 @@ class Bench:
         assert self.commands(FetchSnapshot)
         return self.stored(pending.version)
 
-    # ---- what came out, and what restarts begin from
+    # ---- commands, and the state after a restart
 
     def step(self) -> StepState:
         assert self.run.step is not None
@@ -283,7 +284,7 @@ class Bench:
     def sent(
         self, peer: str, kind: type[MessageT], among: list[Command] | None = None
     ) -> list[MessageT]:
-        """Messages of a kind to a peer, among the last event's commands unless told otherwise."""
+        """Messages of a kind to a peer, by default among the last event's commands."""
         return [
             c.message
             for c in self.commands(Send, among)
@@ -315,11 +316,26 @@ class Bench:
         share = StageShare(PeerId("a0"), StageIndex(0), 2, 8)
         return AppliedStep(Step(step), attempt, 2.0, 8, 1.0, 3.0, 0.1, (share,))
 
+    def savers(self, commands: list[Command] | None = None) -> list[str]:
+        """Peers that were requested to save a snapshot, by default by the last event."""
+        return [p for p in sorted(self.run.peers) if self.sent(p, SaveSnapshot, commands)]
+
+    @classmethod
+    def trained(
+        cls, steps_done: int, /, names: tuple[str, ...] = ("a0", "b0", "a1", "b1"), **options: Any
+    ) -> Bench:
+        """A run whose peers have joined and made some steps."""
+        bench = cls(**options)
+        bench.join_all(*names)
+        for _ in range(steps_done):
+            bench.one_step()
+        return bench
+
     @classmethod
     def restarted(
         cls, version: int, attempt: int = 7, checkpoint: int | None = None, **options: Any
     ) -> Bench:
-        """A coordinator that comes back, in its second generation, at `version`."""
+        """A restarted coordinator, in its second generation, at `version`."""
         record = None
         if checkpoint is not None:
             record = cls.checkpoint_of(options.get("stages", 2), checkpoint)

@@ -1,4 +1,4 @@
-"""What the simulated swarm computes: manifest, losses, norms, and the world's own words.
+"""The numbers of the simulated swarm: manifest, losses, norms, and the kinds of faults.
 
 Values are made up but fixed, so that every sum the coordinator reports can be checked.
 """
@@ -34,11 +34,11 @@ COORDINATOR = PeerRecord(
 
 
 CERTIFICATE_SECONDS = 40.0
-"""So long others have to be told of a peer that was revoked."""
+"""Seconds for which members must be notified of a revoked peer."""
 
 
 class Violation(AssertionError):
-    """Something that must never happen has happened."""
+    """A violated invariant."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ class Options:
     leave_bound_seconds: float = 400.0
     staleness: Literal[0, 1] = 0
     moves: RebalancingRule = RebalancingRule.NONE
-    """With it peers are unlike, some cannot hold two stages, and every gain is worth a move."""
+    """If set, peers differ in speed, some cannot hold two stages, and every gain is worth a
+    move."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """After `wait` seconds `kind` happens to the `target`th of those it can happen to."""
+    """After `wait` seconds, `kind` happens to the `target`th of the peers that it can happen to."""
 
     wait: float
     kind: str

@@ -13,14 +13,17 @@ from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, MaskRequest, NotFinite, PeerRecord
 
 LATE_SECONDS = 1.0
-"""Less than any real sender waits: hedges are what is tested here."""
+"""Seconds before a hedged request; shorter than in the real client, because hedging is under
+test."""
 
 MAXIMUM_HEDGES = 2
 
 
 class Race:
-    """One microbatch and those it was sent to, as the real client's `engine.hedging`. Nobody is
-    called off: what comes late has been counted, which is the harder case."""
+    """One microbatch and the peers it was sent to, as in `swarm_client.pipeline.hedging`.
+
+    No request is cancelled: a late answer has been counted, which is the harder case.
+    """
 
     def __init__(
         self,
@@ -58,8 +61,7 @@ class Race:
             self.hedges += 1
             world.hedges += 1
             if self.parcel.mode == "train":
-                suspect = max(self.at, key=self.at.__getitem__)
-                self.sender.ask_mask(self.parcel, suspect, self.masked)
+                self.sender.ask_mask(self.parcel, self.masked)
             else:
                 self.run(frozenset())
         self.sender.later(0.25, self.oversee)
@@ -75,7 +77,7 @@ class Race:
         return [r for r in usable if r.peer not in self.at]
 
     def run(self, accumulate: frozenset[int]) -> None:
-        """One runner, to its end."""
+        """Run one request to its end."""
         sender, parcel, failures = self.sender, self.parcel, 0
         self.running += 1
 
@@ -105,7 +107,7 @@ class Race:
                 if not self.wanted() or parcel.mode == "evaluate":
                     sender.later(0.1, attempt)
                 else:
-                    sender.ask_mask(parcel, target, masked)
+                    sender.ask_mask(parcel, masked)
 
         def masked(stages: frozenset[int] | None) -> None:
             nonlocal accumulate
@@ -147,7 +149,7 @@ class Computing(PeerBase):
             return
         ok = answer.state == "ok"
         evaluated = ok and lease.mode == "evaluate"
-        self.tell(
+        self.deliver(
             LeaseResolved(
                 SessionNumber(self.link.number), self.id, lease.step, microbatch, lease.lease, ok,
                 "" if ok else answer.state, answer.receipts,
@@ -158,8 +160,8 @@ class Computing(PeerBase):
     # ---- stage to stage
 
     def _send_on(self, stage: int, parcel: Parcel, done: Callable[[Answer], None]) -> None:
-        """Bring a microbatch to some peer of `stage`, again and again with masks if need be, and
-        to a second one when the first one takes long."""
+        """Send a microbatch to a peer of `stage`, with masks on retries, and hedge a slow
+        request."""
         holding = self.holding
 
         def wanted() -> bool:
@@ -169,18 +171,16 @@ class Computing(PeerBase):
         race.run(parcel.accumulate)
         race.oversee()
 
-    def ask_mask(
-        self, parcel: Parcel, suspect: PeerId, answer: Callable[[frozenset[int] | None], None]
-    ) -> None:
+    def ask_mask(self, parcel: Parcel, answer: Callable[[frozenset[int] | None], None]) -> None:
         if self.link is None or not self.attached:
             answer(None)
             return
         self._masks_asked += 1
         self.masks[self._masks_asked] = answer
-        self.say(
+        self.send(
             MaskRequest(
                 request=self._masks_asked, step=Step(parcel.step),
-                microbatch=MicrobatchIndex(parcel.microbatch), suspect=suspect,
+                microbatch=MicrobatchIndex(parcel.microbatch),
             )
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ class Computing(PeerBase):
         last = stage == world.options.stages - 1
         if self.gives_nan and parcel.mode == "train":
             self.gives_nan = False
-            self.say(NotFinite(step=Step(parcel.step), microbatch=parcel.microbatch))
+            self.send(NotFinite(step=Step(parcel.step), microbatch=parcel.microbatch))
             holding.in_flight -= 1
             self.serving.remove(entry)
             reply(Answer("failed"))
@@ -247,7 +247,7 @@ class Computing(PeerBase):
         self._computed(forward)
 
     def _computed(self, action: Callable[[], None]) -> None:
-        """After a computation, if it comes to an end."""
+        """After a computation, if it completes."""
         seconds = self.slowness * (0.01 + 0.05 * self.world.rng.random())
         self.later(seconds, lambda: self.stuck or action())
 

@@ -1,4 +1,4 @@
-"""A simulated volunteer: the client's side of the control protocol, and what befalls it."""
+"""A simulated volunteer: the client's side of the control protocol, and the faults it can have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SimPeer(Averaging, Computing):
         self.alive, self.hung, self.wedged = True, False, False
         self._forget()
         self.later(self.world.rng.random(), self.attach)
-        self.later(1.0, self._beat)
+        self.later(1.0, self._heartbeats)
         self.later(0.5, self._report)
 
     def kill(self, _seconds: float = 0.0) -> None:
@@ -82,41 +82,41 @@ class SimPeer(Averaging, Computing):
         self.world.later(seconds, lambda: self.alive and life == self.life and wake())
 
     def pause(self, seconds: float) -> None:
-        """Its user wants the machine. What was begun is finished, as it is in a grace period."""
+        """Its user needs the machine. Started work is finished, as in a grace period."""
         self.paused = True
         for lease, leased in self.waiting:
             self._resolve(lease, leased.microbatch, Answer("failed"))
         self.waiting.clear()
-        self._say_how_it_is()
+        self._send_heartbeat()
         self.later(seconds, self._resume)
 
     def _resume(self) -> None:
         self.paused = False
-        self._say_how_it_is()
+        self._send_heartbeat()
 
     def wedge(self, seconds: float) -> None:
-        """Averaging stands still while the heart beats on."""
+        """Averaging stands still while heartbeats continue."""
         self.wedged = True
         self.later(4 * seconds, lambda: setattr(self, "wedged", False))
 
     def worker(self, _seconds: float) -> None:
-        """The compute process dies: what was held is lost, the daemon attaches anew."""
+        """The compute process dies: its state is lost, and the daemon attaches again."""
         self._drop()
         self.cut(0.0)
 
     def lose(self, _seconds: float) -> None:
-        """A microbatch that was signed for is gone: its peer is wrong about itself."""
+        """A microbatch with a signed receipt is lost without the peer noticing."""
         for held in self.holding.held.values() if self.holding is not None else ():
             if held:
                 held.popitem()
                 return
 
     def unsaving(self, seconds: float) -> None:
-        """No disk for snapshots."""
+        """No disk space for snapshots."""
         self.unsaving_until = self.world.now + seconds
 
     def differ(self, _seconds: float) -> None:
-        """Its next parameters come out wrong."""
+        """Its next parameters are wrong."""
         self.differs = True
 
     def slow(self, seconds: float) -> None:
@@ -125,13 +125,13 @@ class SimPeer(Averaging, Computing):
         self.later(seconds, lambda: setattr(self, "slowness", 1.0))
 
     def stick(self, _seconds: float) -> None:
-        """Its compute process answers nothing any more; the daemon ends it after a while."""
+        """Its compute process stops answering; the daemon ends it after a while."""
         self.stuck = True
 
         def end() -> None:
             self.stuck = False
-            # The process ends with whatever it holds by now: what it swallowed keeps its place in
-            # the queue of that holding, also of one that it got after it had stuck.
+            # The process ends with what it holds by then. Work that it received while stuck stays
+            # in the queue of that holding, also if it got the holding after it had stuck.
             if self.holding is not None:
                 self.worker(0.0)
 
@@ -148,7 +148,7 @@ class SimPeer(Averaging, Computing):
         self.later(4 * seconds, go_on)
 
     def nan(self, _seconds: float) -> None:
-        """The next thing that it computes is not a number."""
+        """Its next computation is not a number."""
         self.gives_nan = True
 
     def nan_sum(self, _seconds: float) -> None:
@@ -156,9 +156,9 @@ class SimPeer(Averaging, Computing):
         self.sums_nan = True
 
     def move(self, _seconds: float) -> None:
-        """Its router gave it another address."""
+        """Its router assigns another address."""
         self.address += 1
-        self.say(
+        self.send(
             AddressUpdate(
                 addresses=self.addresses, carrier=self.carrier,
                 reachability=Reachability.BEHIND_NAT, offers_relay=False,
@@ -170,7 +170,7 @@ class SimPeer(Averaging, Computing):
         for lease, leased in self.waiting:
             self._resolve(lease, leased.microbatch, Answer("failed"))
         self.waiting.clear()
-        self.say(Leaving())
+        self.send(Leaving())
 
     # ---- sessions
 
@@ -217,22 +217,22 @@ class SimPeer(Averaging, Computing):
         if not self.gone:
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
-    def _beat(self) -> None:
-        self._say_how_it_is()
-        self.later(1.0, self._beat)
+    def _heartbeats(self) -> None:
+        self._send_heartbeat()
+        self.later(1.0, self._heartbeats)
 
-    def _say_how_it_is(self) -> None:
+    def _send_heartbeat(self) -> None:
         queued = len(self.serving)
-        self.say(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
+        self.send(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
 
     def _report(self) -> None:
         holding = self.holding
         if holding is not None and holding.unreported and self.link is not None and self.attached:
             batch, holding.unreported = tuple(holding.unreported), []
-            self.tell(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
+            self.deliver(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
         self.later(0.5, self._report)
 
-    # ---- the coordinator's word
+    # ---- messages of the coordinator
 
     def on_message(self, link: Link, message: object) -> None:
         if link is not self.link or self.gone:
@@ -251,7 +251,7 @@ class SimPeer(Averaging, Computing):
         elif isinstance(message, Lease):
             self.window = message.window
             self.waiting.extend((message, leased) for leased in message.microbatches)
-            self.waiting.sort(key=lambda entry: entry[0].step)  # nobody waits for a later one
+            self.waiting.sort(key=lambda entry: entry[0].step)  # a later one is not awaited
             self._drive_more()
         elif isinstance(message, Mask):
             answer = self.masks.pop(message.request, None)
@@ -271,11 +271,11 @@ class SimPeer(Averaging, Computing):
                 if self.id in self.world.banned:
                     self._defy()
                 else:
-                    # The ban ended while the refusal was under way, or this peer hung.
+                    # The ban ended while the refusal was in flight, or this peer hung.
                     self.world.start_again(self)
 
     def _defy(self) -> None:
-        """Refused, and no gentleman: it goes on sending work to those that it knows."""
+        """Ignore the refusal, and keep sending work to known peers."""
         holding = self.holding
         if holding is None or self.id not in self.world.banned:
             return
@@ -289,7 +289,7 @@ class SimPeer(Averaging, Computing):
         self.attached, self.generation = True, message.generation
         self.attached_at = self.world.now
         if self.leaving:
-            self.say(Leaving())
+            self.send(Leaving())
         if message.keep:
             return
         self._drop()
@@ -298,7 +298,7 @@ class SimPeer(Averaging, Computing):
                 stage = most_underserved_stage(message.stages, self.memory_bytes)
             except CapacityError:
                 stage = StageIndex(0)  # the coordinator has to refuse it
-            self.later(0.1 * self.world.rng.random(), lambda: self.say(StageRequest(stage=stage)))
+            self.later(0.1 * self.world.rng.random(), lambda: self.send(StageRequest(stage=stage)))
 
     def _drop(self) -> None:
         self._cancel_round()
@@ -313,12 +313,12 @@ class SimPeer(Averaging, Computing):
     def _roster_changed(self, change: RosterChange) -> None:
         known, whole = self.roster, self.world.whole_rosters[change.serial]
         if known is None or known.serial != change.since:
-            raise Violation(f"{self.id} knows {known} and is told of a change to {change.since}")
-        peers = {r.peer: r for r in known.peers if r.peer not in change.gone}
+            raise Violation(f"{self.id} has {known} and receives a change to {change.since}")
+        peers = {r.peer: r for r in known.peers if r.peer not in change.removed}
         peers |= {record.peer: record for record in change.changed}
         revoked = known.revoked if change.revoked is None else change.revoked
         if peers != {record.peer: record for record in whole.peers} or revoked != whole.revoked:
-            raise Violation(f"{self.id} is told {change}, which does not give {whole}")
+            raise Violation(f"{self.id} receives {change}, which does not give {whole}")
         self.roster = whole
         self.parted_from(revoked)
 
@@ -344,7 +344,7 @@ class SimPeer(Averaging, Computing):
         else:
             self.preparation = None
         if params is None:
-            self.say(SyncFailed(stage=stage, version=version, reason="no holder has it"))
+            self.send(SyncFailed(stage=stage, version=version, reason="no holder has it"))
             return
         if len(params) != version:
             raise Violation(f"{self.id} fetched version {version} and got {params}")
@@ -352,7 +352,7 @@ class SimPeer(Averaging, Computing):
             self.prepared = Holding(stage, version, params, self.world.options.staleness)
         else:
             self.holding = Holding(stage, version, params, self.world.options.staleness)
-        self.say(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
+        self.send(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
 
     def _saving(self, message: SaveSnapshot) -> Callable[[], None]:
         holding = self.holding
@@ -361,10 +361,10 @@ class SimPeer(Averaging, Computing):
             version, stage = message.version, message.stage
             elsewhere = holding is None or (holding.version, holding.stage) != (version, stage)
             if elsewhere or holding is None or self.world.now < self.unsaving_until:
-                self.say(SnapshotFailed(version=version, stage=stage, reason="elsewhere by now"))
+                self.send(SnapshotFailed(version=version, stage=stage, reason="elsewhere by now"))
                 return
             item, sha = f"snapshot/{version}/{stage}", sha_of(holding.params, stage)
             self.snapshots[item] = (sha, holding.params)
-            self.say(SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha))
+            self.send(SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha))
 
         return save

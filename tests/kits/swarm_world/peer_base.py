@@ -1,4 +1,4 @@
-"""What the parts of a simulated volunteer share: its life, its link, and what it holds.
+"""The base of a simulated volunteer: its life, its link, and what it holds.
 
 A gradient is a Counter of (stage, microbatch) pairs, parameters are the tuple of applied (step,
 attempt) pairs; both are checked wherever the real client would compute with them.
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 Params = tuple[tuple[int, int], ...]
 REQUEST_SECONDS = 4.0
-"""A downstream peer that says nothing for so long is given up."""
+"""Seconds after which an unanswered request to a downstream peer has failed."""
 
 
 @dataclass
 class Link:
-    """One attachment, as both ends see it."""
+    """One attachment, as seen by both ends."""
 
     number: int
     peer: PeerBase
@@ -53,7 +53,7 @@ class Link:
 
 @dataclass
 class Round:
-    """One all-reduce: complete when all members came, failed for all when one is lost."""
+    """One all-reduce: complete when all members have arrived, failed for all when one is lost."""
 
     members: tuple[PeerId, ...]
     arrived: dict[PeerId, tuple[Counter[Any], Callable[[Counter[Any] | RoundFailure], None]]] = (
@@ -80,28 +80,28 @@ class Parcel:
 @dataclass(frozen=True)
 class Answer:
     state: str
-    """ok, busy, wrong_step, failed, or dead."""
+    """"ok", "busy", "wrong_step", "failed", or "dead"."""
     receipts: tuple[Receipt, ...] = ()
     loss: float = 0.0
 
 
 @dataclass
 class Holding:
-    """A stage and everything that goes with it when it is given up."""
+    """A held stage, and everything that is dropped with it."""
 
     stage: int
     version: int
     params: Params
     staleness: int
     held: dict[int, dict[int, Receipt]] = field(default_factory=dict)
-    """step → microbatch → what was signed for it."""
+    """step → microbatch → signed receipt."""
     unreported: list[Receipt] = field(default_factory=list)
     closing: Close | None = None
     averaged: tuple[int, Counter[Any], Counter[Any] | None] | None = None
     in_flight: int = 0
 
     def works_on(self, step: int) -> bool:
-        """Whether it has the parameters that gradients of this step are taken at."""
+        """Whether it has the parameters for gradients of this step."""
         return self.version < step <= self.version + 1 + self.staleness
 
     def of(self, step: int) -> dict[int, Receipt]:
@@ -156,7 +156,7 @@ class PeerBase:
         self._masks_asked = 0
 
     def parted_from(self, revoked: Container[PeerId]) -> None:
-        """Links with these end: whoever of them waits for an answer here gets none."""
+        """End the links with these peers: their pending requests here get no answer."""
         kept: list[tuple[PeerBase, Callable[[Answer], None]]] = []
         for sender, reply in self.serving:
             if sender.id in revoked:
@@ -166,13 +166,13 @@ class PeerBase:
         self.serving[:] = kept
 
     def refuses(self, sender: PeerId) -> bool:
-        """By the newest roster that it has, or because the certificate has expired."""
+        """Whether the newest roster revokes the sender, or its certificate has expired."""
         since = self.world.banned.get(sender)
         expired = since is not None and self.world.now - since > CERTIFICATE_SECONDS
         return expired or (self.roster is not None and sender in self.roster.revoked)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
-        """In this process's life; a hung process does it when it wakes."""
+        """Schedule within this process's life; a hung process acts when it wakes."""
         life = self.life
         self.world.later(seconds, lambda: self._act(life, action))
 
@@ -184,14 +184,14 @@ class PeerBase:
         else:
             action()
 
-    def say(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage) -> None:
         if self.link is not None:
             session = SessionNumber(self.link.number)
             if isinstance(message, Heartbeat):
-                self.tell(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
+                self.deliver(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
             else:
-                self.tell(MessageReceived(session, self.id, message))
+                self.deliver(MessageReceived(session, self.id, message))
 
-    def tell(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         if self.link is not None and self.link.open and self.attached:
             self.world.to_coordinator(self.link, event)

@@ -1,4 +1,4 @@
-"""A simulated volunteer's close, norm and apply, as the real client's `engine.rounds`."""
+"""A simulated volunteer's close, norm and apply, as in `swarm_client.pipeline.step_close`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Averaging(PeerBase):
     def _close(self, close: Close) -> None:
         holding = self.holding
         if holding is None or close.step != holding.version + 1:
-            self.say(
+            self.send(
                 RoundReport(
                     step=close.step, attempt=close.attempt, ok=False, reason="not at this step",
                     missing=close.committed,
@@ -65,7 +65,7 @@ class Averaging(PeerBase):
             self._average(self.prepared, close, close.moving, Counter(), {})
 
     def _failed(self, close: Close, **details: Any) -> None:
-        self.say(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
+        self.send(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
 
     def _average(
         self,
@@ -75,7 +75,7 @@ class Averaging(PeerBase):
         own: Counter[Any],
         results: dict[str, Any],
     ) -> None:
-        """One stage's reductions, one after the other; both stages of a mover at the same time."""
+        """One stage's reductions in sequence; both stages of a moving peer concurrently."""
         if not self._holds(holding) or holding.closing is not close:
             return
         if len(results) == len(reductions):
@@ -97,14 +97,16 @@ class Averaging(PeerBase):
             results[reduction.part] = result
             self._average(holding, close, reductions, own, results)
 
-        key = (close.step, close.attempt, reduction.part, reduction.members)
+        # The stage is part of the key: two stages that exchange peers have the same members.
+        where = "tied" if reduction.part == "tied" else holding.stage
+        key = (close.step, close.attempt, where, reduction.members)
         self.world.join_round(self, key, reduction.members, own, done)
 
     def _holds(self, holding: Holding) -> bool:
         return holding is self.holding or holding is self.prepared
 
     def _averaged(self, close: Close) -> None:
-        """Report when all that this close asks for is averaged."""
+        """Report once everything that this close requires is averaged."""
         holding = self.holding
         assert holding is not None
         wanted = [holding, self.prepared] if close.moving else [holding]
@@ -113,7 +115,7 @@ class Averaging(PeerBase):
         assert holding.averaged is not None
         self.averaging = False
         tied = 0.0 if holding.averaged[2] is None else tied_squared(close.step)
-        self.say(
+        self.send(
             RoundReport(
                 step=close.step, attempt=close.attempt, ok=True,
                 own_squared=own_squared(close.step, holding.stage), tied_squared=tied,
@@ -139,7 +141,7 @@ class Averaging(PeerBase):
                 holding.averaged = None
 
     def check_averaged(self, step: int, attempt: int, stage: int) -> None:
-        """What this member is about to apply is every microbatch exactly once, and no more."""
+        """The gradient to be applied contains every microbatch exactly once."""
         holding, options = self.holding, self.world.options
         prepared = self.prepared
         if prepared is not None and prepared.averaged is not None and prepared.stage == stage:
@@ -160,13 +162,13 @@ class Averaging(PeerBase):
     def _apply(self, message: Apply) -> None:
         holding = self.holding
         if holding is None or holding.version >= message.step:
-            return  # it came twice, or this peer has been given something else
+            return  # it arrived twice, or this peer has been assigned another stage
         self.check_averaged(message.step, message.attempt, holding.stage)
         if (self.id, message.attempt) in self.world.aborted:
             raise Violation(f"{self.id} applies the aborted attempt {message.attempt}")
         prepared = self.prepared
         if prepared is not None and prepared.averaged is not None:
-            # It goes over to its next stage, which it has averaged as a member of that one.
+            # It switches to its next stage, which it has averaged as a member of that one.
             self.check_averaged(message.step, message.attempt, prepared.stage)
             self.holding = holding = prepared
         self._unprepare()
@@ -179,4 +181,4 @@ class Averaging(PeerBase):
         digest = sha_of(holding.params, holding.stage)[:16]
         if not self.wedged:
             norm, self.differs = 2.0 if self.differs else 1.0, False
-            self.say(Applied(step=Step(message.step), digest=digest, norm=norm))
+            self.send(Applied(step=Step(message.step), digest=digest, norm=norm))

@@ -1,8 +1,8 @@
 """A swarm in one thread: virtual clock, seeded chance, the real `transition`, simulated peers.
 
-Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint
-folder), faults, and what must hold at every durable record. Peers are in `swarm_peer`. A world
-is a pure function of (options, seed, faults): the same three give the same run.
+Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint folder),
+faults, and the invariants at every durable record. Peers are in `kits.swarm_world.peer`. A world is
+a pure function of (options, seed, faults): the same three give the same run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,9 +25,16 @@ from kits.swarm_world.facts import (
     manifest_of,
     rebalancing_settings,
 )
-from kits.swarm_world.network import Network
 from kits.swarm_world.peer import SimPeer
-from kits.swarm_world.peer_base import Link, Round
+from kits.swarm_world.peer_base import (
+    REQUEST_SECONDS,
+    Answer,
+    Link,
+    Parcel,
+    PeerBase,
+    Round,
+    RoundFailure,
+)
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
@@ -65,7 +73,7 @@ TICK_SECONDS = 0.25
 
 @dataclass
 class SimStore:
-    """The durable records, and what a restart reads from them (as `records.read_restored`)."""
+    """The durable records, and what a restart reads from them (`storage.records.read_restored`)."""
 
     records: list[object] = field(default_factory=list)
     applied: dict[int, AppliedStep] = field(default_factory=dict)
@@ -115,8 +123,8 @@ class SimStore:
         )  # fmt: skip
 
 
-class World(Network):
-    """Build it, `run` it; `violations` end it at once as an exception."""
+class World:
+    """A simulated run: construct it and call `run`; a violated invariant raises an exception."""
 
     def __init__(self, options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> None:
         self.options, self.rng, self.now = options, random.Random(seed), 0.0
@@ -131,22 +139,22 @@ class World(Network):
         self.blocked: set[frozenset[PeerId]] = set()
         self.broken_carriers: set[PeerId] = set()
         self.aborted: set[tuple[PeerId, int]] = set()
-        """Who was told to abort which attempt."""
+        """(peer, attempt) of every AbortRound sent."""
         self.attempts: set[int] = set()
         self.stopped = False
         self.notes: list[str] = []
         self.roster_changes = 0
         self.whole_rosters: dict[int, Roster] = {}
-        """What a changed roster must be, by its number."""
+        """The whole roster that each roster change must lead to, by its serial number."""
         self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
-        """And since when: durable, as in the run's database."""
+        """Banned peers and since when; durable, as in the run's database."""
         self.early_leases = 0
-        """Leases of a step before the step before it was applied."""
+        """Leases of a step before the previous step was applied."""
         self.hedges = 0
-        """Microbatches that were sent to a second peer while the first one had them."""
+        """Microbatches sent to a second peer while the first one had them."""
         self.turned_away = 0
-        """Requests of revoked peers that were refused."""
+        """Refused requests of revoked peers."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
@@ -172,12 +180,12 @@ class World(Network):
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), action))
 
     def delay(self) -> float:
-        """Seconds a message takes: mostly little, sometimes much."""
+        """Seconds that a message takes: mostly few, sometimes many."""
         chance = self.rng.random()
         return 0.3 * self.rng.random() if chance < 0.03 else 0.005 + 0.04 * chance
 
     def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
-        """Until the coordinator has stopped (or `until`); a Violation when that takes too long."""
+        """Run until the coordinator has stopped (or `until`); a Violation if it takes too long."""
         end = self.now + limit_seconds
         while not (until() if until else self.stopped):
             if not self._queue or self._queue[0][0] > end:
@@ -205,7 +213,7 @@ class World(Network):
         self.stopped = False
 
     def crash(self, back_after: float | None = 2.0) -> None:
-        """The coordinator's memory is gone; what it had persisted is not."""
+        """The coordinator's memory is lost; what it had persisted is not."""
         self.run_state, self.crash_countdown = None, None
         links, self.current = self.current, {}
         self.fetched.clear()
@@ -261,7 +269,7 @@ class World(Network):
     def _close(self, link: Link) -> None:
         link.open = False
         link.peer.link_lost(link)
-        # The shell tells the core of every stream's end; this one it knows already.
+        # The shell reports the end of every stream, also of one that the core has closed.
         self.later(
             0.01, lambda: self.deliver(SessionLost(SessionNumber(link.number), link.peer.id))
         )
@@ -278,7 +286,7 @@ class World(Network):
             self._to_client(link, lambda: link.peer.on_message(link, message))
 
     def _to_client(self, link: Link, action: Callable[[], None]) -> None:
-        """In order, like a stream; nothing arrives on a broken one."""
+        """Deliver in order, like a stream; nothing arrives on a broken one."""
         link.down_at = max(link.down_at + 1e-6, self.now + self.delay())
         link.peer.later(link.down_at - self.now, lambda: link.open and action())
 
@@ -293,7 +301,7 @@ class World(Network):
         self.later(link.up_at - self.now, arrive)
 
     def attach(self, peer: SimPeer) -> None:
-        """A peer says Hello on a new stream, or finds nobody there."""
+        """A peer sends Hello on a new stream, or finds no coordinator."""
         link = Link(next(self._sessions), peer)
         hello, receipts = peer.hello()
         generation = self.generation
@@ -318,7 +326,7 @@ class World(Network):
         self.later(self.delay(), arrive)
 
     def cut(self, link: Link) -> None:
-        """The connection breaks: both ends notice, each in its own time."""
+        """The connection breaks: both ends notice, each after its own delay."""
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
@@ -348,7 +356,100 @@ class World(Network):
             )
             self.deliver(CheckpointStored(snapshot.version, stages))
 
-    # ---- people and faults
+    # ---- between peers
+
+    def download(
+        self, holder: PeerId, item: str, version: int, stage: int
+    ) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+        """A stage's file by its name, from a peer or from the coordinator's folder."""
+        if holder == COORDINATOR.peer:
+            return self.disk[version].get(stage) if self.run_state is not None else None
+        peer = self.peers[holder]
+        return peer.snapshots.get(item) if peer.alive and not peer.hung else None
+
+    def request(
+        self,
+        sender: PeerBase,
+        target: PeerId,
+        stage: int,
+        parcel: Parcel,
+        answered: Callable[[Answer], None],
+    ) -> None:
+        """One microbatch over one edge; exactly one answer, whatever happens to the target."""
+        open_request = [True]
+
+        def answer(value: Answer) -> None:
+            if open_request[0]:
+                open_request[0] = False
+                answered(value)
+
+        def reply(value: Answer) -> None:
+            sender.later(self.delay(), lambda: answer(value))
+
+        receiver = self.peers[target]
+        if frozenset((sender.id, target)) in self.blocked or not receiver.alive:
+            reply(Answer("dead"))
+            return
+        receiver.later(self.delay(), lambda: receiver.serve(sender, stage, parcel, reply))
+        sender.later(REQUEST_SECONDS, lambda: answer(Answer("dead")))
+
+    def join_round(
+        self,
+        peer: PeerBase,
+        key: object,
+        members: tuple[PeerId, ...],
+        own: Counter[tuple[int, int]],
+        done: Callable[[Counter[tuple[int, int]] | RoundFailure], None],
+    ) -> Round:
+        group = self.rounds.setdefault(key, Round(members))
+        if group.failure is not None:
+            peer.later(self.delay(), lambda: done(group.failure or RoundFailure(None)))
+            return group
+        group.arrived[peer.id] = (own, done)
+        blocked = next(
+            (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
+        )
+        if len(members) > 1 and self.broken_carriers.intersection(members):
+            # The next attempt takes another route.
+            self.broken_carriers.difference_update(members)
+            self._fail_round(group, RoundFailure(None, carrier_failed=True))
+        elif blocked is not None:
+            self._fail_round(group, RoundFailure(blocked))
+        elif len(group.arrived) == len(members):
+            self.later(0.1 + 0.2 * self.rng.random(), lambda: self._end_round(group))
+        else:
+            stall = self.manifest.limits.round_stall_seconds
+            peer.later(stall, lambda: self._stalled(group))
+        return group
+
+    def _stalled(self, group: Round) -> None:
+        absent = [m for m in group.members if m not in group.arrived]
+        if absent and not group.done:
+            self._fail_round(group, RoundFailure(absent[0]))
+
+    def _end_round(self, group: Round) -> None:
+        if group.failure is not None:
+            return
+        group.done = True
+        total: Counter[tuple[int, int]] = Counter()
+        for own, _ in group.arrived.values():
+            total.update(own)
+        for member, (_, done) in group.arrived.items():
+            self.peers[member].later(self.delay(), lambda done=done: done(Counter(total)))
+
+    def _fail_round(self, group: Round, failure: RoundFailure) -> None:
+        group.failure = failure
+        for member, (_, done) in group.arrived.items():
+            self.peers[member].later(self.delay(), lambda done=done: done(failure))
+
+    def end_rounds_of(self, peer: PeerBase) -> None:
+        """A member is lost: its rounds fail for the other members at once."""
+        for group in self.rounds.values():
+            if peer.id in group.members and group.failure is None and not group.done:
+                group.arrived.pop(peer.id, None)
+                self._fail_round(group, RoundFailure(peer.id))
+
+    # ---- volunteers and faults
 
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
@@ -365,7 +466,7 @@ class World(Network):
         self.deliver(StopRequested())
 
     def ban(self, peer: SimPeer, seconds: float) -> None:
-        """By the organiser, whether the coordinator runs or not; after `seconds` it may return."""
+        """Ban by the organiser, also without a coordinator; after `seconds` the peer may return."""
         if peer.id in self.banned:
             return
         self.banned[peer.id] = self.now
@@ -379,7 +480,7 @@ class World(Network):
         self.start_again(peer)
 
     def start_again(self, peer: SimPeer) -> None:
-        """Its user starts a peer again that was refused and may take part now."""
+        """Restart a refused peer that may take part now, as its user would."""
         if peer.alive and peer.gone and not peer.leaving:
             peer.kill()
         if not peer.alive and not peer.leaving:
@@ -420,8 +521,8 @@ class World(Network):
             getattr(victim, fault.kind)(fault.seconds)
 
     def calm(self) -> None:
-        """Faults are over, and just as many volunteers come and stay as the run cannot do without:
-        one each for what has been trained, and what the organiser wants for a beginning."""
+        """End the faults, and keep just as many volunteers as the run needs: one per stage once it
+        has trained, and the organiser's starting number before."""
         self.crash_countdown = None
         if self.run_state is None:
             self.later(0.1, self.start_coordinator)
@@ -431,7 +532,7 @@ class World(Network):
             self.join()
 
     def _stays(self, peer: SimPeer) -> bool:
-        """Whether a run can count on it, now that nothing befalls anybody any more."""
+        """Whether the run can count on the peer, now that there are no more faults."""
         fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
         return (
             peer.alive

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kits.tui import START
-from swarm_coordinator.status.document import RunDocument, parse
+from swarm_coordinator.status.document import RunDocument
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 2}" for name in ("anna", "bert", "carl", "self"))
 
@@ -24,7 +24,8 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
         "running": True, "pid": 1, "coordinator": OWN, "waiting_for": "", "generation": 1,
         "version": 40, "steps": 100, "step": 41, "cells_done": 12, "cells_total": 32,
         "loss": 3.25, "tokens_per_second": 2915.0, "heldout_loss": None, "checkpoint_version": 30,
-        "uptime_seconds": 4000.0, "healthy": True,
+        "uptime_seconds": 4000.0,
+        "health": {"state": "healthy", "sentence": "Every stage has reachable peers."},
         "work": {"counted": 1280, "duplicated": 3, "cleared": 7},
         "stages": [
             {"stage": 0, "peers": 2, "microbatches_per_second": 3.0},
@@ -80,4 +81,4 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
             {"peer": BERT, "name": None, "stages": [0], "microbatches": 32, "tokens": 300_000},
         ],
     }  # fmt: skip
-    return parse({**told, **changes})
+    return RunDocument.model_validate({**told, **changes})

@@ -30,7 +30,7 @@ from swarm_shared.protocol import PathKind
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
@@ -21,6 +20,7 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
 from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
@@ -257,7 +257,7 @@ async def test_a_visit_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_one_visit_at_a_time_for_each_peer() -> None:
     async with server() as observer, visitor(observer) as (node, probe):
-        with pytest.raises(ProbeBusy, match="under way") as caught:
+        with pytest.raises(ProbeBusy, match="probe session of this peer") as caught:
             async with open_probe(node, observer.peer_id, HELLO):
                 raise AssertionError
         assert caught.value.retry_after_seconds > 0
@@ -278,7 +278,7 @@ async def test_places_are_limited_and_come_free_again() -> None:
                 except ProbeBusy:
                     await trio.sleep(0.01)
     async with server(ProbeLimits(visits=1)) as observer, visitor(observer):
-        with pytest.raises(ProbeBusy, match="1 visitors"):
+        with pytest.raises(ProbeBusy, match="1 probe sessions"):
             async with visitor(observer):
                 raise AssertionError
 

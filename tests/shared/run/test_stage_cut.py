@@ -144,7 +144,7 @@ def test_a_memory_limit_beats_speed():
 
 
 def test_a_model_that_fits_nowhere_says_what_it_needs():
-    with pytest.raises(CapacityError, match=r"needs .*MB.* is on offer: use more stages"):
+    with pytest.raises(CapacityError, match=r"needs .*kB.* is on offer: use more stages"):
         plan_stages(uniform(4), 2, memory_limit_bytes=1000)
 
 

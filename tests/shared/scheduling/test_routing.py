@@ -15,7 +15,6 @@ from swarm_shared.scheduling.routing import (
     FIRST_BAN_SECONDS,
     IDLE_HALF_LIFE_SECONDS,
     MAX_BAN_SECONDS,
-    EqualShares,
     Observation,
     ShortestExpectedDelay,
 )
@@ -174,20 +173,6 @@ def test_peers_that_leave_are_forgotten_and_unmeasured_ones_count_with_the_mean(
     routing.update([B])
     assert routing.choose(0.0, nothing(A)) is None
     assert set(routing.peers) == {B}
-
-
-def test_by_equal_shares_a_slow_peer_gets_as_much_and_is_waited_for() -> None:
-    routing = EqualShares()
-    routing.update([A, B])
-    routing.observe(A, Observation(0.1), 0.0)
-    routing.observe(B, Observation(10.0), 9.0)
-    turns = [routing.choose(0.0, nothing(A, B)) for _ in range(6)]
-    assert turns == [A, B] * 3
-    assert routing.choose(0.0, nothing(A)) == A
-    assert routing.choose(0.0, nothing(A)) is None
-    assert routing.choose(0.0, nothing(A, B)) == B
-    routing.failed(A, 0.0)
-    assert [routing.choose(0.0, nothing(A, B)) for _ in range(2)] == [B, B]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_shared.base.text import printable
+from swarm_shared.base.units import duration_text, latency_text, memory_text, size_text
 from swarm_shared.tui.bars import bar, sparkline
-from swarm_shared.tui.formatting import (
-    disk_text,
-    duration,
-    memory_text,
-    milliseconds,
-    peer_text,
-    percent,
-    printable,
-    short_number,
-)
+from swarm_shared.tui.formatting import peer_text, percent, short_number
 from swarm_shared.tui.plot import columns_plot, plot
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import (
@@ -173,7 +166,7 @@ def test_the_slowest_stage_is_named_and_one_without_peers_stands_out() -> None:
     drawn = [plain(one) for one in stage_lines(rows, 80, UNICODE)]
     assert drawn[0].endswith("1 peer      2.00 microbatches/s")
     assert "mine" in drawn[1]
-    assert drawn[2].endswith("nobody holds it")
+    assert drawn[2].endswith("no peer holds it")
     assert plain(stage_lines(rows[:2], 80, UNICODE)[0]).endswith("slowest")
 
 
@@ -237,16 +230,16 @@ def test_a_table_leaves_out_its_least_important_columns_first() -> None:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (disk_text(999), "999 B"),
-        (disk_text(999_600), "1 MB"),
-        (disk_text(20_100_000_000), "20.1 GB"),
+        (size_text(999), "999 B"),
+        (size_text(999_600), "1 MB"),
+        (size_text(20_100_000_000), "20.1 GB"),
         (memory_text(2**30), "1 GiB"),
         (memory_text(1023.9 * 2**20), "1 GiB"),
-        (disk_text(None), "-"),
-        (duration(119), "119 s"),
-        (duration(3600), "60 min"),
-        (duration(7500), "2:05 h"),
-        (duration(-5), "0 s"),
+        (size_text(None), "-"),
+        (duration_text(119), "119 s"),
+        (duration_text(3600), "60 min"),
+        (duration_text(7500), "2:05 h"),
+        (duration_text(-5), "0 s"),
         (short_number(1234), "1.23 k"),
         (short_number(999_700), "1 M"),
         (short_number(math.nan), "-"),
@@ -268,5 +261,5 @@ def test_a_trace_keeps_the_newest_points_and_one_for_each_time() -> None:
 
 
 def test_times_are_told_in_the_unit_that_fits() -> None:
-    told = [milliseconds(seconds) for seconds in (None, 0.00061, 0.0812, 0.9996, 1.25)]
+    told = [latency_text(seconds) for seconds in (None, 0.00061, 0.0812, 0.9996, 1.25)]
     assert told == ["-", "0.61 ms", "81.2 ms", "1 s", "1.25 s"]

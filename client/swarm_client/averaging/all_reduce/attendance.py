@@ -1,5 +1,5 @@
-"""The enforce_timeouts over a round: heartbeat_ticks for the others, limits on their silence (rule
-4 of `reduce`)."""
+"""The participants of a round and the time limits on their silence (rule 4 of
+`swarm_client.averaging.all_reduce.reduce`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
 from swarm_shared.base.types import PeerId
 
 STUCK_STALLS = 4
-"""A round in which no data moves for this many stall limits fails, though all are alive."""
+"""A round in which no data moves for this many stall limits fails, even if all members are
+alive."""
 
 
 @dataclass(slots=True, eq=False)
 class Attendance:
-    """Who takes part in a round so far, from one member's place."""
+    """The participants of a round so far, as one member sees them."""
 
     links: list[MemberLink] = field(default_factory=list)
     to_accept: set[PeerId] = field(default_factory=set)
     """Reducers that have not accepted our stream yet."""
     to_connect: set[PeerId] = field(default_factory=set)
-    """Members whose stream to us has not come yet."""
+    """Members whose stream to us has not arrived yet."""
     waiting_for: PeerId | None = None
-    """Whose next part the sum needs."""
+    """The member whose next piece the sum needs."""
 
 
 async def enforce_timeouts(
@@ -36,7 +37,7 @@ async def enforce_timeouts(
     stall_seconds: float,
     join_seconds: float,
 ) -> None:
-    """Until a limit is passed, which fails the round."""
+    """Send heartbeats until a time limit is exceeded, then fail the round."""
     interval = stall_seconds / 8
     begun = anyio.current_time()
     heartbeat_ticks = 0

@@ -1,9 +1,9 @@
-"""What the all-reduce needs from a network.
+"""The network interface of the all-reduce.
 
-A carrier opens byte streams to members and hands over the streams that members open to us. Who
-is at the other end is authenticated by the carrier, before the first byte. Errors of a broken
-stream are NetworkError (LinkClosed, LinkTimeout) or ProtocolError, from either loop. Which way a
-stream goes is its carrier's choice, for each stream anew; the round does not care.
+A carrier opens byte streams to members and delivers the streams that members open to us. It
+authenticates the remote before the first byte. A broken stream raises NetworkError (LinkClosed,
+LinkTimeout) or ProtocolError under either event loop. The carrier chooses the route of each stream;
+the round does not depend on it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Channel(Protocol):
 
     @property
     def route(self) -> Route:
-        """By which way it goes."""
+        """The route that the stream takes."""
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the bytes are on their way and more may be sent (backpressure)."""
+        """Send bytes; returns when more may be sent (backpressure)."""
 
     async def receive(self, max_bytes: int) -> bytes | bytearray | memoryview:
-        """At least one byte, or nothing at the end of the stream."""
+        """Receive at least one byte, or nothing at the end of the stream."""
 
     async def aclose(self) -> None:
         """End the stream; what was sent still arrives."""
 
     async def abort(self) -> None:
-        """Drop the stream at once; the remote's next read fails or ends. Never raises."""
+        """Drop the stream at once; the next read of the remote fails or ends. Never raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class IncomingStream:
 
 
 class IncomingStreams:
-    """The streams of one round as they come."""
+    """The streams of one round, in order of arrival."""
 
     def __init__(self, stream: MemoryObjectReceiveStream[IncomingStream]) -> None:
         self._stream = stream
         self.late_abort_frame = b""
-        """For members that come after the round has failed: the ABORT frame they have missed."""
+        """ABORT frame for members whose stream arrives after the round has failed."""
 
     async def receive(self) -> IncomingStream:
         return await self._stream.receive()
 
     def undelivered(self) -> list[IncomingStream]:
-        """The round is over; nobody will look at these."""
+        """Close after the end of the round, and return the streams that it did not take."""
         late: list[IncomingStream] = []
         while True:
             try:
@@ -77,7 +77,7 @@ class Carrier(Protocol):
     """The network of one round."""
 
     async def open(self, peer: PeerId) -> Channel:
-        """A new stream to a member of the round. NetworkError when it cannot be had."""
+        """Open a new stream to a member of the round. NetworkError if that fails."""
 
     def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
-        """While open, streams of this round's members are delivered; others are refused."""
+        """Deliver streams of this round's members while open, and refuse others."""

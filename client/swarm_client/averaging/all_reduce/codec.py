@@ -1,6 +1,6 @@
-"""How one piece of a vector becomes bytes, and back. Pure.
+"""The encoding of one piece of a vector. Pure.
 
-    exact     of a float64 vector of whole numbers: `exact_codec`'s bytes, as many as they need
+    exact     of a float64 vector of whole numbers: the bytes of `exact_codec`, variable in number
     none      little-endian float32; this and the others of a float32 vector
     float16   little-endian float16 times 2**exponent, the exponent chosen per piece so that the
               largest element lies in [2**14, 2**15]: gradients of any scale keep float16's 11
@@ -13,13 +13,13 @@
                        whose scale is 0
               element  float32(level) * scale, one rounding
 
-The sum is encoded once, by its reducer, and everybody decodes these bytes by operations that IEEE
-754 fixes to the bit; so members end equal whatever machines they are. What a lossy codec loses does
-depend on the group: each part but the reducer's own is rounded, then the sum.
+The sum is encoded once, by its reducer, and every member decodes the same bytes by operations that
+IEEE 754 defines to the bit, so that all members end equal on any machine. The loss of a lossy codec
+depends on the group: each part but the reducer's own is rounded, then the sum.
 
-A header says an exponent for float16 only. Of int8's payload any bytes of the right length decode:
-to finite elements, or, where a scale is no number, to such as `check_finite` refuses. Whether a
-payload of `exact` is one is asked before (`payload_is_valid`).
+The header carries an exponent for float16 only. Any bytes of the right length decode as an int8
+payload: to finite elements, or, where a scale is not a number, to elements that `check_finite`
+refuses. An `exact` payload is validated first (`payload_is_valid`).
 
 P: elements of one piece. B: blocks. S: elements of one block.
 """
@@ -39,7 +39,7 @@ from swarm_shared.run.codec_sizes import AverageCodec
 
 Float32 = NDArray[np.float32]
 Totals = NDArray[np.float32] | NDArray[np.float64]
-"""What is averaged: float64 under `exact`, float32 under all others."""
+"""The averaged values: float64 under `exact`, float32 under all other codecs."""
 
 _EXACT_BELOW = 2.0**53
 
@@ -49,7 +49,7 @@ _MIN_EXPONENT = -100
 _MAX_EXPONENT = 112
 
 INT8_BLOCK = 256
-"""An outlier coarsens the steps of its own block only; scales take 1.6 % of the bytes."""
+"""Elements per block. An outlier coarsens its own block only; scales take 1.6 % of the bytes."""
 _SCALE_BYTES = 4
 _TOP_LEVEL = np.float32(127)
 _LARGEST_SCALE = np.float32((1 - 2.0**-24) * 2.0**121)
@@ -75,7 +75,7 @@ def dtype_of(codec: AverageCodec) -> np.dtype[np.float32] | np.dtype[np.float64]
 
 
 def payload_sizes(elements: int, codec: AverageCodec) -> range:
-    """All lengths that a payload may have."""
+    """All lengths in bytes that a payload may have."""
     if codec == "exact":
         return range(exact_codec.least_bytes(elements), exact_codec.most_bytes(elements) + 1)
     size = payload_bytes(elements, codec)
@@ -83,12 +83,12 @@ def payload_sizes(elements: int, codec: AverageCodec) -> range:
 
 
 def payload_is_valid(payload: memoryview, elements: int, codec: AverageCodec) -> bool:
-    """Whether bytes of a length that may be are a piece of so many elements."""
+    """Whether a payload of permitted length encodes a piece of `elements` elements."""
     return codec != "exact" or exact_codec.is_valid(payload, elements)
 
 
 def payload_bytes(elements: int, codec: AverageCodec) -> int:
-    """The longest that a payload can be; but for `exact` the only length."""
+    """The largest length of a payload; for all codecs but `exact` the only one."""
     match codec:
         case "exact":
             return exact_codec.most_bytes(elements)
@@ -107,9 +107,10 @@ def exponent_is_valid(exponent: int, codec: AverageCodec) -> bool:
 
 
 def encode_piece(values_P: Totals, codec: AverageCodec) -> EncodedPiece:
-    """NotFiniteError when an element is not finite (or does not fit). `none` does not copy."""
+    """Encode a piece. NotFiniteError if an element is not finite (or out of range). `none` does not
+    copy."""
     if codec == "exact":
-        # One pass that a NaN does not pass either.
+        # A single pass; a NaN fails the comparison too.
         if not (max(values_P.max(), -values_P.min()) < _EXACT_BELOW):
             raise NotFiniteError
         return EncodedPiece(0, exact_codec.encode(values_P.astype(np.float64, copy=False)))
@@ -136,7 +137,7 @@ def _encode_float16(values_P: Float32) -> EncodedPiece:
 
 
 def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec, elements: int) -> Totals:
-    """The piece; for `none` a view on the payload."""
+    """Decode a piece; for `none` a view on the payload."""
     match codec:
         case "exact":
             return exact_codec.decode(payload, elements)
@@ -169,7 +170,7 @@ def _encode_int8(values_P: Float32) -> memoryview:
 
 def _quantise(values_BS: Float32, scales_B: Float32, levels_BS: NDArray[np.int8]) -> None:
     largest_B = np.maximum(values_BS.max(axis=1), -values_BS.min(axis=1))
-    # A NaN stays one through both.
+    # A NaN propagates through both.
     if not np.isfinite(largest_B).all():
         raise NotFiniteError
     exact_B = np.minimum(largest_B / _TOP_LEVEL, _LARGEST_SCALE)
@@ -184,13 +185,13 @@ def _quantise(values_BS: Float32, scales_B: Float32, levels_BS: NDArray[np.int8]
 
 
 def _decode_int8(payload: memoryview) -> Float32:
-    # Of n elements n + 4 * blocks(n) bytes are made: one block's more are one block more.
+    # n elements make n + 4 * blocks(n) bytes, so that the length determines the blocks.
     blocks = -(-payload.nbytes // (INT8_BLOCK + _SCALE_BYTES))
     scales_B = np.frombuffer(payload, "<f4", blocks).astype(np.float32, copy=False)
     values_P = np.frombuffer(payload, np.int8, offset=_SCALE_BYTES * blocks).astype(np.float32)
     whole = len(values_P) // INT8_BLOCK
     end = whole * INT8_BLOCK
-    # What a remote's bytes make of it, `check_finite` finds.
+    # `check_finite` finds what a remote's bytes make of it.
     with np.errstate(over="ignore", invalid="ignore"):
         values_P[:end].reshape(whole, INT8_BLOCK)[:] *= scales_B[:whole, None]
         if end < len(values_P):
@@ -210,10 +211,10 @@ def check_finite(values_P: Totals, member: int | None = None) -> None:
 def reduce_piece(
     own_P: Totals, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Totals
 ) -> EncodedPiece:
-    """Sum one piece over the group, in group order: member 0 + member 1 + …, in its own type.
+    """Sum one piece over the group in group order, member 0 + member 1 + …, in its own type.
 
-    inputs holds what each member sent, in group order, None in this member's own place. Returns
-    what goes back to the members; `out_P` gets exactly what they will decode.
+    `inputs` holds what each member sent, in group order, with None for this member. Returns the
+    encoded sum for the members; `out_P` gets exactly the values that they will decode.
     """
     total_P: Totals | None = None
     for member, encoded in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Why a round failed. Nothing is applied in a failed round: inputs are as they were."""
+"""Errors of a round. A failed round applies nothing: inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from swarm_shared.base.types import PeerId
 
 
 class RoundFailure(StrEnum):
-    """What kind of failure ended the round. Their order is part of the wire format."""
+    """The kind of failure that ended a round. Their order is part of the wire format."""
 
     LOST = "lost"
     """The stream with the culprit broke."""
     UNREACHABLE = "unreachable"
-    """No stream to the culprit can be had by any route."""
+    """No route to the culprit gives a stream."""
     STALLED = "stalled"
-    """The culprit said nothing for too long, or never joined."""
+    """The culprit was silent for too long, or never joined."""
     PROTOCOL = "protocol"
-    """The culprit sent something that is not allowed."""
+    """The culprit sent what the protocol does not allow."""
     NON_FINITE = "non_finite"
     """The culprit's vector holds an infinity or a NaN (no culprit: only the sum does)."""
     STOPPED = "stopped"
-    """This side was told to stop, or cannot go on (out of memory, say)."""
+    """The round was cancelled on this side, or cannot continue here (out of memory, for
+    example)."""
     CARRIER = "carrier"
-    """A stream with the culprit over p2pd broke, or p2pd is gone here: perhaps nobody's fault,
-    and the next attempt goes around it."""
+    """A stream with the culprit over p2pd broke, or p2pd has ended here. Possibly no member is at
+    fault, and the next attempt avoids the route."""
 
 
 class RoundFailed(SwarmError):
-    """The round is over for everybody; try again with another group and attempt.
+    """The round has failed for all members; the next attempt has another group and name.
 
-    `told_by` is set when another member said so; its word on the culprit may be wrong, as the
-    coordinator, who hears from all members, should keep in mind. `route` is that of the stream
-    with the culprit, when it was a stream of ours.
+    The culprit may come from another member's ABORT frame and may be wrong; the coordinator, which
+    has the reports of all members, decides. `route` is that of the stream with the culprit, if it
+    was a stream of ours.
     """
 
     def __init__(
@@ -43,20 +44,18 @@ class RoundFailed(SwarmError):
         culprit: PeerId | None = None,
         *,
         failure: RoundFailure = RoundFailure.LOST,
-        told_by: PeerId | None = None,
         route: Route | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.culprit = culprit
         self.failure = failure
-        self.told_by = told_by
         self.route = route
         self.links: tuple[StreamTraffic, ...] = ()
-        """What its streams carried all the same."""
+        """Traffic of the round's streams until the failure."""
         self.faults: tuple[RouteFault, ...] = ()
-        """Routes that were tried in vain."""
+        """Routes that failed."""
 
 
 class RouteAbsentError(NetworkError):
-    """There is no such route now; that says nothing about the next time."""
+    """The route does not exist now; that does not predict later attempts."""

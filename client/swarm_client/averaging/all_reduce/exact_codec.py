@@ -1,14 +1,15 @@
-"""Whole numbers as bytes, as few as each block of them needs. Pure; nothing is lost.
+"""Whole numbers in as few bytes as each block of them needs. Pure and lossless.
 
-A piece of float64 whose elements are whole and below 2**53 in magnitude (`exact_sums`):
+A piece of float64 whose elements are whole and below 2**53 in magnitude
+(`swarm_shared.model.fixed_point_sums`):
 
     widths   a byte per block of 256 elements: 0 to 7, the bytes that each of its elements takes;
-             the last block is filled up with zeros
+             the last block is padded with zeros
     levels   the elements of all blocks of width 1, then of width 2 and so on, in the blocks' order:
              little-endian two's complement
 
-Gradients of a layer are of one magnitude, rows of a token table that no token has used are zero:
-most blocks take three bytes or none.
+Gradients of a layer have one magnitude, and rows of a token table without a token are zero: most
+blocks take three bytes per element or none.
 
 P: elements of one piece. B: blocks. S: elements of one block.
 """
@@ -21,14 +22,15 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 BLOCK = 256
-"""One large element widens its own block only; widths take 0.4 % of a byte per element."""
+"""Elements per block. One large element widens its own block only; widths take 0.4 % of a byte per
+element."""
 
 WIDEST = 7
 """Bytes of 2**53 with its sign."""
 
 _WORD = 8
 _LARGEST = np.array([0.0, *(2.0 ** (8 * width - 1) - 1 for width in range(1, WIDEST))])
-"""The largest magnitude that so many bytes hold."""
+"""The largest magnitude that fits into each width."""
 
 
 def blocks(elements: int) -> int:
@@ -44,7 +46,7 @@ def most_bytes(elements: int) -> int:
 
 
 def is_valid(payload: memoryview, elements: int) -> bool:
-    """Whether these bytes are a piece of so many elements."""
+    """Whether these bytes encode a piece of `elements` elements."""
     count = blocks(elements)
     widths_B = np.frombuffer(payload, np.uint8)[:count]
     return (
@@ -55,7 +57,7 @@ def is_valid(payload: memoryview, elements: int) -> bool:
 
 
 def encode(values_P: Float64) -> memoryview:
-    """All of them whole, and below 2**53: the caller has looked."""
+    """Encode elements that the caller has checked: whole, and below 2**53."""
     count = blocks(len(values_P))
     levels_BS = np.zeros((count, BLOCK), np.int64)
     levels_BS.reshape(-1)[: len(values_P)] = values_P
@@ -73,7 +75,7 @@ def encode(values_P: Float64) -> memoryview:
 
 
 def decode(payload: memoryview, elements: int) -> Float64:
-    """The piece; `is_valid` has been asked."""
+    """Decode a payload that `is_valid` has accepted."""
     count = blocks(elements)
     octets = np.frombuffer(payload, np.uint8)
     widths_B = octets[:count]
@@ -85,7 +87,7 @@ def decode(payload: memoryview, elements: int) -> Float64:
         if size:
             words = np.zeros((size // width, _WORD), np.uint8)
             words[:, _WORD - width :] = octets[start : start + size].reshape(-1, width)
-            # An arithmetic shift carries the sign down.
+            # An arithmetic shift extends the sign.
             levels = words.view("<i8").reshape(-1) >> (8 * (_WORD - width))
             levels_BS[of_this] = levels.reshape(-1, BLOCK)
             start += size

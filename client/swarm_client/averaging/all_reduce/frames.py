@@ -1,19 +1,19 @@
-"""What crosses the wire in a round. Pure: bytes in, values out.
+"""The wire format of a round. Pure: bytes in, values out.
 
-A stream belongs to one ordered pair of members. The member (who opened it) speaks first:
+A stream belongs to one ordered pair of members. The member, which opened it, sends first:
 
     member  → reducer   HELLO                       72 bytes, fixed
     reducer → member    ACCEPT
     member  → reducer   PIECE 0, PIECE 1, …         ≤ window ahead of the sums that came back
     reducer → member    SUM 0, SUM 1, …
-    member  → reducer   BYE                         all sums are here; the reducer closes first
-    both, any time      HEARTBEAT                        alive, nothing to say
-    both, at the end    ABORT                       the round has failed: why, and through whom
+    member  → reducer   BYE                         all sums have arrived; the reducer closes first
+    both, any time      HEARTBEAT                   alive, nothing to send
+    both, at the end    ABORT                       the round has failed: reason and culprit
 
-Every frame after HELLO begins with a header of 24 bytes: kind, sender's place in the group, piece
-index, payload length and the first 8 bytes of the round's tag. All are checked against what the
-plan expects next before a byte of the payload is read, so a remote can never make this side take
-memory that the plan has not foreseen.
+Every frame after HELLO begins with a header of 24 bytes: kind, the sender's index in the group,
+piece index, payload length and the first 8 bytes of the round's tag. All are checked against the
+next frame of the plan before a byte of the payload is read, so that a remote cannot make this side
+allocate memory that the plan does not contain.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from enum import IntEnum
 
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_shared.base.errors import FrameError
+from swarm_shared.base.text import printable
 
 _MAGIC = b"SWAR"
 _VERSION = 1
@@ -50,7 +51,7 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamHello:
-    """Opens a stream. `tag` and `digest` are those of plan.py, 32 bytes each."""
+    """The first frame of a stream. `tag` and `digest` are those of `plan`, 32 bytes each."""
 
     sender: int
     tag: bytes
@@ -94,7 +95,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """`culprit` is a place in the group, or None."""
+    """The reason of a failure. `culprit` is an index in the group, or None."""
 
     failure: RoundFailure
     culprit: int | None
@@ -107,12 +108,12 @@ class Abort:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview, members: int) -> Abort:
-        """The reason is made printable: it goes into logs and onto terminals."""
+        """Decode; the reason is made printable, because it goes into logs and onto terminals."""
         if not _ABORT.size <= len(data) <= MAX_ABORT_BYTES:
             raise FrameError(f"an abort frame of {len(data)} bytes")
         failure, culprit = _ABORT.unpack_from(data)
         if failure >= len(_FAILURES) or (culprit >= members and culprit != _NO_CULPRIT):
             raise FrameError("an abort frame names what does not exist")
         text = bytes(data[_ABORT.size :]).decode(errors="replace")
-        reason = "".join(character if character.isprintable() else "?" for character in text)
+        reason = printable(text, "?")
         return cls(_FAILURES[failure], None if culprit == _NO_CULPRIT else culprit, reason)

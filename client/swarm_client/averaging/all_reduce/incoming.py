@@ -1,12 +1,12 @@
-"""Brings the streams that remotes open and the rounds together.
+"""Matches the streams that remotes open with the rounds that expect them.
 
-A stream may arrive before the local side has heard of its round. It then waits, unread while its
-remote is in no group known lately, and bounded in number and time. One that comes after its round
-has failed is told reason.
+A stream may arrive before the local side knows its round. It then waits; it is read only once its
+remote belongs to a current or recent group, and waiting streams are bounded in number and time. A
+stream that comes after its round has failed gets the reason.
 
-Who is not admitted (`admits`: the members that may average with this one) is turned away. Nothing
-of such a remote is ever read; for a moment it may stand at the door, in case the coordinator's
-word about it is still on its way here, but only few can do so at a time.
+Remotes that are not admitted (`admits`: the members that may average with this one) are refused.
+Nothing of such a remote is ever read. Its stream is held briefly, because its admission may not
+have arrived yet; only a few may be held at a time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 MAX_PARKED = 256
 MAX_PARKED_PER_REMOTE = 8
-"""A member opens one stream per round and reducer; attempts, and routes tried side by side, may
-overlap a little. What lies unread in a stream is bounded by the window that its carrier grants."""
+"""Waiting streams per remote. A member opens one stream per round and reducer; attempts, and routes
+tried in parallel, may overlap a little. The window that its carrier grants bounds the unread bytes
+of a stream."""
 PARK_SECONDS = 30.0
-"""Longer than any member waits for another to join."""
+"""Seconds that a stream may wait for its round; longer than any member waits for another to
+join."""
 MAX_UNADMITTED = 8
 UNADMITTED_SECONDS = 5.0
 HELLO_SECONDS = 5.0
@@ -55,13 +57,13 @@ class _FinishedRound:
 
 
 class _HeldChannel:
-    """A delivered channel: tells the hub when the round is done with it."""
+    """A channel delivered to a round; reports to the hub when the round has finished with it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.released = anyio.Event()
         self.dropped = False
-        self.reason = "nobody waits for it any more"
+        self.reason = "no round takes it any more"
         self.late_abort_frame = b""
 
     @property
@@ -69,7 +71,8 @@ class _HeldChannel:
         return self._channel.route
 
     def drop(self, reason: str, late_abort_frame: bytes = b"") -> None:
-        """Refused, or not looked at before the round ended; accept() says goodbye."""
+        """Refuse the stream, or drop one that its round did not take; accept() sends the ABORT
+        frame."""
         self.dropped = True
         self.reason = reason
         self.late_abort_frame = late_abort_frame
@@ -95,8 +98,11 @@ class _HeldChannel:
 
 
 class IncomingHub:
-    """`remote` is the carrier's own name of a peer; `admits` says of such a name whether it may
-    wait for a round. Call `admission_changed` when its answers change."""
+    """Accepts streams from carriers and delivers them to rounds.
+
+    `remote` is the carrier's name of a peer; `admits` decides by that name whether the peer may
+    wait for a round. Call `admission_changed` when its answers change.
+    """
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ class IncomingHub:
         self._unadmitted: set[str] = set()
         self._changed = anyio.Event()
         self.refused = 0
-        """Streams turned away, for the daemon's log."""
+        """Number of streams refused."""
 
     async def accept(self, remote: str, channel: Channel) -> None:
         """Serve one incoming stream; returns when it is closed. Called by the carrier."""
@@ -137,7 +143,7 @@ class IncomingHub:
         if not self._is_known(remote) and not await self._wait_until_known(remote):
             held.drop("it is not admitted here")
             return
-        # Members of a known round are never kept out by others that wait for one.
+        # Waiting streams never keep out members of a known round.
         full = not self._is_member(remote) and self._parked.total() >= MAX_PARKED
         if full or self._parked[remote] >= MAX_PARKED_PER_REMOTE:
             held.drop("too many wait already")
@@ -154,7 +160,8 @@ class IncomingHub:
                 del self._parked[remote]
 
     async def _wait_until_known(self, remote: str) -> bool:
-        """Whether it is, after a moment. Rosters reach members one after the other."""
+        """Whether the remote becomes known within UNADMITTED_SECONDS. Members receive rosters at
+        slightly different times."""
         if len(self._unadmitted) >= MAX_UNADMITTED or remote in self._unadmitted:
             return False
         self._unadmitted.add(remote)
@@ -198,10 +205,10 @@ class IncomingHub:
 
     @contextmanager
     def round(self, tag: bytes, members: Mapping[str, PeerId]) -> Iterator[IncomingStreams]:
-        """Announce a round: `members` maps the carriers' peer names to members."""
+        """Register a round; `members` maps the carriers' peer names to members."""
         if tag in self._rounds:
             raise ProtocolError("a round was started twice; each attempt needs its own name")
-        # Room for one stream per name and one repeated by mistake; more is refused.
+        # Room for one stream per name and one repeated by mistake; further ones are refused.
         deliver, stream = anyio.create_memory_object_stream[IncomingStream](2 * len(members))
         arrivals = IncomingStreams(stream)
         self._rounds[tag] = _ActiveRound(members, deliver)
@@ -211,7 +218,7 @@ class IncomingHub:
             yield arrivals
         finally:
             del self._rounds[tag]
-            # A member that comes too late is told at once.
+            # A member that comes too late is answered at once.
             self.finish(tag, members, arrivals.late_abort_frame)
             deliver.close()
             for late in arrivals.undelivered():
@@ -219,7 +226,8 @@ class IncomingHub:
                 late.channel.drop("its round is over", arrivals.late_abort_frame)
 
     def finish(self, tag: bytes, members: Mapping[str, PeerId], late_abort_frame: bytes) -> None:
-        """Streams of this round are turned away from now on; its members hear reason."""
+        """Refuse streams of this round from now on; its members get the ABORT frame
+        `late_abort_frame`."""
         self._finished[tag] = _FinishedRound(frozenset(members), late_abort_frame)
         if len(self._finished) > _MAX_FINISHED:
             self._finished.popitem(last=False)
@@ -229,11 +237,11 @@ class IncomingHub:
         return self.admits(remote) or self._is_member(remote)
 
     def _is_member(self, remote: str) -> bool:
-        """Of a round that is under way here: the coordinator has named it."""
+        """Whether the remote belongs to a current round: the coordinator has named it."""
         return any(remote in known.members for known in self._rounds.values())
 
     def _in_recent_round(self, remote: str) -> bool:
-        """In a round that is under way, or was lately."""
+        """Whether the remote belongs to a current or recent round."""
         return self._is_member(remote) or any(
             remote in over.members for over in self._finished.values()
         )
@@ -244,7 +252,7 @@ class IncomingHub:
 
 
 async def _send_late_abort(channel: Channel, late_abort_frame: bytes) -> None:
-    """Send it and wait until the remote has closed, which it does when it has read it."""
+    """Send the frame and wait until the remote has closed, which it does after reading it."""
     with contextlib.suppress(NetworkError, ProtocolError), anyio.move_on_after(LATE_ABORT_SECONDS):
         await channel.send(late_abort_frame)
         while await channel.receive(HELLO_BYTES):

@@ -1,9 +1,9 @@
-"""One stream of a round: frames in order, an outbox that survives the round's failure, and a
-record of when the other end was last heard.
+"""One stream of a round: frames in order, an outbox that survives the round's failure, and the time
+of the last received bytes.
 
-Writing is done by a pump, not by whoever has something to say: a frame that is cut short by a
-cancellation could not be followed by an ABORT frame, and the other end would learn of a failure
-without its reason. The pump therefore outlives the round's work by a short grace.
+A pump task does the writing, not the task that queues a frame: a cancellation would cut a frame
+short, no ABORT frame could follow it, and the other end would learn of a failure without its
+reason. The pump therefore outlives the round's work by a short grace period.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 
 WRITE_BYTES = 256 * 1024
-"""Per write: progress is seen at that grain. Smaller writes cost py-libp2p a third more CPU."""
+"""Bytes per write: progress is seen at that granularity. Smaller writes cost py-libp2p a third more
+CPU."""
 READ_BYTES = 256 * 1024
 OUTBOX_FRAMES = 4
 """Frames of at most a piece each that wait for the network, per stream."""
 READ_ABORT_SECONDS = 0.25
 LINGER_SECONDS = 5.0
-"""How long the other end may take to read the last word; the round is complete here already."""
+"""Seconds that the other end has to read the last frame; the round is complete here already."""
 
 NO_PAYLOAD = range(1)
-"""The sizes of no payload."""
+"""The permitted sizes of a frame without payload."""
 
 _QUEUE_FULL = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
@@ -49,16 +50,16 @@ OutgoingFrame = tuple[bytes, memoryview | bytes]
 
 @dataclass(slots=True, eq=False)
 class RoundState:
-    """What the links of one round share."""
+    """State shared by the links of one round."""
 
     spec: RoundSpec
     tag: bytes
     last_progress: float
-    """When a byte of a piece, a sum or a goodbye last moved on any link."""
+    """Time of the last byte of a piece, a sum or a BYE on any link."""
 
 
 def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
-    """Header and payload: why the round has failed here."""
+    """The ABORT frame that carries the failure of this member."""
     members, culprit = spec.members, failure.culprit
     index = members.index(culprit) if culprit in members else None
     payload = Abort(failure.failure, index, failure.reason).encode()
@@ -67,7 +68,7 @@ def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
 
 
 class MemberLink:
-    """A stream to or from `peer`, its place in the group `peer_index`."""
+    """A stream to or from `peer`, whose index in the group is `peer_index`."""
 
     def __init__(
         self,
@@ -84,13 +85,13 @@ class MemberLink:
         self.bytes_received = 0
         self.accepted = False
         self.finished = False
-        """True once nothing more is due from either end: neither watched nor kept alive."""
+        """True once nothing more is due from either end: neither timed nor kept alive."""
         self.sends_heartbeats = True
         self.peer_aborted = False
-        """True once the other end has peer_aborted us of a failure: it needs no word from us."""
+        """True once the other end has sent an ABORT frame and needs none from us."""
         self.last_received_at = anyio.current_time()
         self.pumped = anyio.Event()
-        """Set when the pump has nothing left to write, or cannot."""
+        """Set when the pump has nothing left to write, or cannot write."""
         self._keep_open = False
         self._lingers = False
         self._lingering = False
@@ -120,7 +121,7 @@ class MemberLink:
         exponent: int = 0,
         payload: memoryview | bytes = b"",
     ) -> None:
-        """Queue a frame; waits while the outbox is full. The payload must not change any more."""
+        """Queue a frame; waits while the outbox is full. The payload must not change afterwards."""
         await self._put((self._header(kind, len(payload), piece, exponent), payload))
 
     async def _put(self, frame: OutgoingFrame) -> None:
@@ -130,22 +131,22 @@ class MemberLink:
             raise self._lost("broke") from error
 
     def queue_heartbeat(self) -> None:
-        """Show that this end lives, unless frames that show it are waiting anyway."""
+        """Queue a heartbeat, unless queued frames already prove that this end is alive."""
         if self.accepted and self.sends_heartbeats and not self.finished:
             with contextlib.suppress(*_QUEUE_FULL):
                 self._queue.send_nowait((self._header(FrameKind.HEARTBEAT, 0), b""))
 
     def finish(self, *, closes_last: bool = False) -> None:
-        """Nothing more will be sent: the pump closes the stream after the last frame.
+        """End sending: the pump closes the stream after the last frame.
 
-        Whoever has the `closes_last` lets the other end close first. p2pd resets a stream when its
-        near end closes, and a reset overtakes what the far end has not read yet.
+        With `closes_last` the other end closes first. p2pd resets a stream when its near end
+        closes, and a reset overtakes what the far end has not read yet.
         """
         self._lingers = closes_last
         self._queue.close()
 
     def abort(self, failure: RoundFailed) -> None:
-        """Drop what is queued and say goodbye with the reason; the stream stays open."""
+        """Drop what is queued and send an ABORT frame; the stream stays open."""
         self._keep_open = True
         try:
             while True:
@@ -157,7 +158,8 @@ class MemberLink:
         self._queue.close()
 
     async def pump(self) -> None:
-        """Write what is queued. After `finish` close the stream; after `abort` wait for the end."""
+        """Write what is queued. After `finish` close the stream; after `abort` wait for
+        cancellation."""
         clean = False
         try:
             async for header, payload in self._queued:
@@ -175,7 +177,7 @@ class MemberLink:
             clean = True
         except (NetworkError, ProtocolError) as error:
             self.pumped.set()
-            # The other end may have written its reason before it closed: whoever reads this
+            # The other end may have written its reason before it closed: the reader of this
             # stream finds it, or the end of the stream. Once all is sent only the reader counts.
             await anyio.sleep(READ_ABORT_SECONDS)
             if self.sends_heartbeats and not self.finished:
@@ -188,7 +190,7 @@ class MemberLink:
             self.pumped.set()
 
     async def _linger(self) -> None:
-        """Until the other end has read everything and closed."""
+        """Wait until the other end has read everything and closed."""
         self._lingering = True
         with contextlib.suppress(NetworkError, ProtocolError):
             with anyio.move_on_after(LINGER_SECONDS):
@@ -208,11 +210,11 @@ class MemberLink:
     async def receive(
         self, kind: FrameKind, *, piece: int = 0, sizes: range = NO_PAYLOAD
     ) -> Header:
-        """The header of the next frame, which must be the one expected, its payload of one of
-        these sizes.
+        """Receive the header of the next frame, which must be the expected one, with a payload of
+        one of these sizes.
 
-        Its payload, if any, is to be read next with `receive_into`. An ABORT frame is raised as
-        the failure that it tells.
+        The payload, if any, must be read next with `receive_into`. An ABORT frame is raised as the
+        failure that it carries.
         """
         while True:
             header = await self._receive_header()
@@ -239,13 +241,13 @@ class MemberLink:
             self._state.last_progress = self.last_received_at
 
     async def drain(self) -> None:
-        """After a failure: read on until the other end says that it knows, or closes.
+        """After a failure, read until the other end reports that it knows, or closes.
 
-        Closed before that, with data unread, the stream would be reset (by p2pd, as by TCP) and
-        our reason lost with it. Goes on wherever the cancelled reader has stopped.
+        If this end closed earlier, with data unread, the stream would be reset (by p2pd, as by TCP)
+        and our reason lost. Continues wherever the cancelled reader has stopped.
         """
         if self._lingering:
-            await self.pumped.wait()  # the pump reads it already, and the last word is said
+            await self.pumped.wait()  # the pump reads it already, and the last frame is sent
             return
         with contextlib.suppress(RoundFailed):
             while True:
@@ -256,7 +258,7 @@ class MemberLink:
                     return
 
     async def _receive_header(self) -> Header:
-        # In the link and not on the stack, so that a cancellation loses nothing (see drain).
+        # Kept in the link and not on the stack, so that a cancellation loses nothing (see drain).
         while len(self._header_bytes) < HEADER_BYTES:
             self._header_bytes += await self._receive_some(HEADER_BYTES - len(self._header_bytes))
         try:
@@ -303,7 +305,6 @@ class MemberLink:
             abort.reason,
             None if abort.culprit is None else members[abort.culprit],
             failure=abort.failure,
-            told_by=self.peer,
         )
 
     # -------------------------------------------------------------------------------- failures
@@ -318,15 +319,15 @@ class MemberLink:
 
     def stalled(self, seconds: float) -> RoundFailed:
         return RoundFailed(
-            f"member {self.peer} said nothing for {seconds:g} s",
+            f"member {self.peer} sent nothing for {seconds:g} s",
             self.peer,
             failure=RoundFailure.STALLED,
             route=self.route,
         )
 
     def _lost(self, what: str) -> RoundFailed:
-        # p2pd is a program of its own, which can die beside a member that lives. The host's
-        # connections are the member's own process.
+        # p2pd is a separate program that can die while its member lives. The host's connections
+        # belong to the member's own process.
         failure = RoundFailure.CARRIER if self.route.over_p2pd else RoundFailure.LOST
         return RoundFailed(
             f"the stream with member {self.peer} {what}",

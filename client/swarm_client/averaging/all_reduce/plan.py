@@ -1,10 +1,10 @@
-"""Who reduces which part of the vector, as a pure function of what the coordinator named.
+"""The plan of a round: which member reduces which part of the vector. Pure.
 
-Every member computes the same plan from the same fields; `plan_digest` is compared at the start
-of every stream, so that two members that understood different fields stop before any data flows.
+Every member computes the plan from what the coordinator sent. `plan_digest` is compared at the
+start of every stream, so that two members with different plans stop before any data flows.
 
 Shares are the parts of the vector that members reduce, proportional to their bandwidth. A member
-with share 0 (outbound only, say) sends its vector, takes the sums and reduces nothing.
+with share 0 (outbound only, for example) sends its vector, takes the sums and reduces nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 PIECE_ELEMENTS = 256 * 1024
-"""1 MiB of float32: long enough to amortise Python's cost per piece, short enough to pipeline."""
+"""Elements per piece, 1 MiB of float32: long enough to amortise Python's cost per piece, short
+enough to pipeline."""
 
 MAX_MEMBERS = 1024
 MAX_ROUND_ID_CHARACTERS = 200
@@ -35,7 +36,7 @@ _PLAN_VERSION = 1
 class RoundSpec:
     """One attempt at one all-reduce. `round_id` is unique per attempt.
 
-    Raises ProtocolError for what no round can be.
+    Raises ProtocolError for an impossible round.
     """
 
     round_id: str
@@ -71,7 +72,7 @@ class RoundSpec:
         if not all(math.isfinite(share) and share >= 0 for share in self.shares):
             raise _invalid_round("a share is negative or not a number")
         if not any(self.shares):
-            raise _invalid_round("all shares are 0, so nobody would reduce")
+            raise _invalid_round("all shares are 0, so that no member would reduce")
 
     @property
     def my_index(self) -> int:
@@ -79,10 +80,10 @@ class RoundSpec:
 
     @property
     def window_pieces(self) -> int:
-        """Pieces that a member may have sent to a reducer ahead of the sums it got back.
+        """Most pieces that a member may send to a reducer ahead of the sums that came back.
 
-        Bounds a reducer's memory to about 32 pieces whatever the size of the group, and still
-        covers 8 MiB per round trip in the usual group of up to 5.
+        Bounds a reducer's memory to about 32 pieces for any group size, and still covers 8 MiB per
+        round trip in the usual group of up to 5.
         """
         return max(2, min(8, _WINDOW_PIECES_TOTAL // max(1, len(self.members) - 1)))
 
@@ -108,7 +109,7 @@ class Slice:
 def partition(spec: RoundSpec) -> tuple[Slice, ...]:
     """One slice per member, in group order; together they are [0, elements), without overlap."""
     shares = spec.shares if spec.shares is not None else (1.0,) * len(spec.members)
-    # Fractions: the same boundaries on every machine, whatever its floating-point unit does.
+    # Fractions: the same boundaries on every machine, independent of its floating-point unit.
     exact = [Fraction(share) for share in shares]
     total = sum(exact, Fraction(0))
     slices: list[Slice] = []
@@ -125,7 +126,7 @@ def partition(spec: RoundSpec) -> tuple[Slice, ...]:
 
 
 def round_tag(round_id: str) -> bytes:
-    """32 bytes that stand for the round's name on the wire."""
+    """32 bytes that identify the round on the wire."""
     return hashlib.sha256(b"swarmtrain round\x00" + round_id.encode()).digest()
 
 

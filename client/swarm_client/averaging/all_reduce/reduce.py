@@ -1,25 +1,27 @@
 """The exact all-reduce of one stage's gradients: reduce-scatter, then all-gather.
 
-The vector is cut into one slice per member (plan.py). Member i sends its part of slice r to
-reducer r; r adds the parts **in group order** and sends the sum back; everybody, r included,
-takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived first.
-Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
+The vector is cut into one slice per member (`swarm_client.averaging.all_reduce.plan`). Member i
+sends its part of slice r to reducer r; r adds the parts **in group order** and sends the sum back;
+every member, r included, takes exactly the bytes that r sent. All members therefore end bitwise
+equal, whatever the order of arrival. Slices are pipelined in pieces: sums flow back while later
+pieces are still in flight.
 
 Rules
 -----
-1. One stream per (member, reducer), opened by the member; frames and order: frames.py.
-2. Credit: a member is at most `window_pieces` ahead of the sums it got back. A reducer therefore
-   reads every stream at all times (an abort is never stuck behind data) in bounded memory.
-3. Exact or failed: any lost stream, silence, rule broken or non-finite element fails the round
-   here at once, and here tells all others. `source` is never written; `result` means something
-   only after success. Members that finished before another failed are the coordinator's matter:
-   it applies a round only when all members report it done.
-4. Silence: every end of every stream says something at least four times per `stall_seconds`; an
-   end that has said nothing for that long is frozen or cut off, and is the culprit. A round in
+1. One stream per (member, reducer), opened by the member; frames and their order:
+   `swarm_client.averaging.all_reduce.frames`.
+2. Credit: a member is at most `window_pieces` ahead of the sums that came back. A reducer therefore
+   reads every stream at all times (an ABORT is never stuck behind data) in bounded memory.
+3. Exact or failed: any lost stream, silence, violated rule or non-finite element fails the round
+   here at once, and this member sends ABORT to all others. `source` is never written; `result` is
+   valid only after success. Members that finished before another one failed are the coordinator's
+   task: it applies a round only when all members report it done.
+4. Silence: every end of every stream sends something at least four times per `stall_seconds`; an
+   end that has been silent for longer is frozen or disconnected, and is the culprit. A round in
    which nothing moves for several times as long fails too.
 
-Written once, with anyio, for trio and asyncio alike. The idea of a fixed group with fail-fast
-rounds answers what hivemind's averager does under churn (docs: facts on hivemind).
+Written once, with anyio, for trio and asyncio alike. A fixed group with fail-fast rounds avoids the
+behaviour of hivemind's averager under churn (docs: facts on hivemind).
 """
 
 from __future__ import annotations
@@ -61,13 +63,14 @@ from swarm_shared.base.errors import NetworkError, ProtocolError
 T = TypeVar("T")
 
 ABORT_GRACE_SECONDS = 0.5
-"""For the reason of a failure to reach the others before the streams are dropped."""
+"""Seconds for an ABORT frame to reach the others before the streams are dropped."""
 INLINE_ELEMENTS = 16 * 1024
-"""Work on smaller pieces takes less time than the way to a thread and back."""
+"""Largest piece, in elements, that is computed without a thread: on smaller ones the work takes
+less time than handing it to a thread."""
 
 
 class ToThread(Protocol):
-    """Runs a function in a worker thread: anyio.to_thread.run_sync, or a test's own."""
+    """Runs a function in a worker thread: anyio.to_thread.run_sync, or a replacement in tests."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -98,9 +101,9 @@ async def all_reduce(
 ) -> AllReduceReport:
     """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
 
-    stall_seconds: a member silent for that long fails the round. join_seconds (default: the
-    same): how long members may take to begin. Raises RoundFailed, and nothing else that a remote
-    could cause. Cancelling it drops the streams, which fails the round for the others too.
+    A member that is silent for `stall_seconds` fails the round; `join_seconds` (default: the same)
+    is the time that members have to begin. A remote can cause no exception but RoundFailed.
+    Cancelling the call drops the streams, which fails the round for the others too.
     """
     dtype = dtype_of(spec.codec)
     for name, array in (("source", source), ("result", result)):
@@ -169,7 +172,7 @@ class _Round:
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
         self._arrivals: IncomingStreams | None = None
-        # What members sent and was not summed yet, per place in the group.
+        # Pieces that were received and not summed yet, per index in the group.
         window = spec.window_pieces
         self._inboxes = [
             anyio.create_memory_object_stream[EncodedPiece](window) for _ in spec.members
@@ -197,8 +200,8 @@ class _Round:
         )
 
     def release_arrays(self) -> None:
-        """A finished round is part of reference cycles; the shared memory must not wait for the
-        garbage collector."""
+        """Drop the arrays. A finished round is part of reference cycles, and the shared memory must
+        not wait for the garbage collector."""
         self._source = self._result = np.empty(0, dtype_of(self.spec.codec))
         self._inboxes.clear()
 
@@ -230,7 +233,7 @@ class _Round:
                 watched.cancel_scope.cancel()
 
     def _fail(self, failure: RoundFailed) -> None:
-        """The first failure is the round's; everything stops."""
+        """Fail the round; the first failure counts, and everything stops."""
         if self._failure is None:
             self._failure = failure
             if self._arrivals is not None:
@@ -265,7 +268,7 @@ class _Round:
     # ------------------------------------------------------------------ as a member of a reducer
 
     async def _exchange_with_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
-        """Send my part of slice `reducer`, take its sums."""
+        """Send this member's part of slice `reducer` and take its sums."""
         peer = self.spec.members[reducer]
         try:
             channel = await self._carrier.open(peer)
@@ -277,8 +280,8 @@ class _Round:
             ) from error
         link = self._add_link(MemberLink(channel, peer, self.state, on_failure=self._fail), pumps)
         await link.send_hello(self._digest)
-        # Nothing but the greeting before the other side has begun: a stream that nobody reads
-        # yet would fill up, and some carriers reset such a stream.
+        # Nothing but HELLO is sent before the other side has begun: an unread stream would fill
+        # up, and some carriers reset such a stream.
         await link.receive(FrameKind.ACCEPT)
         link.accepted = True
         self._attendance.to_accept.discard(peer)
@@ -365,7 +368,7 @@ class _Round:
         self._all_here.set()
 
     async def _serve_member(self, link: MemberLink) -> None:
-        """Read all parts of my slice from one member, and its goodbye."""
+        """Read one member's parts of this member's slice, then its BYE."""
         await link.send(FrameKind.ACCEPT)
         member, codec = link.peer_index, self.spec.codec
         part = self._slices[self._me]
@@ -388,7 +391,8 @@ class _Round:
         await link.pumped.wait()
 
     async def _reduce_own_slice(self) -> None:
-        """Sum my slice piece by piece, in group order, and send the sums to everybody."""
+        """Sum this member's slice piece by piece, in group order, and send the sums to all
+        members."""
         await self._all_here.wait()
         part = self._slices[self._me]
         for piece in range(part.pieces):
@@ -409,7 +413,7 @@ class _Round:
             for member, link in self._incoming_links.items():
                 self._sums_queued[member] += 1
                 if piece == part.pieces - 1:
-                    # Nothing more is due from here; the member's goodbye is due from there.
+                    # Nothing more is due from here; the member's BYE is due from there.
                     link.sends_heartbeats = False
                 await link.send(
                     FrameKind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload

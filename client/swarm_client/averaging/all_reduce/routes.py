@@ -1,8 +1,8 @@
-"""By which way a stream reaches a member, and what is remembered of ways that failed. Pure.
+"""Routes over which a stream reaches a member, and the memory of routes that failed. Pure.
 
-Two carriers, each with or without a relay in between, make four routes. Whoever opens a stream
-tries them in order of preference; those that failed lately backoff, and come last, so that a pair
-never runs out of routes to try.
+Two carriers, each with or without a relay in between, make four routes. The member that opens a
+stream tries them in order of preference. Routes that failed recently are backed off and come last,
+so that a pair never runs out of routes to try.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.types import PeerId
 
@@ -21,15 +22,15 @@ _MAX_FAULTS = 4096
 
 
 class Route(StrEnum):
-    """In order of preference."""
+    """A route to a member. The values are in order of preference."""
 
     P2PD = "p2pd"
-    """hivemind's p2pd at both ends, nobody in between."""
+    """hivemind's p2pd at both ends, connected directly."""
     HOST = "host"
-    """The daemons' libp2p hosts, by a direct or a punched connection."""
+    """The daemons' libp2p hosts, over a direct or a hole-punched connection."""
     P2PD_RELAYED = "p2pd_relayed"
     HOST_RELAYED = "host_relayed"
-    """As something to try: the host's connection, whatever it is. Of a stream: a relayed one."""
+    """To be tried: the host's connection of any kind. Of an open stream: a relayed one."""
 
     @property
     def over_p2pd(self) -> bool:
@@ -38,7 +39,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouteFault:
-    """A route to `peer` that was tried in vain, or broke."""
+    """A route to `peer` that failed to open, or broke."""
 
     peer: PeerId
     route: Route
@@ -47,7 +48,7 @@ class RouteFault:
 
 @dataclass(frozen=True, slots=True)
 class StreamTraffic:
-    """What went over one stream of a round."""
+    """Bytes carried by one stream of a round."""
 
     peer: PeerId
     route: Route
@@ -58,10 +59,10 @@ class StreamTraffic:
 def possible_routes(
     *, both_have_p2pd: bool, p2pd_relays: bool, host_is_relayed: bool
 ) -> list[Route]:
-    """What can be tried, best first.
+    """The routes to try, best first.
 
     `p2pd_relays`: the other end's p2pd can be dialled through a relay. `host_is_relayed`: the
-    host's connection is known to be, so that asking for a better one would only cost time.
+    host's connection is known to be relayed, so that asking for a better one would only cost time.
     """
     routes = [Route.P2PD] if both_have_p2pd else []
     if both_have_p2pd and p2pd_relays:
@@ -78,7 +79,7 @@ class _Backoff:
 
 
 class RouteMemory:
-    """Of one peer, about its routes to the others. Lost at a restart, which does no harm."""
+    """One peer's memory of its failed routes to others. A restart clears it, which does no harm."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -87,13 +88,14 @@ class RouteMemory:
     def order(
         self, peer: PeerId, routes: Sequence[Route], addresses: tuple[str, ...] = ()
     ) -> tuple[Route, ...]:
-        """`routes` with those that backoff at the end, the one that has rested longest first.
+        """Order `routes` by the end of their back-off; those without one keep their preference.
 
-        `addresses`: where the peer's p2pd is now. A fault at other addresses says nothing.
+        `addresses`: the current addresses of the peer's p2pd. A fault at other addresses does not
+        count.
         """
         now = self._clock()
 
-        def rest_until(route: Route) -> float:
+        def backoff_until(route: Route) -> float:
             backoff = self._backoffs.get((peer, route))
             if backoff is None or backoff.until <= now:
                 return 0.0
@@ -101,15 +103,14 @@ class RouteMemory:
                 return 0.0
             return backoff.until
 
-        return tuple(sorted(routes, key=rest_until))  # stable: preference stays where it can
+        return tuple(sorted(routes, key=backoff_until))  # stable: keeps the preference among equals
 
     def failed(self, peer: PeerId, route: Route, addresses: tuple[str, ...] = ()) -> None:
-        """Let the route backoff: longer each time that it fails without having worked in
-        between."""
+        """Back the route off, longer for each failure without a success in between."""
         key = (peer, route)
         before = self._backoffs.pop(key, None)
         faults = 0 if before is None or before.addresses != addresses else before.faults
-        seconds = min(MAX_ROUTE_BACKOFF_SECONDS, FIRST_ROUTE_BACKOFF_SECONDS * 2 ** min(faults, 10))
+        seconds = backoff_seconds(faults, FIRST_ROUTE_BACKOFF_SECONDS, MAX_ROUTE_BACKOFF_SECONDS)
         self._backoffs[key] = _Backoff(faults + 1, self._clock() + seconds, addresses)
         if len(self._backoffs) > _MAX_FAULTS:
             self._backoffs.popitem(last=False)

@@ -1,8 +1,8 @@
 """Opens a stream to a member by the first of several routes that works.
 
-Each route gets a head start over the next one and then goes on beside it, so that a route on
-which nobody answers costs a moment and not its whole time limit. A round waits for its slowest
-stream: trying one after the other would take longer than its members wait for one another.
+Each route gets a head start over the next one and continues beside it, so that a silent route costs
+a moment and not its whole time limit. A round waits for its slowest stream: trying the routes one
+after another would take longer than its members wait for one another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 
 HEAD_START_SECONDS = 2.5
-"""Six round trips of 400 ms: a dial, its handshakes and the opening of a stream."""
+"""Head start of a route in seconds: six round trips of 400 ms for a dial, its handshakes and the
+opening of a stream."""
 ROUTE_SECONDS = 8.0
 MAX_OPENING_SECONDS = 3 * HEAD_START_SECONDS + ROUTE_SECONDS
 
@@ -26,17 +27,17 @@ Opener = Callable[[], Awaitable[Channel]]
 
 
 class StreamRace:
-    """One stream to be had."""
+    """The race of routes for one stream."""
 
     def __init__(self, peer: PeerId, fault: Callable[[RouteFault], None]) -> None:
-        """`fault` is told of each route that failed or was too slow."""
+        """`fault` is called for each route that failed or was too slow."""
         self._peer = peer
         self._fault = fault
         self._reasons: list[str] = []
         self._channel: Channel | None = None
 
     async def open(self, openers: Sequence[tuple[Route, Opener]]) -> Channel:
-        """NetworkError when no route leads there."""
+        """Open the stream. NetworkError if no route works."""
         try:
             async with anyio.create_task_group() as tasks:
                 for route, opener in openers:
@@ -45,7 +46,7 @@ class StreamRace:
                     with anyio.move_on_after(HEAD_START_SECONDS):
                         await over.wait()
         except BaseException:
-            # Called off at the moment of success: nobody else knows of the stream.
+            # Cancelled at the moment of success: no caller has the stream.
             if self._channel is not None:
                 with anyio.CancelScope(shield=True):
                     await self._channel.abort()

@@ -1,1 +1,2 @@
-"""The daemon's side of the averaging worker: supervisor, requests, stream bridge (trio)."""
+"""The daemon's side of the averaging worker: supervisor, directory requests, stream bridge
+(trio)."""

@@ -1,9 +1,9 @@
-"""Carries streams of the daemon's libp2p host to and from its averaging worker. trio.
+"""Carries streams of the daemon's libp2p host to and from its averaging worker (trio).
 
-The worker runs the rounds, because summing and hivemind have no place in the daemon; the host is
-the daemon's. So where p2pd does not connect a pair, its stream goes through both: bytes are piped
-between the host's stream and a unix socket, a bounded piece at a time, each direction as fast as
-its slower end. Who may open a stream to whom is the daemon's decision, on either side of it.
+Rounds run in the worker, because summing and hivemind must stay out of the daemon; the host belongs
+to the daemon. Where p2pd does not connect a pair, the stream passes through both: bytes are piped
+between the host's stream and a unix socket, a bounded piece at a time, each direction at the speed
+of its slower end. In both directions the daemon decides which peers may have a stream.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from pydantic import ValidationError
 
 from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStream
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
     OpenStream,
@@ -32,26 +30,28 @@ from swarm_client.averaging.protocol.bridge import (
     encode_head,
     open_requests,
 )
-from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.errors import FrameError, LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, parse
 from swarm_shared.base.types import PeerId
 
 PIECE_BYTES = 256 * 1024
 HEAD_SECONDS = 5.0
 SEND_TIMEOUT_SECONDS = 120.0
-"""Longer than any stall limit of a round, which is what ends a stream that does not move; this
-only clears away one whose round is gone."""
+"""Time limit of one send, in seconds. Longer than any stall limit of a round, which normally ends a
+stream that does not move; this only removes a stream whose round has ended."""
 MAX_STREAMS = 4096
-"""Of both kinds at once: a round of the largest group has twice as many as it has members."""
+"""Most streams of both directions at once: a round of the largest group has twice as many as it has
+members."""
 _LISTEN_BACKLOG = 128
 
 logger = logging.getLogger(__name__)
 
 OpenChannel = Callable[[PeerId, bool], Awaitable[Channel]]
-"""Opens a stream to a peer; a relayed one only if the flag says so. NetworkError otherwise."""
+"""Opens a stream to a peer, a relayed one only if the flag permits it. May raise NetworkError."""
 
 
 class Bridge:
-    """`running` for as long as streams may be carried, `listening` around each worker's life."""
+    """The bridge. `running` surrounds the use of streams, `listening` the life of one worker."""
 
     def __init__(self) -> None:
         self.open_channel: OpenChannel = _no_host
@@ -61,7 +61,7 @@ class Bridge:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Streams outlive the round whose last bytes they pipe, and the worker that ran it."""
+        """Run the streams, which outlive the round whose last bytes they carry, and its worker."""
         async with trio.open_nursery() as self._nursery:
             yield
             self._nursery.cancel_scope.cancel()
@@ -100,7 +100,7 @@ class Bridge:
         self._streams += 1
         try:
             await work(connection)
-        except Exception:  # a supervisor: one stream's trouble stays its own
+        except Exception:  # a supervisor: one stream's failure must not end the others
             logger.exception("a bridged stream failed by a fault of this program")
         finally:
             self._streams -= 1
@@ -115,12 +115,13 @@ class Bridge:
         try:
             request = await _read_request(connection)
         except LinkClosed as error:
-            logger.info("the averaging worker asked for no stream: %s", error)
+            logger.info("a request of the averaging worker for a stream is invalid: %s", error)
             return
         channel: Channel | None = None
-        reason = "the worker does not want it any more"
+        reason = "the worker has closed the connection"
         async with trio.open_nursery() as nursery:
-            # A route that another one has overtaken is given up by closing the connection.
+            # The worker gives up a route by closing the connection, when another route was
+            # faster.
             nursery.start_soon(_cancel_at_end, connection, nursery.cancel_scope)
             try:
                 channel = await self.open_channel(request.peer, request.relayed)
@@ -136,7 +137,7 @@ class Bridge:
     # ------------------------------------------------------------- streams that have come to us
 
     def hand_over(self, incoming: IncomingStream) -> None:
-        """Give the worker a stream that its round is waiting for."""
+        """Hand the worker a stream that its round waits for."""
         assert self._nursery is not None, "rounds run in a worker only while the bridge does"
         self._nursery.start_soon(self._hand_over, incoming)
 
@@ -145,7 +146,7 @@ class Bridge:
         head = encode_head(StreamArrived(sender=incoming.sender, route=channel.route))
         try:
             if self._folder is None:
-                raise OSError("it is not there any more")
+                raise OSError("it has ended")
             connection = await trio.open_unix_socket(str(self._folder / WORKER_SOCKET))
         except OSError as error:
             logger.info("a stream could not be handed to the averaging worker: %s", error)
@@ -158,8 +159,8 @@ class Bridge:
 
 
 async def pipe(connection: trio.SocketStream, channel: Channel, first: bytes) -> None:
-    """Send `first` to the worker, then pipe both ways until both ends have ended. The channel is
-    closed afterwards."""
+    """Send `first` to the worker, then pipe both ways until both ends have ended; close the
+    channel."""
     try:
         with contextlib.suppress(trio.BrokenResourceError):
             await connection.send_all(first)
@@ -172,32 +173,32 @@ async def pipe(connection: trio.SocketStream, channel: Channel, first: bytes) ->
 
 
 async def _pipe_to_worker(channel: Channel, connection: trio.SocketStream) -> None:
-    """What the remote sends, to the worker."""
+    """Pipe what the remote sends to the worker."""
     try:
         while piece := await channel.receive(PIECE_BYTES):
             await connection.send_all(memoryview(piece))
     except (NetworkError, ProtocolError) as error:
         logger.debug("a bridged stream broke: %s", error)
     except (trio.BrokenResourceError, trio.ClosedResourceError):
-        return  # the worker is done with it; `_pipe_to_remote` sees the same
-    # The worker can still read what has come before.
+        return  # the worker has closed it; `_pipe_to_remote` sees the same
+    # The worker can still read what has arrived before.
     with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         await connection.send_eof()
 
 
 async def _pipe_to_remote(connection: trio.SocketStream, channel: Channel) -> None:
-    """What the worker sends, to the remote. Ends with the worker's use of the stream."""
+    """Pipe what the worker sends to the remote. Ends with the worker's use of the stream."""
     broken = False
     while True:
         try:
             piece = await connection.receive_some(PIECE_BYTES)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            await channel.abort()  # dropped by the worker, with something of it unread
+            await channel.abort()  # dropped by the worker with unread data
             return
         if not piece:
             break
         if broken:
-            continue  # it learns of that from what it reads, and would lose that by an error here
+            continue  # the worker sees the break in what it reads; an error would discard that
         try:
             with trio.fail_after(SEND_TIMEOUT_SECONDS):
                 await channel.send(piece)
@@ -214,11 +215,10 @@ async def _pipe_to_remote(connection: trio.SocketStream, channel: Channel) -> No
 async def _read_request(connection: trio.SocketStream) -> OpenStream:
     try:
         with trio.fail_after(HEAD_SECONDS):
-            (length,) = HEAD_LENGTH.unpack(await _read_exactly(connection, HEAD_LENGTH.size))
-            if length > MAX_HEAD_BYTES:
-                raise LinkClosed(f"a head of {length} bytes")
-            return open_requests.validate_json(await _read_exactly(connection, length))
-    except (trio.TooSlowError, trio.BrokenResourceError, ValidationError) as error:
+            prefix = await _read_exactly(connection, LENGTH_BYTES)
+            length = decode_length(prefix, MAX_HEAD_BYTES)
+            return parse(open_requests, await _read_exactly(connection, length))
+    except (trio.TooSlowError, trio.BrokenResourceError, FrameError) as error:
         raise LinkClosed(f"{error!r}") from error
 
 
@@ -233,11 +233,12 @@ async def _read_exactly(connection: trio.SocketStream, size: int) -> bytes:
 
 
 async def _cancel_at_end(connection: trio.SocketStream, scope: trio.CancelScope) -> None:
-    """The worker says nothing until it is answered, so that whatever can be read is the end."""
+    """Cancel the scope when the worker closes. It sends nothing before the answer, so that any
+    readable event is the end."""
     with contextlib.suppress(trio.BrokenResourceError):
         await connection.receive_some(1)
     scope.cancel()
 
 
 async def _no_host(peer: PeerId, relayed: bool) -> Channel:
-    raise NetworkError("the daemon's host is not there yet")
+    raise NetworkError("the daemon's host is not ready yet")

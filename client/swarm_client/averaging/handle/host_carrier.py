@@ -1,8 +1,8 @@
-"""The carrier that is always there: streams over the daemon's own py-libp2p host.
+"""The carrier that is always available: streams over the daemon's own py-libp2p host.
 
-Serves rounds in the daemon where there is no averaging worker, and through the `bridge` rounds in
-the worker, for the pairs that p2pd does not connect. Streams are authenticated by the connection's
-Noise handshake, through a relay too.
+Serves rounds in the daemon where there is no averaging worker, and, through
+`swarm_client.averaging.handle.bridge`, rounds in the worker for the pairs that p2pd does not
+connect. The Noise handshake of the connection authenticates streams, through a relay too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class FramedChannel:
             try:
                 frame = await self._stream.receive()
             except LinkClosed:
-                # Ended and lost are the same to a round: it says goodbye in its own frames.
+                # A round treats the end and the loss of a stream alike: BYE and ABORT are frames
+                # of its own.
                 return memoryview(b"")
             self._rest = memoryview(frame.payload)
         chunk, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
@@ -60,19 +61,20 @@ class Libp2pAveraging:
     """Answers members' streams on `node` and opens streams to them."""
 
     def __init__(self, node: Node, addresses: Callable[[PeerId], Sequence[str]]) -> None:
-        """`addresses`: where a member's host is; none if it must be connected already."""
+        """`addresses`: the addresses of a member's host; empty if it must be connected already."""
         self._node = node
         self._addresses = addresses
         self.hub = IncomingHub()
-        # The waiting room asks who may come in, more strictly than the node would, and gives a
-        # roster that is behind a moment.
+        # The hub checks admission more strictly than the node would, and allows a stale roster a
+        # moment.
         node.serve(PROTOCOL, self._serve, _LIMITS, public=True)
 
     async def _serve(self, stream: FramedStream) -> None:
         await self.hub.accept(stream.remote, FramedChannel(stream))
 
     async def open(self, peer: PeerId, *, relayed: bool = True) -> FramedChannel:
-        """NetworkError when there is no connection, or only a relayed one and none is wanted."""
+        """Open a stream. NetworkError without a connection, or with only a relayed one and
+        `relayed` False."""
         addresses = self._addresses(peer)
         if not relayed:
             await self._node.connect(peer, addresses)

@@ -1,30 +1,48 @@
-"""Where the averaging worker lives, and how its p2pd is reached."""
+"""Options of the averaging worker, and its files: port, log and socket folder."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+MAX_LOG_BYTES = 4 * 2**20
+"""Size of the worker's log, in bytes, above which it is rotated."""
+
+_MAX_FOLDER_CHARACTERS = 70
+"""Longest path of the socket folder. The path of a unix socket has at most 107 bytes on Linux;
+hivemind's names take 34 of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AveragingOptions:
+    """Where the averaging worker keeps its files, and how its p2pd is reached."""
+
     home: Path
     """The volunteer's folder: key, port, sockets and log go into `home/averaging`."""
     host_addresses: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
-    """Port 0 stands for the one that this home remembers."""
-    announce_addresses: tuple[str, ...] = ()
-    map_port_on_router: bool = False
+    """Listen addresses of p2pd. Port 0 stands for the persistent port of this home."""
     trusted_relays: tuple[str, ...] = ()
-    """Full addresses (…/p2p/ID) of relays to hold a slot at: for peers that cannot be dialled."""
+    """Full addresses (…/p2p/ID) of relays to hold a slot at, for peers that cannot be dialled."""
 
     @property
     def folder(self) -> Path:
         return self.home / "averaging"
 
     def configuration(self, port: int, sockets: Path) -> ConfigureAveraging:
-        """For a worker whose p2pd listens on `port`."""
+        """The first message to a worker whose p2pd listens on `port`."""
         return ConfigureAveraging(
             identity_path=str(self.folder / "p2pd.key"),
             socket_folder=str(sockets),
@@ -32,7 +50,69 @@ class AveragingOptions:
                 f"{address.removesuffix('0')}{port}" if address.endswith("/tcp/0") else address
                 for address in self.host_addresses
             ),
-            announce_addresses=self.announce_addresses,
-            map_port_on_router=self.map_port_on_router,
             trusted_relays=self.trusted_relays,
         )
+
+
+def rotate_log(log_path: Path) -> None:
+    """Rename a long log to `.log.1`, replacing the one before."""
+    with contextlib.suppress(FileNotFoundError):
+        if log_path.stat().st_size > MAX_LOG_BYTES:
+            log_path.replace(log_path.with_suffix(".log.1"))
+
+
+@contextlib.contextmanager
+def socket_folder(home: Path) -> Iterator[Path]:
+    """A private folder for the sockets of p2pd and the bridge, whose paths must be short."""
+    own = home.absolute() / "s"
+    if len(str(own)) <= _MAX_FOLDER_CHARACTERS and re.fullmatch(r"[A-Za-z0-9_./-]+", str(own)):
+        # A killed daemon may have left sockets in it.
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(mode=0o700)
+    else:
+        own = Path(tempfile.mkdtemp(prefix="swarm-"))
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def persistent_port(path: Path) -> int:
+    """The port of p2pd, kept in the file at `path`; a new one if that is missing or taken.
+
+    The port is fixed per home, so that addresses known to other peers and a router's mapping
+    survive a restart.
+    """
+    known = _read_port(path)
+    if known is not None and _is_free(known):
+        return known
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    if known is not None:
+        logger.info("port %s is taken by another program; p2pd listens on %s", known, port)
+    try:
+        write_atomically(path, f"{port}\n".encode())
+    except StorageError as error:
+        logger.warning("the port of p2pd cannot be stored: %s", error)
+    return port
+
+
+def _read_port(path: Path) -> int | None:
+    try:
+        port = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return port if 0 < port < 65_536 else None
+
+
+def _is_free(port: int) -> bool:
+    """Whether no other program uses the port, which p2pd (SO_REUSEPORT) would silently share."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # Ended connections may linger on the port; they do no harm.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True

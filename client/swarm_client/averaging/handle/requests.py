@@ -1,106 +1,72 @@
-"""Questions to the averaging worker, and who waits for which answer. trio."""
+"""Requests to the averaging worker about hivemind's DHT: records in, records out (trio)."""
 
 from __future__ import annotations
 
+import base64
+from typing import Protocol, TypeVar
+
 import trio
 
-from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.routes import RouteFault, StreamTraffic
-from swarm_client.averaging.protocol.messages import RoundFailureReport, WorkerMessage
-from swarm_client.ipc.child_process import ChildProcess
-from swarm_shared.base.errors import LinkClosed
-from swarm_shared.base.frozen_model import FrozenModel
+from swarm_client.averaging.protocol.messages import (
+    Bootstrap,
+    Bootstrapped,
+    Found,
+    Lookup,
+    Publish,
+    Published,
+)
+from swarm_client.ipc.numbered import Numbered
+from swarm_shared.base.errors import LinkTimeout
 
-SEND_SECONDS = 5.0
-"""The socket takes many messages before it is full; a worker that long behind is frozen."""
+DIRECTORY_SECONDS = 20.0
+"""Time limit of one directory request, in seconds."""
 
-Key = str | int
-"""A round's name, or the number of another request."""
-
-
-class _Waiter:
-    """One answer that somebody waits for."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._answer: WorkerMessage | None = None
-
-    def answer(self, message: WorkerMessage | None) -> None:
-        """None: the worker is gone."""
-        self._answer = message
-        self._event.set()
-
-    async def wait(self) -> WorkerMessage | None:
-        await self._event.wait()
-        return self._answer
+AnswerT = TypeVar("AnswerT", bound=Numbered)
 
 
-class Requests:
-    """Of one daemon to its workers, one worker after the other."""
-
-    def __init__(self) -> None:
-        self._sending = trio.Lock()
-        self._waiting: dict[Key, _Waiter] = {}
-        self._next_number = 0
-
-    def new_number(self) -> int:
-        self._next_number += 1
-        return self._next_number
+class DirectoryWorker(Protocol):
+    """The part of the averaging worker's handle that directory requests need."""
 
     @property
-    def has_rounds(self) -> bool:
-        return any(isinstance(key, str) for key in self._waiting)
+    def available(self) -> bool: ...
 
-    async def ask(
-        self, child: ChildProcess[WorkerMessage], key: Key, message: FrozenModel
-    ) -> WorkerMessage:
-        """The answer. LinkClosed when the worker dies first."""
-        if key in self._waiting:
-            raise RoundFailed(
-                f"round {key} was started twice; each attempt needs its own name",
-                failure=RoundFailure.STOPPED,
-            )
-        waiter = self._waiting[key] = _Waiter()
-        try:
-            await self.send(child, message)
-            answer = await waiter.wait()
-        finally:
-            del self._waiting[key]
-        if answer is None:
-            raise LinkClosed("it has ended")
-        return answer
-
-    async def send(self, child: ChildProcess[WorkerMessage], message: FrozenModel) -> None:
-        """One message at a time, and whole: half a message would be the last one understood."""
-        async with self._sending:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_SECONDS):
-                await child.link.send(message)
-                return
-        child.kill()
-        raise LinkClosed("the averaging worker takes no messages any more")
-
-    def answered(self, key: Key, message: WorkerMessage) -> None:
-        waiter = self._waiting.get(key)
-        if waiter is not None:  # nobody waits any more for what was called off
-            waiter.answer(message)
-
-    def worker_gone(self) -> None:
-        for waiter in self._waiting.values():
-            waiter.answer(None)
+    async def call(self, request: Numbered, expected: type[AnswerT]) -> AnswerT:
+        """Send a request and return its answer. LinkClosed while there is no worker."""
 
 
-def round_failed(message: RoundFailureReport) -> RoundFailed:
-    """The worker's word on a failed round as the error that it was."""
-    failed = RoundFailed(
-        message.reason,
-        message.culprit,
-        failure=message.failure,
-        told_by=message.told_by,
-        route=message.route,
-    )
-    failed.links = tuple(
-        StreamTraffic(each.peer, each.route, each.bytes_sent, each.bytes_received)
-        for each in message.carried
-    )
-    failed.faults = tuple(RouteFault(each.peer, each.route, each.reason) for each in message.faults)
-    return failed
+class DirectoryRequests:
+    """Publishes and finds records. NetworkError when the directory cannot be asked."""
+
+    def __init__(self, worker: DirectoryWorker) -> None:
+        self.bootstrap_peers: tuple[str, ...] = ()
+        """Addresses through which the directory was entered last."""
+        self._worker = worker
+
+    @property
+    def available(self) -> bool:
+        return self._worker.available
+
+    async def publish(
+        self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
+    ) -> bool:
+        """Store a signed record; False if no node took it."""
+        encoded = base64.b64encode(value).decode()
+        request = Publish(
+            key=key, subkey=subkey, value_base64=encoded, expires_unix_seconds=expires_unix_seconds
+        )
+        return (await self._call(request, Published)).stored
+
+    async def lookup(self, key: str) -> dict[str, bytes]:
+        """Find records by subkey. Any member may have stored them: check their signatures."""
+        found = await self._call(Lookup(key=key), Found)
+        return {record.subkey: base64.b64decode(record.value_base64) for record in found.records}
+
+    async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
+        """Enter the directory through these (…/p2p/ID) too; returns how many of them answered."""
+        self.bootstrap_peers = initial_peers
+        return (await self._call(Bootstrap(initial_peers=initial_peers), Bootstrapped)).reached
+
+    async def _call(self, request: Numbered, expected: type[AnswerT]) -> AnswerT:
+        with trio.move_on_after(DIRECTORY_SECONDS):
+            return await self._worker.call(request, expected)
+        raise LinkTimeout(f"the directory did not answer within {DIRECTORY_SECONDS:g} s")

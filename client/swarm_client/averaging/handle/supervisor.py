@@ -1,48 +1,47 @@
-"""The averaging worker as the daemon sees it. trio.
+"""The daemon's handle on the averaging worker (trio).
 
-Owns the child's life: started, awaited, restarted with back-off when it dies, or anew when p2pd
-must be run in another way, ended with the daemon. While it is away `available` is False and says
-why, and rounds run in the daemon (libp2p_carrier), which needs no other process.
+Owns the life of the child: its start, restarts with back-off after a death, planned restarts when
+p2pd must run with other options, and its end with the daemon. While there is no worker,
+`available` is False, `reason` states the cause, and rounds run in the daemon
+(`swarm_client.averaging.handle.host_carrier`), which needs no other process.
 
-What a worker has to know is kept here and told to each new one: who may open streams to it, what
-it shows in the directory, and through whom it enters that.
+Also owns what every new worker has to be sent: the admitted peers, this peer's proof of membership,
+the rounds that run in the daemon, and the entrances to the directory. Does not own requests and
+answers in general (`swarm_client.ipc.child_rpc`) nor the content of directory records.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
 from swarm_client.averaging.all_reduce.carrier import IncomingStream
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.handle.bridge import Bridge, OpenChannel
-from swarm_client.averaging.handle.directory_requests import DirectoryRequests
-from swarm_client.averaging.handle.listen_port import persistent_port
-from swarm_client.averaging.handle.options import AveragingOptions
-from swarm_client.averaging.handle.requests import Requests, round_failed
+from swarm_client.averaging.handle.options import (
+    AveragingOptions,
+    persistent_port,
+    rotate_log,
+    socket_folder,
+)
+from swarm_client.averaging.handle.requests import DirectoryRequests
 from swarm_client.averaging.handle.restart_policy import RestartPolicy
-from swarm_client.averaging.handle.worker_folder import rotate_log, socket_folder
 from swarm_client.averaging.protocol.addresses import relayed_addresses
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
-    Bootstrapped,
     CancelRound,
-    DirectoryRequestFailed,
-    Found,
     Ping,
-    Pong,
-    Published,
     RoundDone,
-    RoundFailureReport,
     RoundInDaemon,
     SetAdmittedPeers,
     SetMembership,
@@ -54,8 +53,11 @@ from swarm_client.averaging.protocol.messages import (
     worker_messages,
 )
 from swarm_client.ipc.child_process import ChildProcess, start_child
-from swarm_shared.base.errors import LinkClosed, NetworkError, SwarmError
-from swarm_shared.base.frozen_model import FrozenModel
+from swarm_client.ipc.child_rpc import ChildRpc
+from swarm_client.ipc.errors import WorkerDied
+from swarm_client.ipc.numbered import Numbered
+from swarm_shared.base.backoff import Backoff
+from swarm_shared.base.errors import LinkClosed, SwarmError
 
 logger = logging.getLogger(__name__)
 
@@ -63,65 +65,92 @@ MODULE = "swarm_client.averaging.worker.main"
 FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
 DIED_IN_ROUND_BACKOFF_SECONDS = 20.0
-"""The next attempt at the step should find it away, and not just back to die again."""
+"""Shortest back-off after a death in a round, in seconds. The next attempt at the step should not
+find a worker that has just come back and dies again."""
 DEATH_SECONDS = 2.0
-"""A worker that ends so soon after a failed round has probably ended through it."""
+"""A worker that ends within this many seconds of a failed round is taken to have died in it."""
 HEALTHY_SECONDS = 60.0
-"""A worker that lived this long starts the back-off anew."""
+"""Lifetime of a worker, in seconds, that resets the back-off."""
 START_SECONDS = 60.0
-"""Importing on a machine whose cores are all busy takes its time."""
+"""Time limit of a start, in seconds. Imports are slow on a machine whose cores are all busy."""
 RESTART_CHECK_SECONDS = 0.5
+"""Seconds between two questions to the restart policy."""
+SEND_SECONDS = 5.0
+"""Time limit of sending one message, in seconds. The socket holds many messages, so that a worker
+that far behind is frozen."""
 PING_SECONDS = 1.0
+"""Seconds between two pings."""
 HUNG_PINGS = 8
-"""So many pings without any word from a worker, and it has hung. Pings are counted, not seconds: a
-daemon that was frozen with it holds that time against nobody."""
+"""Pings without any message from a worker after which it has hung. Pings are counted and not
+seconds, because time in which the daemon was frozen too does not count."""
+
+AnswerT = TypeVar("AnswerT", bound=Numbered)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A worker that serves."""
+
+    rpc: ChildRpc[WorkerMessage]
+    started: Started
+    stopping: bool = False
+    """Whether it has been sent Shutdown."""
+
+    @property
+    def has_rounds(self) -> bool:
+        return any(isinstance(one.message, StartRound) for one in self.rpc.pending)
+
+
+class _End(Enum):
+    """How the last worker ended."""
+
+    PLANNED = auto()
+    FAILED = auto()
+    IN_ROUND = auto()
+    """In a round or just after one that failed."""
+    UNUSABLE = auto()
+    """No worker can run on this machine."""
 
 
 class AveragingWorker:
-    """Run `run` in a nursery for as long as the daemon lives."""
+    """The handle of the averaging worker. Run `run` in a nursery for the life of the daemon."""
 
     def __init__(self, options: AveragingOptions) -> None:
         self._options = options
         self._port: int | None = None
         self._bridge = Bridge()
-        self._requests = Requests()
-        self.directory = DirectoryRequests(self._requests, self._ask, lambda: self.available)
+        self.directory = DirectoryRequests(self)
         self._child: ChildProcess[WorkerMessage] | None = None
-        self._started: Started | None = None
-        self._listens = False
-        """It can be told things. Only what has been told all that it must know is `available`."""
+        self._running: _Running | None = None
+        self._end: _End | None = None
         self._reason = "the averaging worker has not been started yet"
         self._changed = trio.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._restart_policy = RestartPolicy()
-        self._planned_end = False
-        self._died_in_round = False
         self._round_failed_at = -math.inf
-        self._pings = 0
-        """Sent since the last word of the worker."""
-        self._permanent = False
         self._admitted = SetAdmittedPeers(p2pd_peer_ids=())
         self._membership: SetMembership | None = None
         self._held_back = ""
         self._rounds_in_daemon: dict[str, RoundInDaemon] = {}
         self.restarts = 0
-        """How often the worker had to be started again, for the status display."""
+        """Number of restarts after a death, for the status display."""
 
     # ----------------------------------------------------------------------------------- status
 
     @property
     def available(self) -> bool:
-        return self._started is not None
+        return self.started is not None
 
     @property
     def reason(self) -> str:
         """Why it is not available; empty when it is."""
-        return "" if self._started else self._reason
+        return "" if self.available else self._reason
 
     @property
     def started(self) -> Started | None:
-        """p2pd's peer ID and its addresses as they are now, while available."""
-        return self._started
+        """The peer ID and current addresses of p2pd; None while not available."""
+        running = self._running
+        return None if running is None or running.stopping else running.started
 
     @property
     def pid(self) -> int | None:
@@ -133,131 +162,122 @@ class AveragingWorker:
         return self._port
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back, synchronously, when the worker came, went, or p2pd is found
-        round_in_daemon."""
+        """Register a synchronous callback for changes of `available` and of p2pd's addresses."""
         self._callbacks.append(callback)
 
     async def settled(self) -> bool:
-        """Wait until it is known whether the worker serves: True, or False for good reason."""
-        while not (self.available or self._permanent or self.restarts or self._held_back):
+        """Wait until it is known whether the worker serves, and return that."""
+        while not (
+            self.available or self._end is _End.UNUSABLE or self.restarts or self._held_back
+        ):
             await self._changed.wait()
         return self.available
 
-    async def wait_until_available(self) -> Started:
-        """Wait for the worker. NetworkError when it can never serve on this machine."""
-        while self._started is None:
-            if self._permanent:
-                raise NetworkError(self._reason)
-            await self._changed.wait()
-        return self._started
+    # ---------------------------------------------------------------------- state sent to workers
 
-    # ---------------------------------------------------------------------------- what it is told
+    def reconfigure(self, *, trusted_relays: Sequence[str]) -> None:
+        """Run p2pd with these relays from now on.
 
-    def reconfigure(
-        self, *, trusted_relays: Sequence[str], announce_addresses: Sequence[str] = ()
-    ) -> None:
-        """Run p2pd with these from now on. A change costs a restart of the worker (restart_policy);
-        the rounds meanwhile run in the daemon."""
-        # Sorted: the same relays in another order are no reason to restart anything.
-        self._options = replace(
-            self._options,
-            trusted_relays=tuple(sorted(trusted_relays)),
-            announce_addresses=tuple(sorted(announce_addresses)),
-        )
+        A change costs a restart of the worker (`swarm_client.averaging.handle.restart_policy`); the
+        rounds meanwhile run in the daemon.
+        """
+        # Sorted: the same relays in another order are no reason for a restart.
+        self._options = replace(self._options, trusted_relays=tuple(sorted(trusted_relays)))
 
     def hold_back(self, reason: str) -> None:
-        """Run no worker and no p2pd, for this reason, until it is called without one. Rounds that
-        are under way end first; the next ones run in the daemon."""
+        """Run no worker and no p2pd while `reason` is not empty. Rounds that are under way end
+        first; later ones run in the daemon."""
         if reason == self._held_back:
             return
         self._held_back = reason
-        if reason and not self._started:
+        if reason and not self.available:
             self._reason = reason
         self._notify()
 
     def set_stream_opener(self, open_channel: OpenChannel) -> None:
-        """How streams of the daemon's host are opened for the worker."""
+        """Set the function that opens streams of the daemon's host for the worker."""
         self._bridge.open_channel = open_channel
 
-    async def admit(self, p2pd_peer_ids: tuple[str, ...]) -> None:
-        """Whose p2pd may open streams to this one; nobody's until this is called."""
+    def admit(self, p2pd_peer_ids: tuple[str, ...]) -> None:
+        """Set the p2pds that may open streams to this one; none before the first call."""
         if p2pd_peer_ids != self._admitted.p2pd_peer_ids:
             self._admitted = SetAdmittedPeers(p2pd_peer_ids=p2pd_peer_ids)
-            await self._send_if_running(self._admitted)
+            self._send_if_running(self._admitted)
 
-    async def set_membership(self, membership: SetMembership) -> None:
-        """What proves to others in the directory that this peer belongs to the run."""
+    def set_membership(self, membership: SetMembership) -> None:
+        """Set the proof of this peer's membership that the directory requires."""
         if membership != self._membership:
             self._membership = membership
-            await self._send_if_running(membership)
+            self._send_if_running(membership)
 
-    @asynccontextmanager
-    async def round_in_daemon(
-        self, round_id: str, p2pd_peer_ids: tuple[str, ...]
-    ) -> AsyncIterator[None]:
-        """While this round runs in the daemon, its members' streams to p2pd are turned away."""
-        message = self._rounds_in_daemon[round_id] = RoundInDaemon(
-            round_id=round_id, p2pd_peer_ids=p2pd_peer_ids
-        )
+    @contextmanager
+    def round_in_daemon(self, round_id: str, p2pd_peer_ids: tuple[str, ...]) -> Iterator[None]:
+        """Refuse its members' streams to p2pd while this round runs in the daemon."""
+        message = RoundInDaemon(round_id=round_id, p2pd_peer_ids=p2pd_peer_ids)
+        self._rounds_in_daemon[round_id] = message
         try:
-            await self._send_if_running(message)
+            self._send_if_running(message)
             yield
         finally:
             del self._rounds_in_daemon[round_id]
 
-    async def _send_if_running(self, message: FrozenModel) -> None:
-        """Tell the worker, if there is one; the next one is told at its start."""
-        if self._child is not None and self._listens:
-            with contextlib.suppress(LinkClosed):
-                await self._requests.send(self._child, message)
+    def _send_if_running(self, message: Numbered) -> None:
+        """Send to the worker, if there is one; a later one is sent it at its start."""
+        if self._running is not None and not self._running.stopping:
+            self._running.rpc.post(message)
 
-    # ----------------------------------------------------------------------------------- rounds
+    def _send_initial_state(self, rpc: ChildRpc[WorkerMessage]) -> None:
+        """Send what a worker needs before the first request."""
+        for message in (self._admitted, self._membership, *self._rounds_in_daemon.values()):
+            if message is not None:
+                rpc.post(message)
+        if self.directory.bootstrap_peers:
+            # The answer is not awaited: the directory is a convenience.
+            rpc.post(Bootstrap(initial_peers=self.directory.bootstrap_peers))
+
+    # ----------------------------------------------------------------------------------- requests
 
     async def run_round(self, request: StartRound) -> RoundDone:
-        """Carry out one attempt. RoundFailed when it fails, also when the worker dies.
+        """Run one attempt at a round. RoundFailed when it fails, also when the worker dies.
 
-        Cancelling it calls the round off.
+        Cancelling the call cancels the round.
         """
-        finished = False
         try:
-            answer = await self._ask(request.round_id, request)
-            finished = True
+            return await self.call(request, RoundDone, on_cancel=CancelRound)
         except LinkClosed as error:
             raise RoundFailed(
                 f"the averaging worker of this peer is away: {error}",
                 request.me,
                 failure=RoundFailure.CARRIER,
             ) from error
-        finally:
-            if not finished:
-                with trio.CancelScope(shield=True):
-                    await self.abort(request.round_id)
-        match answer:
-            case RoundDone():
-                return answer
-            case RoundFailureReport():
-                self._round_failed_at = trio.current_time()
-                raise round_failed(answer)
-        raise AssertionError(f"a round was answered by {answer.kind}")
+        except RoundFailed:
+            self._round_failed_at = trio.current_time()
+            raise
 
     def hand_over(self, incoming: IncomingStream) -> None:
-        """Give a round in the worker a stream that has come to the daemon's host."""
+        """Hand a stream that has come to the daemon's host to its round in the worker."""
         self._bridge.hand_over(incoming)
 
-    async def abort(self, round_id: str, reason: str = "the round was called off") -> None:
-        """Cut a round short: run_round then raises RoundFailed. Harmless if it has ended."""
-        await self._send_if_running(CancelRound(round_id=round_id, reason=reason))
-
-    async def _ask(self, key: str | int, message: FrozenModel) -> WorkerMessage:
-        child = self._child
-        if child is None or self._started is None:
+    async def call(
+        self,
+        request: Numbered,
+        expected: type[AnswerT],
+        *,
+        on_cancel: type[Numbered] | None = None,
+    ) -> AnswerT:
+        """Send a request and return its answer. LinkClosed without a worker, or when it dies."""
+        running = self._running
+        if running is None or running.stopping:
             raise LinkClosed(self._reason)
-        return await self._requests.ask(child, key, message)
+        try:
+            return await running.rpc.call(request, expected, on_cancel=on_cancel)
+        except WorkerDied as error:
+            raise LinkClosed(str(error)) from error
 
     # ------------------------------------------------------------------------- the child's life
 
     async def run(self) -> None:
-        """Keep a worker alive until cancelled; returns when there can be none."""
+        """Keep a worker alive until cancelled; returns if none can run on this machine."""
         if importlib.util.find_spec("hivemind") is None:
             self._give_up("hivemind is not installed here; all-reduce goes over libp2p")
             return
@@ -265,30 +285,29 @@ class AveragingWorker:
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        backoff_seconds = FIRST_BACKOFF_SECONDS
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             while self._held_back:
                 self._reason = self._held_back
                 await self._changed.wait()
             begun = trio.current_time()
-            self._planned_end = self._died_in_round = False
-            await self._run_once()
-            if self._permanent:
+            self._end = await self._run_once()
+            if self._end is _End.UNUSABLE:
+                self._give_up(self._reason)
                 return
-            if self._planned_end:
+            if self._end is _End.PLANNED:
                 continue
             if trio.current_time() - begun > HEALTHY_SECONDS:
-                backoff_seconds = FIRST_BACKOFF_SECONDS
-            if self._died_in_round:
-                backoff_seconds = max(backoff_seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
+                backoff.reset()
+            if self._end is _End.IN_ROUND:
+                backoff.seconds = max(backoff.seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
             self.restarts += 1
             self._notify()
-            logger.warning("%s; starting it again in %g s", self._reason, backoff_seconds)
-            await trio.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            logger.warning("%s; starting it again in %g s", self._reason, backoff.seconds)
+            await trio.sleep(backoff.next())
 
-    async def _run_once(self) -> None:
-        """One worker from its start to its end. Its troubles end in `reason`."""
+    async def _run_once(self) -> _End:
+        """Run one worker from its start to its end, and set `_reason` to the cause of its end."""
         folder = self._options.folder
         log_path = folder / "worker.log"
         try:
@@ -303,23 +322,23 @@ class AveragingWorker:
                         (),
                         incoming=worker_messages,
                         log_path=log_path,
-                        # Its arrays are summed by memory speed; more threads only take cores away.
+                        # Memory speed bounds its sums; more threads would only take cores away.
                         environment={"OMP_NUM_THREADS": "1", "HIVEMIND_COLORS": "0"},
                     ) as child,
                 ):
+                    self._child = child
                     try:
-                        await self._serve_child(child, port, sockets)
-                        with contextlib.suppress(LinkClosed):
-                            await child.link.send(Shutdown())
+                        return await self._serve_child(child, port, sockets)
                     finally:
-                        self._child_ended()
+                        self._child = self._running = None
+                        self._notify()
         except (SwarmError, OSError) as error:
             self._reason = f"the averaging worker cannot be run: {error}"
+            return _End.FAILED
 
     async def _serve_child(
         self, child: ChildProcess[WorkerMessage], port: int, sockets: Path
-    ) -> None:
-        self._child = child
+    ) -> _End:
         self._reason = "the averaging worker is starting"
         options = self._options
         try:
@@ -328,110 +347,76 @@ class AveragingWorker:
                 first = await child.link.receive()
         except trio.TooSlowError:
             self._reason = f"the averaging worker did not start within {START_SECONDS:g} s"
-            return
-        match first:
-            case Started():
-                self._listens = True
-                await self._send_initial_state()
-                self._started = first
-            case Unavailable():
-                self._reason = first.reason
-                if first.permanent:
-                    self._give_up(first.reason)
-                return
-            case _:
-                self._reason = f"the averaging worker ended at its start; see {child.log_path}"
-                return
+            return _End.FAILED
+        if isinstance(first, Unavailable):
+            self._reason = first.reason
+            return _End.UNUSABLE if first.permanent else _End.FAILED
+        if not isinstance(first, Started):
+            self._reason = f"the averaging worker ended at its start; see {child.log_path}"
+            return _End.FAILED
+        rpc = ChildRpc(child, "the averaging worker", send_seconds=SEND_SECONDS)
+        running = _Running(rpc, first)
+        self._send_initial_state(rpc)
+        self._running = running
         self._notify()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._restart_when_needed, child, options)
-            nursery.start_soon(self._end_when_hung, child)
-            while (message := await child.link.receive()) is not None:
-                self._pings = 0
-                self._deliver(message)
-            nursery.cancel_scope.cancel()
-        if not self._planned_end:
-            self._reason = f"the averaging worker has ended; see {child.log_path}"
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(rpc.send_all)
+                nursery.start_soon(self._restart_when_needed, running, options)
+                nursery.start_soon(self._kill_when_hung, rpc)
+                while (message := await rpc.receive()) is not None:
+                    if isinstance(message, AddressesChanged):
+                        running.started = first.model_copy(update={"addresses": message.addresses})
+                        self._notify()
+                nursery.cancel_scope.cancel()
+        finally:
+            rpc.close()
+        return self._end_of(running)
 
-    async def _send_initial_state(self) -> None:
-        """What is told to a worker before anything is asked of it."""
-        for message in (self._admitted, self._membership, *self._rounds_in_daemon.values()):
-            if message is not None:
-                await self._send_if_running(message)
-        bootstrap_peers = self.directory.bootstrap_peers
-        if bootstrap_peers:
-            # Nobody waits for the answer: the directory is a convenience.
-            number = self._requests.new_number()
-            await self._send_if_running(Bootstrap(request=number, initial_peers=bootstrap_peers))
+    def _end_of(self, running: _Running) -> _End:
+        if running.stopping:
+            return _End.PLANNED
+        self._reason = str(running.rpc.died())
+        # Streams break before the death of their p2pd is noticed, and the worker ends after that.
+        just_failed = trio.current_time() - self._round_failed_at < DEATH_SECONDS
+        return _End.IN_ROUND if running.has_rounds or just_failed else _End.FAILED
 
-    async def _restart_when_needed(
-        self, child: ChildProcess[WorkerMessage], running: AveragingOptions
-    ) -> None:
-        """Ask this worker to end when p2pd is worth starting again."""
+    async def _restart_when_needed(self, running: _Running, options: AveragingOptions) -> None:
+        """Shut this worker down when p2pd, which runs with `options`, should be restarted."""
         reason = ""
         while not reason:
             await trio.sleep(RESTART_CHECK_SECONDS)
-            if self._held_back and not self._requests.has_rounds:
+            if self._held_back and not running.has_rounds:
                 reason = self._held_back
                 break
+            known = running.started.addresses
             reason = self._restart_policy.restart_reason(
                 trio.current_time(),
-                differs=self._options != running,
-                misses_relay=self._misses_relay(running),
-                busy=self._requests.has_rounds,
+                differs=self._options != options,
+                misses_relay=any(
+                    address not in known for address in relayed_addresses(options.trusted_relays)
+                ),
+                busy=running.has_rounds,
             )
         then = "stays away" if self._held_back else "is started again"
         logger.info("%s; the averaging worker %s", reason, then)
         # From here on rounds begin in the daemon.
-        self._started, self._listens = None, False
-        self._planned_end, self._reason = True, reason
-        with contextlib.suppress(LinkClosed):
-            await self._requests.send(child, Shutdown())
+        running.stopping, self._reason = True, reason
+        running.rpc.post(Shutdown())
 
-    async def _end_when_hung(self, child: ChildProcess[WorkerMessage]) -> None:
-        """A worker that is frozen would let every round that it is asked for run out of time."""
-        self._pings = 0
-        with contextlib.suppress(LinkClosed):
-            while self._pings < HUNG_PINGS:
-                self._pings += 1
-                await self._requests.send(child, Ping())
-                await trio.sleep(PING_SECONDS)
-        if self._pings >= HUNG_PINGS:
-            logger.warning("the averaging worker answers nothing and is ended")
-            child.kill()
-
-    def _misses_relay(self, running: AveragingOptions) -> bool:
-        known = self._started.addresses if self._started is not None else ()
-        return any(address not in known for address in relayed_addresses(running.trusted_relays))
-
-    def _deliver(self, message: WorkerMessage) -> None:
-        match message:
-            case RoundDone() | RoundFailureReport():
-                self._requests.answered(message.round_id, message)
-            case Published() | Found() | Bootstrapped() | DirectoryRequestFailed():
-                self._requests.answered(message.request, message)
-            case AddressesChanged():
-                if self._started is not None:
-                    moved = {"addresses": message.addresses}
-                    self._started = self._started.model_copy(update=moved)
-                    self._notify()
-            case Pong():
-                pass
-            case _:
-                raise AssertionError(f"the worker said {message.kind} in the middle of its life")
-
-    def _child_ended(self) -> None:
-        self._child = None
-        self._started, self._listens = None, False
-        # Streams break before their p2pd is found dead, and the worker ends after that.
-        just_failed = trio.current_time() - self._round_failed_at < DEATH_SECONDS
-        self._died_in_round = self._requests.has_rounds or just_failed
-        self._requests.worker_gone()
-        self._notify()
+    async def _kill_when_hung(self, rpc: ChildRpc[WorkerMessage]) -> None:
+        """Kill a frozen worker, in which every round would run into its time limit."""
+        unanswered = 0
+        while unanswered < HUNG_PINGS:
+            received = rpc.received
+            rpc.post(Ping())
+            await trio.sleep(PING_SECONDS)
+            unanswered = unanswered + 1 if rpc.received == received else 0
+        logger.warning("the averaging worker answers nothing and is ended")
+        rpc.kill("it answered nothing")
 
     def _give_up(self, reason: str) -> None:
-        self._reason = reason
-        self._permanent = True
+        self._reason, self._end = reason, _End.UNUSABLE
         logger.info("%s", reason)
         self._notify()
 

@@ -1,1 +1,1 @@
-"""What crosses between the daemon and the averaging worker: values only."""
+"""Messages between the daemon and the averaging worker: values only."""

@@ -1,4 +1,4 @@
-"""Addresses as p2pd takes them. Text in, text out; no I/O."""
+"""Text forms of the addresses that p2pd takes. No I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def is_relayed(address: str) -> bool:
 
 
 def without_peer_id(address: str, owner: str) -> str:
-    """Without the peer ID of the one it belongs to, which may stand at its end."""
+    """The address without `owner`'s peer ID, which may stand at its end."""
     return address.removesuffix(f"/p2p/{owner}")
 
 
 def relayed_addresses(relays: Sequence[str]) -> list[str]:
-    """Where a p2pd can be reached that holds a slot at each of these relays (…/p2p/ID)."""
+    """The addresses of a p2pd that holds a slot at each of these relays (…/p2p/ID)."""
     return [f"{relay}{_CIRCUIT}" for relay in relays]

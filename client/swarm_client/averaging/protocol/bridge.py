@@ -1,30 +1,30 @@
-"""What the daemon and its averaging worker say at the head of a bridged stream. Values only.
+"""The heads of bridged streams between the daemon and its averaging worker. Values only.
 
 Each stream of the daemon's libp2p host that the worker uses is a unix connection of its own. The
-worker connects to the daemon to have one opened; the daemon connects to the worker to hand over
-one that has come. Behind the head both pipe the stream's bytes, and nothing else.
+worker connects to the daemon to have a stream opened; the daemon connects to the worker to hand
+over a stream that has arrived. After the head both carry the stream's bytes, and nothing else.
 
-    worker → daemon   OpenStream          daemon → worker   StreamOpened | StreamNotOpened, then
-    the stream
-    daemon → worker   StreamArrived, then the stream, whose greeting comes first
+    worker → daemon   OpenStream
+    daemon → worker   StreamOpened, then the stream, or StreamNotOpened
 
-A head is a little-endian u32 length and so much JSON.
+    daemon → worker   StreamArrived, then the stream, which begins with its HELLO
+
+A head is a little-endian u32 length followed by that many bytes of JSON.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import encode_prefixed
 from swarm_shared.base.types import PeerId
 
 DAEMON_SOCKET = "daemon.sock"
 WORKER_SOCKET = "worker.sock"
-HEAD_LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 4096
 
 
@@ -32,7 +32,7 @@ class OpenStream(FrozenModel):
     kind: Literal["open_stream"] = "open_stream"
     peer: PeerId
     relayed: bool
-    """Whether a relayed connection will do."""
+    """Whether a relayed connection is permitted."""
 
 
 class StreamOpened(FrozenModel):
@@ -46,7 +46,8 @@ class StreamNotOpened(FrozenModel):
 
 
 class StreamArrived(FrozenModel):
-    """`sender` is authenticated by the host's connection and admitted by the daemon."""
+    """A stream for the worker. `sender` is authenticated by the host's connection and admitted by
+    the daemon."""
 
     kind: Literal["arrival"] = "arrival"
     sender: PeerId
@@ -60,6 +61,5 @@ arrivals: TypeAdapter[StreamArrived] = TypeAdapter(StreamArrived)
 
 
 def encode_head(message: FrozenModel) -> bytes:
-    body = message.model_dump_json().encode()
-    assert len(body) <= MAX_HEAD_BYTES, "heads are short"
-    return HEAD_LENGTH.pack(len(body)) + body
+    """Encode a head behind its length."""
+    return encode_prefixed(message, MAX_HEAD_BYTES)

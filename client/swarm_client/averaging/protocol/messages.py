@@ -1,12 +1,9 @@
-"""What the daemon and its averaging worker say to each other. Values only.
+"""Messages between the daemon and its averaging worker. Values only.
 
-Frames are those of swarm_client.ipc.child_process: a little-endian u32 length, then JSON. The
-first message
-is ConfigureAveraging; the answer is Started or Unavailable. A round ends with RoundDone or
-RoundFailureReport
-under its id; Publish, Lookup and Bootstrap are answered under their request number.
-SetAdmittedPeers,
-SetMembership and RoundInDaemon have no answer; AddressesChanged comes whenever it is true.
+The first message is ConfigureAveraging; its answer is Started or Unavailable. StartRound, Publish,
+Lookup, Bootstrap and Ping are answered under their request number; the other requests have no
+answer. The worker sends AddressesChanged without a request. Frames and numbers are those of
+`swarm_client.ipc.numbered`.
 """
 
 from __future__ import annotations
@@ -15,57 +12,60 @@ from typing import Annotated, Literal
 
 from pydantic import Base64Bytes, Field, TypeAdapter
 
-from swarm_client.averaging.all_reduce import errors
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.plan import (
     MAX_MEMBERS,
     MAX_ROUND_ID_CHARACTERS,
     PIECE_ELEMENTS,
 )
-from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
+from swarm_client.ipc.numbered import Failure, Numbered
+from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.run.codec_sizes import AverageCodec
 
 RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
-Request = Annotated[int, Field(ge=0, lt=2**53)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Address = Annotated[str, Field(max_length=300)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=64)]
 P2pdPeerId = Annotated[str, Field(max_length=128)]
-Reason = Annotated[str, Field(max_length=500)]
 Key = Annotated[str, Field(min_length=1, max_length=300)]
 Base64 = Annotated[str, Field(max_length=64 * 1024)]
-"""A signed directory record; it is what its signature says, wherever it was found."""
+"""A signed directory record. Its signature proves its content, wherever it was found."""
 
 
 # --------------------------------------------------------------------------- daemon to worker
 
 
-class ConfigureAveraging(FrozenModel):
-    kind: Literal["configure"] = "configure"
+class ConfigureAveraging(Numbered):
+    """Start p2pd and the worker's services."""
+
+    kind: Literal["configure_averaging"] = "configure_averaging"
     identity_path: str
-    """p2pd's own key; made when it is missing."""
+    """File of p2pd's own key; created when it is missing."""
     socket_folder: str
-    """Absolute, short, private to this worker: p2pd's control sockets live in it."""
+    """Absolute, short and private to this worker: the folder of p2pd's control sockets."""
     host_addresses: Addresses = ("/ip4/0.0.0.0/tcp/0",)
-    announce_addresses: Addresses = ()
-    map_port_on_router: bool = False
     trusted_relays: Addresses = ()
 
 
 class Member(FrozenModel):
-    """`p2pd_peer_id` is empty when the member has none, or has not vouched for it."""
+    """A member of a round. `p2pd_peer_id` is empty without a p2pd bound to the member's key."""
 
     peer_id: PeerId
     p2pd_peer_id: P2pdPeerId = ""
     p2pd_addresses: Addresses = ()
     routes: Annotated[tuple[Route, ...], Field(max_length=len(Route))] = ()
-    """By which its streams are to be opened, best first."""
+    """Routes to the member, best first."""
 
 
-class StartRound(FrozenModel):
-    """Vectors of `elements` at the same element offset of two shared segments; of what type, the
-    codec says."""
+class StartRound(Numbered):
+    """Run one attempt at a round: RoundDone or RoundFailureReport.
+
+    Source and result are vectors of `elements` at the same element offset of two shared segments;
+    the codec determines the element type.
+    """
 
     kind: Literal["start_round"] = "start_round"
     round_id: RoundId
@@ -82,31 +82,29 @@ class StartRound(FrozenModel):
     join_seconds: Seconds
 
 
-class CancelRound(FrozenModel):
-    """The coordinator's word cuts a round short. No answer of its own."""
+class CancelRound(Numbered):
+    """Cancel the StartRound with this request number. No answer of its own."""
 
     kind: Literal["cancel_round"] = "cancel_round"
-    round_id: RoundId
-    reason: Reason = "the round was called off"
 
 
-class RoundInDaemon(FrozenModel):
-    """This round runs in the daemon: streams for it that come to the worker are turned away."""
+class RoundInDaemon(Numbered):
+    """Refuse streams of a round that runs in the daemon."""
 
     kind: Literal["round_in_daemon"] = "round_in_daemon"
     round_id: RoundId
     p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=MAX_MEMBERS)]
 
 
-class SetAdmittedPeers(FrozenModel):
-    """Whose p2pd may open streams to this one and wait for a round; nobody else's."""
+class SetAdmittedPeers(Numbered):
+    """Set the p2pds that may open streams to this one and wait for a round; all others may not."""
 
-    kind: Literal["admit"] = "admit"
+    kind: Literal["set_admitted_peers"] = "set_admitted_peers"
     p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=65_536)]
 
 
-class SetMembership(FrozenModel):
-    """What proves in the directory that this peer belongs to the run, and who does not."""
+class SetMembership(Numbered):
+    """Set this peer's proof of membership for the directory, and the revoked peers."""
 
     kind: Literal["set_membership"] = "set_membership"
     run: RunId
@@ -116,162 +114,149 @@ class SetMembership(FrozenModel):
     revoked: Annotated[tuple[PeerId, ...], Field(max_length=65_536)] = ()
 
 
-class Publish(FrozenModel):
+class Publish(Numbered):
+    """Store a record in the directory: Published."""
+
     kind: Literal["publish"] = "publish"
-    request: Request
     key: Key
     subkey: Key
     value_base64: Base64
     expires_unix_seconds: float
 
 
-class Lookup(FrozenModel):
+class Lookup(Numbered):
+    """Find the records under a key of the directory: Found."""
+
     kind: Literal["lookup"] = "lookup"
-    request: Request
     key: Key
 
 
-class Bootstrap(FrozenModel):
-    """Other workers have become known: enter the directory through them too."""
+class Bootstrap(Numbered):
+    """Enter the directory through these workers too: Bootstrapped."""
 
     kind: Literal["bootstrap"] = "bootstrap"
-    request: Request
     initial_peers: Addresses
 
 
-class Ping(FrozenModel):
-    """Answered at once, whatever else goes on: who does not is frozen or stuck."""
+class Ping(Numbered):
+    """Answered at once with Pong, unless the worker is frozen or stuck."""
 
     kind: Literal["ping"] = "ping"
 
 
-class Shutdown(FrozenModel):
+class Shutdown(Numbered):
+    """End the worker. Rounds under way fail."""
+
     kind: Literal["shutdown"] = "shutdown"
 
 
 # --------------------------------------------------------------------------- worker to daemon
 
 
-class Started(FrozenModel):
+class Started(Numbered):
+    """Answer to ConfigureAveraging: the worker serves."""
+
     kind: Literal["started"] = "started"
     p2pd_peer_id: P2pdPeerId
     addresses: tuple[str, ...]
-    """Where p2pd listens, without the peer ID."""
-    hivemind_version: str
+    """Listen addresses of p2pd, without the peer ID."""
 
 
-class Pong(FrozenModel):
-    kind: Literal["pong"] = "pong"
-
-
-class AddressesChanged(FrozenModel):
-    """p2pd is found at other addresses now: a relay was reached or lost, an interface came."""
-
-    kind: Literal["moved"] = "moved"
-    addresses: tuple[str, ...]
-
-
-class Unavailable(FrozenModel):
-    """The worker cannot serve and ends. `permanent`: a restart would not help."""
+class Unavailable(Numbered):
+    """Answer to ConfigureAveraging: the worker cannot serve and ends. If `permanent`, a restart
+    would not help."""
 
     kind: Literal["unavailable"] = "unavailable"
     reason: str
     permanent: bool
 
 
-class Carried(FrozenModel):
-    """What went over one stream of a round."""
+class AddressesChanged(Numbered):
+    """New addresses of p2pd, after a relay was reached or lost or an interface appeared."""
 
-    peer: PeerId
-    route: Route
-    bytes_sent: int
-    bytes_received: int
+    kind: Literal["addresses_changed"] = "addresses_changed"
+    addresses: tuple[str, ...]
 
 
-class Fault(FrozenModel):
-    """A route that was tried in vain, or broke in the round."""
+class Pong(Numbered):
+    """Answer to Ping."""
 
-    peer: PeerId
-    route: Route
-    reason: Reason
+    kind: Literal["pong"] = "pong"
 
 
-class RoundDone(FrozenModel):
+class RoundDone(Numbered):
+    """Answer to StartRound: the result segment holds the sum."""
+
     kind: Literal["round_done"] = "round_done"
-    round_id: RoundId
     seconds: float
-    carried: tuple[Carried, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    links: tuple[StreamTraffic, ...] = ()
+    faults: tuple[RouteFault, ...] = ()
 
 
-class RoundFailureReport(FrozenModel):
+class RoundFailureReport(Failure):
+    """Answer to StartRound: the round has failed."""
+
     kind: Literal["round_failed"] = "round_failed"
-    round_id: RoundId
     reason: str
-    failure: errors.RoundFailure
+    failure: RoundFailure
     culprit: PeerId | None = None
-    told_by: PeerId | None = None
     route: Route | None = None
-    carried: tuple[Carried, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    links: tuple[StreamTraffic, ...] = ()
+    faults: tuple[RouteFault, ...] = ()
+
+    def error(self) -> RoundFailed:
+        failed = RoundFailed(self.reason, self.culprit, failure=self.failure, route=self.route)
+        failed.links, failed.faults = self.links, self.faults
+        return failed
 
 
 class Record(FrozenModel):
+    """A record of the directory."""
+
     subkey: str
     value_base64: str
-    expires_unix_seconds: float
 
 
-class Published(FrozenModel):
+class Published(Numbered):
+    """Answer to Publish."""
+
     kind: Literal["published"] = "published"
-    request: Request
     stored: bool
 
 
-class Found(FrozenModel):
+class Found(Numbered):
+    """Answer to Lookup."""
+
     kind: Literal["found"] = "found"
-    request: Request
     records: tuple[Record, ...]
 
 
-class Bootstrapped(FrozenModel):
+class Bootstrapped(Numbered):
+    """Answer to Bootstrap: the number of workers that answered."""
+
     kind: Literal["bootstrapped"] = "bootstrapped"
-    request: Request
     reached: int
 
 
-class DirectoryRequestFailed(FrozenModel):
-    kind: Literal["request_failed"] = "request_failed"
-    request: Request
+class DirectoryRequestFailed(Failure):
+    """Answer to a directory request that failed."""
+
+    kind: Literal["directory_request_failed"] = "directory_request_failed"
     reason: str
+
+    def error(self) -> NetworkError:
+        return NetworkError(f"the directory did not answer: {self.reason}")
 
 
 DaemonMessage = Annotated[
-    ConfigureAveraging
-    | StartRound
-    | CancelRound
-    | RoundInDaemon
-    | SetAdmittedPeers
-    | SetMembership
-    | Publish
-    | Lookup
-    | Bootstrap
-    | Ping
-    | Shutdown,
+    ConfigureAveraging | StartRound | CancelRound | RoundInDaemon | SetAdmittedPeers | SetMembership
+    | Publish | Lookup | Bootstrap | Ping | Shutdown,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 WorkerMessage = Annotated[
-    Started
-    | Unavailable
-    | AddressesChanged
-    | Pong
-    | RoundDone
-    | RoundFailureReport
-    | Published
-    | Found
-    | Bootstrapped
-    | DirectoryRequestFailed,
+    Started | Unavailable | AddressesChanged | Pong | RoundDone | RoundFailureReport | Published
+    | Found | Bootstrapped | DirectoryRequestFailed,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(DaemonMessage)
 worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(WorkerMessage)

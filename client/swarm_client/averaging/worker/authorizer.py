@@ -1,10 +1,10 @@
-"""Calls of hivemind's DHT, between members of the run only.
+"""Authorisation of calls to hivemind's DHT: members of the run only.
 
-hivemind asks an authorizer to sign what it sends and to check what it gets, requests and answers
-alike. Its own ones want RSA keys and a token server; this one takes what a member has anyway: the
-organiser's certificate for its main key, that key's word on its p2pd (the carrier binding), and
-p2pd's own key, which signs each call. A stranger has no certificate, and whoever copies a member's
-has not its key.
+hivemind asks an authorizer to sign what it sends and to check what it receives, requests and
+answers alike. Its own authorizers need RSA keys and a token server; this one uses what a member has
+anyway: the organiser's certificate of its main key, that key's signature on its p2pd's ID (the
+carrier binding), and p2pd's own key, which signs each call. A non-member has no certificate, and a
+copied certificate is useless without the member's key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunAuthorizer:
-    """Satisfies hivemind.utils.auth.AuthorizerBase. `show` must come before the first call."""
+    """Implements hivemind.utils.auth.AuthorizerBase. `set_membership` must precede the first
+    call."""
 
     def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
         self._key = p2pd_key
@@ -47,12 +48,11 @@ class RunAuthorizer:
         self._membership: SetMembership | None = None
         self._revoked: frozenset[PeerId] = frozenset()
         self._tokens: OrderedDict[bytes, tuple[PeerId, PeerId, float]] = OrderedDict()
-        """Tokens that held: member, its p2pd's peer ID, and when to look again."""
+        """Verified tokens: member, peer ID of its p2pd, and the time of expiry."""
         self._nonces: OrderedDict[bytes, float] = OrderedDict()
-        self.refused = 0
 
     def set_membership(self, membership: SetMembership) -> None:
-        """What this peer shows from now on, and whom it takes for a member."""
+        """Set the proof that this peer sends from now on, and the revoked peers."""
         before = self._membership
         if before is None or (before.run, before.organiser) != (
             membership.run,
@@ -96,7 +96,7 @@ class RunAuthorizer:
     # ------------------------------------------------------------------------------------- checks
 
     def _put_token(self, token: Any) -> None:
-        """hivemind's fields for a token hold the two envelopes."""
+        """Put the two envelopes into hivemind's token fields."""
         if self._membership is None:
             raise NetworkError("this peer is not admitted to a run yet")
         token.public_key = self._membership.binding
@@ -111,7 +111,7 @@ class RunAuthorizer:
         verify(p2pd, _signed_part(message), signature)
 
     def _verify_token(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
-        """The member that the token names, and its p2pd. Raises when it is not one."""
+        """Verify a token; returns the member and its p2pd. Raises if it is invalid."""
         membership, now = self._membership, self._clock()
         if membership is None:
             raise AdmissionError("this peer is not admitted to a run yet")
@@ -140,23 +140,24 @@ class RunAuthorizer:
         if not abs(sent_at - now) <= CLOCK_SKEW_SECONDS:
             raise SignatureError(f"it was signed {now - sent_at:.0f} s ago, or clocks differ")
         if len(nonce) != _NONCE_BYTES or nonce in self._nonces:
-            raise SignatureError("it was heard before")
+            raise SignatureError("it repeats an earlier call")
         self._nonces[nonce] = now
         while self._nonces:
-            oldest, heard_at = next(iter(self._nonces.items()))
-            # A member that floods others could have an old call of its own repeated: no gain.
-            if now - heard_at <= 2 * CLOCK_SKEW_SECONDS and len(self._nonces) <= _MAX_NONCES:
+            oldest, seen_at = next(iter(self._nonces.items()))
+            # A member that floods others could have an old call of its own repeated, without
+            # gain.
+            if now - seen_at <= 2 * CLOCK_SKEW_SECONDS and len(self._nonces) <= _MAX_NONCES:
                 break
             del self._nonces[oldest]
 
     def _refuse(self, what: str, error: Exception) -> bool:
-        self.refused += 1
         logger.info("%s of the directory was refused: %s", what, error)
         return False
 
 
 def _signed_part(message: Any) -> bytes:
-    """Everything but the signature; a request is never taken for another kind of request."""
+    """The signed bytes: everything but the signature. The type name prevents the use of a request
+    as another kind of request."""
     assert message.auth.signature == b""
     name: str = message.DESCRIPTOR.full_name
     content: bytes = message.SerializeToString(deterministic=True)

@@ -1,20 +1,14 @@
-"""The averaging worker's end of the link to the daemon. asyncio."""
+"""The averaging worker's end of the link to the daemon (asyncio)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-import struct
-
-from pydantic import BaseModel
 
 from swarm_client.averaging.protocol.messages import DaemonMessage, daemon_messages
-
-# swarm_client.ipc.child_process has the same framing, but imports trio: 0.2 s of CPU for each
-# volunteer.
-_LENGTH = struct.Struct("<I")
-_MAX_MESSAGE_BYTES = 16 * 2**20
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
 
 
 class DaemonLink:
@@ -26,23 +20,23 @@ class DaemonLink:
 
     @classmethod
     async def inherit(cls, descriptor: int) -> DaemonLink:
+        """Open the link over the socket that the daemon passed as `--fd`."""
         reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
         return cls(reader, writer)
 
     async def receive(self) -> DaemonMessage | None:
-        """None when the daemon has ended."""
+        """Wait for the next message; None when the daemon has ended."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            assert length <= _MAX_MESSAGE_BYTES, "the daemon never sends that much"
-            return daemon_messages.validate_json(await self._reader.readexactly(length))
+            length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+            return parse(daemon_messages, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    def send(self, message: BaseModel) -> None:
-        body = message.model_dump_json().encode()
-        self._writer.write(_LENGTH.pack(len(body)) + body)
+    def send(self, message: FrozenModel) -> None:
+        self._writer.write(encode_prefixed(message))
 
     async def flush(self) -> None:
+        """Send what is queued and close the link."""
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -1,9 +1,9 @@
 """hivemind's DHT as the second directory: signed records that peers find without a coordinator.
 
-The DHT node lives in the averaging worker's event loop and shares its p2pd (hivemind.DHT would
-fork a process and start another one). Only members of the run are answered (`authorizer`). Records
-are opaque bytes here: the daemon signs what it publishes and checks what it finds, because any
-member can store under any key.
+The DHT node lives in the averaging worker's event loop and shares its p2pd (hivemind.DHT would fork
+a process and start another one). Only members of the run are answered
+(`swarm_client.averaging.worker.authorizer`). Records are opaque bytes here: the daemon signs what
+it publishes and checks what it finds, because any member can store under any key.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 ENTER_SECONDS = 5.0
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 48 * 1024
-"""Of what others may have stored, as much is handed on."""
+"""Bound on a stored record, in bytes; larger ones are left out."""
 
 
 class DhtDirectory:
-    """Made by `start`."""
+    """A DHT node. Made by `start`."""
 
     def __init__(self, hivemind: Hivemind, node: Any, streams: P2pdStreams) -> None:
         self._hivemind = hivemind
@@ -39,7 +39,7 @@ class DhtDirectory:
     async def start(
         cls, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, authorizer: RunAuthorizer
     ) -> DhtDirectory:
-        """A node of its own; `bootstrap` joins it to others'."""
+        """Start a node of its own; `bootstrap` joins it to other nodes."""
         node = await hivemind.DHTNode.create(
             p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
         )
@@ -70,23 +70,23 @@ class DhtDirectory:
     async def publish(
         self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
     ) -> bool:
-        """Store under (key, subkey); False when no node took it (a later one is there)."""
+        """Store under (key, subkey); False when no node took it (a newer record exists)."""
         return bool(
             await self._node.store(
                 key=key, subkey=subkey, value=value, expiration_time=expires_unix_seconds
             )
         )
 
-    async def lookup(self, key: str) -> list[tuple[str, bytes, float]]:
-        """(subkey, value, expiry) of all records under `key`; what is not one is left out."""
+    async def lookup(self, key: str) -> list[tuple[str, bytes]]:
+        """Find all records under `key` as (subkey, value); malformed ones are left out."""
         found = await self._node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
             return []
-        records: list[tuple[str, bytes, float]] = []
+        records: list[tuple[str, bytes]] = []
         for subkey, entry in found.value.items():
             value = entry.value
             if not isinstance(subkey, str) or not isinstance(value, bytes):
                 continue
             if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
-                records.append((subkey, value, float(entry.expiration_time)))
+                records.append((subkey, value))
         return records

@@ -1,10 +1,10 @@
-"""The one door to hivemind, and a light one.
+"""The only import of hivemind, and a light one.
 
-`import hivemind` loads torch, scipy and its whole mixture-of-experts and optimizer packages:
-2.3 s of CPU and 290 MB per volunteer, for a process that needs its P2P client and its DHT node
-(0.2 s and 50 MB). `load_hivemind` therefore puts empty packages in place of hivemind's three
-`__init__` modules and imports the modules behind them. It is tied to the version that
-pyproject.toml pins; where it does not fit, the ordinary import is used.
+`import hivemind` loads torch, scipy and its whole mixture-of-experts and optimizer packages: 2.3 s
+of CPU and 290 MB per volunteer, for a process that needs its P2P client and its DHT node (0.2 s and
+50 MB). `load_hivemind` therefore puts empty packages in place of hivemind's three `__init__`
+modules and imports the modules behind them. It is tied to the version that pyproject.toml pins;
+with any other version, or on failure, the ordinary import is used.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ _UTILITIES = {
 
 @dataclass(frozen=True, slots=True)
 class Hivemind:
-    """What this project uses of hivemind. Untyped: hivemind ships no types."""
+    """The parts of hivemind in use. Untyped: hivemind ships no types."""
 
-    version: str
     P2P: Any
     PeerID: Any
     Multiaddr: Any
     DHTNode: Any
     daemon_errors: tuple[type[Exception], ...]
-    """What its P2P client raises when p2pd refuses or is gone."""
+    """The exceptions of its P2P client when p2pd refuses or has ended."""
     p2pd_binary: Path
 
 
 class HivemindMissingError(ImportError):
-    """hivemind or its daemon is not installed here; the second carrier serves."""
+    """hivemind or its daemon is not installed here; the host carrier serves instead."""
 
 
 def load_hivemind() -> Hivemind:
-    """Import what is needed. HivemindMissingError when hivemind is not installed."""
+    """Import the parts in use. HivemindMissingError when hivemind is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         raise HivemindMissingError("hivemind is not installed")
@@ -66,16 +65,16 @@ def load_hivemind() -> Hivemind:
     if version in _KNOWN_VERSIONS and "hivemind" not in sys.modules:
         try:
             _stub_packages(root)
-            return _names(version, binary)
+            return _names(binary)
         except (ImportError, AttributeError):
             logger.warning("hivemind %s cannot be imported in part", version, exc_info=True)
             for name in [name for name in sys.modules if name.split(".")[0] == "hivemind"]:
                 del sys.modules[name]
-    return _names(version, binary)
+    return _names(binary)
 
 
 def _stub_packages(root: Path) -> None:
-    """Packages without their `__init__`: hivemind, hivemind.utils, hivemind.dht."""
+    """Register the packages hivemind, hivemind.utils and hivemind.dht without their `__init__`."""
     for name, folder in (
         ("hivemind", root),
         ("hivemind.utils", root / "utils"),
@@ -92,12 +91,11 @@ def _stub_packages(root: Path) -> None:
             setattr(utilities, name, getattr(module, name))
 
 
-def _names(version: str, binary: Path) -> Hivemind:
+def _names(binary: Path) -> Hivemind:
     p2p = importlib.import_module("hivemind.p2p")
     node = importlib.import_module("hivemind.dht.node")
     multiaddr = importlib.import_module("hivemind.utils.multiaddr")
     return Hivemind(
-        version,
         p2p.P2P,
         p2p.PeerID,
         multiaddr.Multiaddr,

@@ -1,23 +1,25 @@
-"""Streams of the daemon's libp2p host, in the averaging worker. asyncio.
+"""Streams of the averaging worker, and those of the daemon's libp2p host among them (asyncio).
 
-The host lives in the daemon, so each of its streams is a unix socket to or from the daemon here;
-the other end is `bridge`. Both sockets lie in a folder that only this user can enter.
+The host lives in the daemon, so each of its streams is a unix connection to or from the daemon,
+whose end is `swarm_client.averaging.handle.bridge`. Both sockets lie in a folder that only this
+user can enter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
+from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
     OpenStream,
@@ -27,21 +29,63 @@ from swarm_client.averaging.protocol.bridge import (
     encode_head,
     open_answers,
 )
-from swarm_client.averaging.worker.socket_channel import SocketChannel
-from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.errors import FrameError, LinkClosed, NetworkError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, parse
 from swarm_shared.base.types import PeerId
 
 HOST_PREFIX = "host/"
 HEAD_SECONDS = 5.0
+"""Time limit for the head of a stream from the daemon, in seconds."""
 READ_BUFFER_BYTES = 256 * 1024
+WRITE_BUFFER_BYTES = 512 * 1024
+"""Bytes buffered per stream before `send` waits: enough to keep the other process supplied while
+pieces are encoded."""
 
 logger = logging.getLogger(__name__)
 
 HeadT = TypeVar("HeadT")
 
 
+class SocketChannel:
+    """A channel (`swarm_client.averaging.all_reduce.carrier`) on an asyncio stream of p2pd or of
+    the daemon."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, route: Route
+    ) -> None:
+        self.route = route
+        self._reader = reader
+        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    async def send(self, data: bytes | memoryview) -> None:
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except (OSError, RuntimeError) as error:
+            raise LinkClosed(f"the stream is closed: {error}") from error
+
+    async def receive(self, max_bytes: int) -> bytes:
+        try:
+            return await self._reader.read(max_bytes)
+        except OSError as error:
+            raise LinkClosed(f"the stream was dropped: {error}") from error
+
+    async def aclose(self) -> None:
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except OSError as error:
+            raise LinkClosed(f"the stream was dropped at its end: {error}") from error
+
+    async def abort(self) -> None:
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
 class HostStreams:
-    """Opens streams through the daemon and takes those that it hands over to `hub`."""
+    """Opens streams through the daemon, and passes the streams that it hands over to `hub`."""
 
     def __init__(self, folder: Path, hub: IncomingHub) -> None:
         self._folder = folder
@@ -53,7 +97,7 @@ class HostStreams:
         )
 
     async def open(self, peer: PeerId, *, relayed: bool) -> SocketChannel:
-        """`relayed`: a relayed connection will do. NetworkError when none can be had."""
+        """Open a stream to `peer`; `relayed` permits a relayed connection. NetworkError if none."""
         try:
             reader, writer = await asyncio.open_unix_connection(
                 self._folder / DAEMON_SOCKET, limit=READ_BUFFER_BYTES
@@ -79,7 +123,7 @@ class HostStreams:
             channel = SocketChannel(reader, writer, arrival.route)
             await self._hub.accept(host_remote_name(arrival.sender), channel)
         except (NetworkError, TimeoutError) as error:
-            logger.info("a stream from the daemon came to nothing: %s", error)
+            logger.info("a stream from the daemon failed: %s", error)
             writer.transport.abort()
         except Exception:  # a supervisor: asyncio would only print it
             logger.exception("a stream from the daemon failed")
@@ -87,18 +131,18 @@ class HostStreams:
 
 
 def host_remote_name(peer: PeerId) -> str:
-    """A peer's name in the worker's waiting room when it comes over the host; its p2pd's is the
-    bare peer ID. Nobody can be taken for somebody else by calling its p2pd like their host."""
+    """The name of a peer's host in the worker's `IncomingHub`.
+
+    The name of a p2pd is the bare peer ID, so that no p2pd can pass for another peer's host.
+    """
     return f"{HOST_PREFIX}{peer}"
 
 
 async def _read_head(reader: asyncio.StreamReader, adapter: TypeAdapter[HeadT]) -> HeadT:
     try:
-        (length,) = HEAD_LENGTH.unpack(await reader.readexactly(HEAD_LENGTH.size))
-        if length > MAX_HEAD_BYTES:
-            raise LinkClosed(f"the daemon announced a head of {length} bytes")
-        return adapter.validate_json(await reader.readexactly(length))
+        length = decode_length(await reader.readexactly(LENGTH_BYTES), MAX_HEAD_BYTES)
+        return parse(adapter, await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise LinkClosed("the daemon closed the stream") from error
-    except ValidationError as error:
-        raise LinkClosed(f"the daemon sent a head that does not parse: {error}") from error
+    except FrameError as error:
+        raise LinkClosed(f"the daemon sent a malformed head: {error}") from error

@@ -1,4 +1,4 @@
-"""Where others reach this volunteer's p2pd, as it changes. asyncio, in the averaging worker."""
+"""The addresses at which other peers reach this volunteer's p2pd, as they change (asyncio)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from swarm_shared.base.errors import NetworkError
 
 CHECK_SECONDS = 5.0
 FAST_CHECK_SECONDS = 0.5
-"""While a relay that p2pd was told of has not been reached: it takes about a second."""
+"""Seconds between two checks while a relay has not been reached, which takes about a second."""
 FAST_CHECKS = 20
 
 logger = logging.getLogger(__name__)
 
 
 class P2pdLocation:
-    """p2pd announces a relay only where it takes the relay's address for a public one, which it
-    does not on a local network; so the relays that it is connected to are counted here."""
+    """The current addresses of p2pd.
+
+    p2pd announces a relay only if it takes the relay's address for a public one, which it does not
+    on a local network; therefore this class counts the relays to which p2pd is connected.
+    """
 
     def __init__(
         self, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, relays: Sequence[str]
@@ -34,11 +37,12 @@ class P2pdLocation:
         self._relays = relays
 
     async def now(self) -> tuple[str, ...]:
-        """Addresses without p2pd's peer ID, direct ones first. NetworkError when p2pd is gone."""
+        """The addresses without p2pd's peer ID, direct ones first. NetworkError if p2pd has
+        ended."""
         try:
             _, own = await self._p2p._client.identify()
         except self._hivemind.daemon_errors as error:
-            raise NetworkError(f"p2pd does not say where it is: {error}") from error
+            raise NetworkError(f"p2pd does not report its addresses: {error}") from error
         direct = [text for text in map(str, own) if not is_relayed(text)]
         return (*direct, *relayed_addresses(await self._connected_relays()))
 
@@ -49,7 +53,7 @@ class P2pdLocation:
         return [relay for relay in self._relays if relay.rpartition("/p2p/")[2] in connected]
 
     async def watch(self, known: tuple[str, ...], moved: Callable[[tuple[str, ...]], None]) -> None:
-        """Call `moved` whenever the addresses are others than before."""
+        """Call `moved` whenever the addresses change."""
         checks = 0
         while True:
             waits_for_relay = len(known) == 0 or sum(map(is_relayed, known)) < len(self._relays)

@@ -1,12 +1,12 @@
 """The averaging worker: `python -m swarm_client.averaging.worker.main --fd N`.
 
 A child of the daemon and the only process that imports hivemind. It runs p2pd, answers the
-daemon's messages (protocol.py) on the inherited socket N, carries out rounds on shared memory and
-keeps a node of the directory. asyncio, because hivemind is.
+daemon's messages (`swarm_client.averaging.protocol.messages`) on the inherited socket N, runs
+rounds on shared memory and keeps a node of the directory. It uses asyncio because hivemind does.
 
-It ends when the daemon's socket does, when p2pd dies and when it is told to; p2pd ends with it,
-however it ends (the kernel sees to that), so that no orphan stays. Whatever hivemind prints goes
-where stderr goes, which is the log file that the daemon chose.
+The worker ends when the daemon's socket does, when p2pd dies and on Shutdown. The kernel ends p2pd
+with it in every case, so that no orphan is left. The output of hivemind goes to stderr, which is
+the log file that the daemon has opened.
 """
 
 from __future__ import annotations
@@ -24,27 +24,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import anyio
 import anyio.abc
-from pydantic import BaseModel
 
-from swarm_client.averaging.all_reduce import errors
 from swarm_client.averaging.all_reduce.codec import dtype_of
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
 from swarm_client.averaging.all_reduce.reduce import all_reduce
-from swarm_client.averaging.all_reduce.routes import RouteFault, StreamTraffic
+from swarm_client.averaging.all_reduce.routes import RouteFault
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
     Bootstrapped,
     CancelRound,
-    Carried,
     ConfigureAveraging,
     DirectoryRequestFailed,
-    Fault,
     Found,
     Lookup,
     Ping,
@@ -76,6 +73,7 @@ from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
 from swarm_client.fault_injection import faults
 from swarm_client.ipc import shared_memory
+from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
 
@@ -83,11 +81,16 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 P2PD_DIED_STATUS = 3
+"""Exit status of this process when p2pd has ended."""
+MAX_REASON_CHARACTERS = 500
+"""Bound on an exception's text in an answer."""
+
+RequestT = TypeVar("RequestT", bound=Numbered)
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the messages of the daemon are carried out with."""
+    """The objects that carry out the daemon's messages."""
 
     hub: IncomingHub
     p2pd: P2pdStreams
@@ -97,28 +100,28 @@ class Services:
 
 
 class Worker:
-    """Carries out the daemon's messages, each in its own task."""
+    """Carries out the daemon's messages; each round and directory request in a task of its own."""
 
     def __init__(self, link: DaemonLink, services: Services, tasks: anyio.abc.TaskGroup) -> None:
         self._link = link
         self._services = services
         self._tasks = tasks
-        self._rounds: dict[str, anyio.CancelScope] = {}
-        self._cancel_reasons: dict[str, str] = {}
+        self._rounds: dict[int, anyio.CancelScope] = {}
+        """Rounds under way, by request number."""
 
     async def serve(self) -> None:
-        """Until the daemon ends or says so."""
+        """Carry out messages until the daemon ends or sends Shutdown."""
         while True:
             message = await self._link.receive()
             match message:
                 case None | Shutdown():
                     return
                 case StartRound():
-                    self._tasks.start_soon(self._run_round, message)
+                    scope = self._rounds[message.request] = anyio.CancelScope()
+                    self._tasks.start_soon(self._run_round, message, scope)
                 case CancelRound():
-                    if message.round_id in self._rounds:
-                        self._cancel_reasons[message.round_id] = message.reason
-                        self._rounds[message.round_id].cancel()
+                    if message.request in self._rounds:
+                        self._rounds[message.request].cancel()
                 case RoundInDaemon():
                     members = {name: PeerId(name) for name in message.p2pd_peer_ids}
                     self._services.hub.finish(round_tag(message.round_id), members, b"")
@@ -129,39 +132,37 @@ class Worker:
                 case SetMembership():
                     self._services.authorizer.set_membership(message)
                 case Publish():
-                    self._tasks.start_soon(self._answer, message.request, self._publish, message)
+                    self._tasks.start_soon(self._answer, message, self._publish)
                 case Lookup():
-                    self._tasks.start_soon(self._answer, message.request, self._lookup, message)
+                    self._tasks.start_soon(self._answer, message, self._lookup)
                 case Bootstrap():
-                    self._tasks.start_soon(self._answer, message.request, self._bootstrap, message)
+                    self._tasks.start_soon(self._answer, message, self._bootstrap)
                 case Ping():
-                    self._link.send(Pong())
+                    self._link.send(Pong(request=message.request))
                 case ConfigureAveraging():
-                    raise AssertionError("a worker is configured once")
+                    raise AssertionError("the worker is configured already")
 
-    async def _run_round(self, message: StartRound) -> None:
-        done = False
+    async def _run_round(self, message: StartRound, scope: anyio.CancelScope) -> None:
         services = self._services
         carrier = GroupCarrier.of(message.members, services.p2pd, services.host, services.hub)
-        with anyio.CancelScope() as scope:
-            self._rounds[message.round_id] = scope
+        answer: RoundDone | RoundFailureReport | None = None
+        with scope:
             try:
-                self._link.send(await self._reduce(message, carrier))
-                done = True
-            except errors.RoundFailed as failure:
-                self._link.send(_round_failure(message.round_id, failure, carrier.faults))
+                answer = await self._reduce(message, carrier)
+            except RoundFailed as failure:
+                answer = _failure_report(failure, carrier.faults)
             except SwarmError as error:
-                self._link.send(_stopped(message.round_id, str(error)))
-            except Exception as error:  # a supervisor: one round's trouble stays its own
+                answer = _stopped(str(error))
+            except Exception as error:  # a supervisor: one round's failure must not end the others
                 logger.exception("round %s failed by a fault of this program", message.round_id)
-                self._link.send(_stopped(message.round_id, f"internal error: {error!r}"))
+                answer = _stopped(f"internal error: {error!r}")
             finally:
-                del self._rounds[message.round_id]
-        reason = self._cancel_reasons.pop(message.round_id, "the worker is ending")
-        if scope.cancelled_caught:
-            self._link.send(_stopped(message.round_id, reason))
-        if not done:
-            # The tracebacks of a failed round hold its arrays, which are shared memory.
+                del self._rounds[message.request]
+        if answer is None:
+            answer = _stopped("the round was cancelled")
+        self._link.send(answer.numbered(message.request))
+        if not isinstance(answer, RoundDone):
+            # The tracebacks of a failed round keep its arrays alive, which are shared memory.
             gc.collect()
 
     async def _reduce(self, message: StartRound, carrier: GroupCarrier) -> RoundDone:
@@ -188,23 +189,20 @@ class Worker:
                 stall_seconds=message.stall_seconds,
                 join_seconds=message.join_seconds,
             )
-        return RoundDone(
-            round_id=message.round_id,
-            seconds=report.seconds,
-            carried=_carried(report.links),
-            faults=_faults(carrier.faults),
-        )
+        return RoundDone(seconds=report.seconds, links=report.links, faults=tuple(carrier.faults))
 
     # ---------------------------------------------------------------------------- the directory
 
     async def _answer(
-        self, request: int, work: Callable[[Any], Awaitable[BaseModel]], message: BaseModel
+        self, message: RequestT, work: Callable[[RequestT], Awaitable[Numbered]]
     ) -> None:
+        answer: Numbered
         try:
-            self._link.send(await work(message))
-        except Exception as error:  # a supervisor: hivemind's DHT raises whatever it likes
+            answer = await work(message)
+        except Exception as error:  # a supervisor: hivemind's DHT raises any kind of exception
             logger.exception("a directory request failed")
-            self._link.send(DirectoryRequestFailed(request=request, reason=f"{error!r}"[:500]))
+            answer = DirectoryRequestFailed(reason=f"{error!r}"[:MAX_REASON_CHARACTERS])
+        self._link.send(answer.numbered(message.request))
 
     async def _publish(self, message: Publish) -> Published:
         stored = await self._services.directory.publish(
@@ -213,70 +211,44 @@ class Worker:
             base64.b64decode(message.value_base64),
             message.expires_unix_seconds,
         )
-        return Published(request=message.request, stored=stored)
+        return Published(stored=stored)
 
     async def _lookup(self, message: Lookup) -> Found:
         records = tuple(
-            Record(
-                subkey=subkey,
-                value_base64=base64.b64encode(value).decode(),
-                expires_unix_seconds=expires,
-            )
-            for subkey, value, expires in await self._services.directory.lookup(message.key)
+            Record(subkey=subkey, value_base64=base64.b64encode(value).decode())
+            for subkey, value in await self._services.directory.lookup(message.key)
         )
-        return Found(request=message.request, records=records)
+        return Found(records=records)
 
     async def _bootstrap(self, message: Bootstrap) -> Bootstrapped:
         reached = await self._services.directory.bootstrap(message.initial_peers)
-        return Bootstrapped(request=message.request, reached=reached)
+        return Bootstrapped(reached=reached)
 
 
 def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
-    """The daemon hands over streams of admitted members only."""
+    """Whether a remote may wait for a round; the daemon hands over admitted members only."""
     return remote in p2pd_peer_ids or remote.startswith(HOST_PREFIX)
 
 
-def _round_failure(
-    round_id: str, failure: errors.RoundFailed, faults: Sequence[RouteFault]
-) -> RoundFailureReport:
+def _failure_report(failure: RoundFailed, faults: Sequence[RouteFault]) -> RoundFailureReport:
     return RoundFailureReport(
-        round_id=round_id,
         reason=failure.reason,
         failure=failure.failure,
         culprit=failure.culprit,
-        told_by=failure.told_by,
         route=failure.route,
-        carried=_carried(failure.links),
-        faults=_faults(faults),
+        links=failure.links,
+        faults=tuple(faults),
     )
 
 
-def _carried(links: Sequence[StreamTraffic]) -> tuple[Carried, ...]:
-    return tuple(
-        Carried(
-            peer=link.peer,
-            route=link.route,
-            bytes_sent=link.bytes_sent,
-            bytes_received=link.bytes_received,
-        )
-        for link in links
-    )
-
-
-def _faults(faults: Sequence[RouteFault]) -> tuple[Fault, ...]:
-    return tuple(Fault(peer=f.peer, route=f.route, reason=f.reason[:500]) for f in faults)
-
-
-def _stopped(round_id: str, reason: str) -> RoundFailureReport:
-    return RoundFailureReport(
-        round_id=round_id, reason=reason[:500], failure=errors.RoundFailure.STOPPED
-    )
+def _stopped(reason: str) -> RoundFailureReport:
+    return RoundFailureReport(reason=reason[:MAX_REASON_CHARACTERS], failure=RoundFailure.STOPPED)
 
 
 async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAveraging) -> int:
     key = ensure_identity(Path(settings.identity_path))
     async with running_p2pd(hivemind, settings, sys.stderr) as (p2p, process):
-        # Until the daemon says otherwise, nobody may wait here.
+        # No remote is admitted until the daemon sends SetAdmittedPeers.
         hub = IncomingHub(admits=partial(_is_admitted, frozenset()))
         authorizer = RunAuthorizer(key)
         p2pd = P2pdStreams(hivemind, p2p, hub)
@@ -286,13 +258,7 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
         directory = await DhtDirectory.start(hivemind, p2p, p2pd, authorizer)
         location = P2pdLocation(hivemind, p2p, p2pd, settings.trusted_relays)
         addresses = await location.now()
-        link.send(
-            Started(
-                p2pd_peer_id=p2p.peer_id.to_base58(),
-                addresses=addresses,
-                hivemind_version=hivemind.version,
-            )
-        )
+        link.send(Started(p2pd_peer_id=p2p.peer_id.to_base58(), addresses=addresses))
         gc.collect()
         gc.freeze()
         status = 0
@@ -337,13 +303,13 @@ async def _run(descriptor: int) -> None:
     with anyio.move_on_after(1):
         await link.flush()
     sys.stderr.flush()
-    # Here and not after the loop's own end: hivemind's tasks wait for a p2pd that is gone, and
-    # threads of a round that was cut short would delay it too.
+    # Ends the process without waiting for the event loop: hivemind's tasks wait for a p2pd that has
+    # ended, and the threads of a cancelled round would delay the end too.
     os._exit(status)
 
 
 def _become_child() -> None:
-    """Leave Ctrl-C to the daemon, and die with it even when frozen or stuck."""
+    """Ignore Ctrl-C, and make the kernel end this process with the daemon even when frozen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     if sys.platform == "linux":

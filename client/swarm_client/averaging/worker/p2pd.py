@@ -1,8 +1,8 @@
-"""hivemind's daemon p2pd: its key, its command line, its life.
+"""hivemind's daemon p2pd: its key, its command line and its life.
 
 hivemind's own `P2P.create` starts p2pd too, but cannot pass every option, prints p2pd's output
-through its logger, and leaves an orphan behind when its process is killed. So p2pd is started
-here (the kernel kills it with its parent) and hivemind's P2P client is attached to it.
+through its logger, and leaves an orphan when its process is killed. Therefore p2pd is started here
+(the kernel kills it with its parent) and hivemind's P2P client is attached to it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def ensure_identity(path: Path) -> Identity:
-    """p2pd's own Ed25519 key, made on first use, mode 0600.
+    """Load p2pd's own Ed25519 key, or create it on first use, mode 0600.
 
-    Not the volunteer's main key: the same peer ID on two hosts confuses relays and routing. The
-    daemon certifies this key with the main one.
+    It is not the volunteer's main key: the same peer ID on two hosts confuses relays and routing.
+    The daemon certifies this key with the main one.
     """
     with contextlib.suppress(FileNotFoundError):
         data = path.read_bytes()
@@ -50,7 +50,7 @@ def ensure_identity(path: Path) -> Identity:
             path.chmod(PRIVATE_MODE)
             seed = data[len(_PRIVATE_KEY_PREFIX) :][:_SEED_BYTES]
             return Identity.from_seed(seed)
-        # Nothing hangs on this key: the certificate that binds it is renewed at each start.
+        # The key may change: the certificate that binds it is renewed at each start.
         logger.warning("%s is damaged and is replaced by a new key", path)
     identity = Identity.generate()
     key = _PRIVATE_KEY_PREFIX + identity.private_seed + identity.public_key_bytes
@@ -59,25 +59,24 @@ def ensure_identity(path: Path) -> Identity:
 
 
 def command_line(binary: Path, socket: Path, settings: ConfigureAveraging) -> list[str]:
-    """p2pd's arguments. TCP only: replies get lost over its QUIC."""
+    """The arguments of p2pd. TCP only: replies get lost over its QUIC."""
     arguments = {
         "listen": f"/unix{socket}",
         "id": settings.identity_path,
         "hostAddrs": ",".join(settings.host_addresses),
-        "announceAddrs": ",".join(settings.announce_addresses),
         "dhtServer": 1,
         "autonat": 1,
         "connManager": 1,
         "noise": 1,
         "tls": 1,
-        "natPortMap": int(settings.map_port_on_router),
+        "natPortMap": 0,
         "relay": 1,
-        # A volunteer lends no traffic to strangers; the coordinator relays.
+        # A volunteer does not relay for other peers; the coordinator does.
         "relayService": 0,
         "idleTimeout": "30s",
     }
     if settings.trusted_relays:
-        # Without relayDiscovery=0 p2pd looks around for minutes before it asks for a slot.
+        # Without relayDiscovery=0 p2pd searches for minutes before it asks for a slot.
         arguments |= {
             "autoRelay": 1,
             "relayDiscovery": 0,
@@ -91,7 +90,8 @@ def command_line(binary: Path, socket: Path, settings: ConfigureAveraging) -> li
 async def running_p2pd(
     hivemind: Hivemind, settings: ConfigureAveraging, log: TextIO
 ) -> AsyncIterator[tuple[Any, asyncio.subprocess.Process]]:
-    """p2pd and hivemind's P2P client to it; both are gone afterwards. NetworkError if it fails."""
+    """Run p2pd and hivemind's P2P client to it; both have ended afterwards. NetworkError if it
+    fails."""
     folder = Path(settings.socket_folder)
     socket = folder / "p2pd.sock"
     socket.unlink(missing_ok=True)
@@ -129,7 +129,8 @@ async def running_p2pd(
 
 async def _attach(hivemind: Hivemind, folder: Path, socket: Path) -> Any:
     class FolderP2P(hivemind.P2P):  # type: ignore[misc,name-defined]
-        """hivemind keeps its sockets in /tmp, where they outlive a killed process."""
+        """A P2P client with sockets in `folder`. hivemind keeps them in /tmp, where they outlive a
+        killed process."""
 
         _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
 
@@ -140,7 +141,7 @@ async def _follow_output(
     process: asyncio.subprocess.Process, ready: asyncio.Future[None], log: TextIO
 ) -> None:
     assert process.stdout is not None
-    last = "it said nothing"
+    last = "without any output"
     while line := await process.stdout.readline():
         last = line.decode(errors="replace").rstrip()
         print(f"p2pd: {last}", file=log, flush=True)
@@ -171,7 +172,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
     def in_child() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 
     return in_child

@@ -1,8 +1,8 @@
-"""The carriers of a round in the averaging worker: p2pd's streams, and the daemon's host's.
+"""The carriers of a round in the averaging worker: p2pd's streams, and those of the daemon's host.
 
-p2pd authenticates the remote of every stream (Noise or TLS 1.3) and tells its peer ID before the
-stream's first byte. That ID is p2pd's own; the daemon has checked the certificate that binds it
-to the member's main key before it named it here. asyncio.
+p2pd authenticates the remote of every stream (Noise or TLS 1.3) and reports its peer ID before the
+stream's first byte. That ID is p2pd's own; the daemon has checked the certificate that binds it to
+the member's main key before sending it to this process (asyncio).
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from swarm_client.averaging.all_reduce.stream_race import Opener, StreamRace
 from swarm_client.averaging.protocol.addresses import is_relayed, without_peer_id
 from swarm_client.averaging.protocol.messages import Member
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
-from swarm_client.averaging.worker.host_streams import HostStreams, host_remote_name
+from swarm_client.averaging.worker.host_streams import (
+    HostStreams,
+    SocketChannel,
+    host_remote_name,
+)
 from swarm_client.averaging.worker.packed_address import AddressBytes
-from swarm_client.averaging.worker.socket_channel import SocketChannel
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.base.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0
 DIAL_TURN_SECONDS = 0.4
-"""How long the other end may take to come, where it is its turn to dial: for its first packet to
-arrive over any line. Longer, and an end whose p2pd is being started again is waited for."""
+"""Seconds that the other end has to dial where it is its turn: enough for its first packet over any
+path. A longer wait would also wait for an end whose p2pd is being restarted."""
 _LOOK_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 class P2pdStreams:
-    """Opens streams over one p2pd and takes those of remotes into `hub`."""
+    """Opens streams over one p2pd, and passes those of remotes to `hub`."""
 
     def __init__(self, hivemind: Hivemind, p2p: Any, hub: IncomingHub) -> None:
         self._hivemind = hivemind
@@ -62,7 +65,7 @@ class P2pdStreams:
             logger.exception("a stream from %s failed", info.peer_id)
 
     async def connect(self, p2pd_peer_id: str, addresses: Sequence[str]) -> None:
-        """Make sure that p2pd is connected to another one. NetworkError if it cannot be."""
+        """Connect p2pd to another one unless it is connected. NetworkError on failure."""
         try:
             peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
             targets = [
@@ -80,7 +83,7 @@ class P2pdStreams:
             raise NetworkError(f"p2pd {p2pd_peer_id} cannot be reached: {error}") from error
 
     async def connected(self) -> dict[str, list[str]]:
-        """The peer IDs that p2pd is connected to, and the remote addresses of the connections."""
+        """The peer IDs to which p2pd is connected, with the remote addresses of the connections."""
         found: dict[str, list[str]] = {}
         try:
             with anyio.fail_after(OPEN_SECONDS):
@@ -95,10 +98,10 @@ class P2pdStreams:
     async def open(
         self, p2pd_peer_id: str, addresses: Iterable[str], *, relayed: bool
     ) -> SocketChannel:
-        """A stream over a relay, or over anything but a relay."""
+        """Open a stream: over a relay only, or without any relay."""
         usable = [address for address in addresses if is_relayed(address) == relayed]
         if not usable and not await self._is_connected(p2pd_peer_id, relayed=relayed):
-            # The other end may be behind a router and still come to us.
+            # The other end may be behind a router and still dial this one.
             raise RouteAbsentError("p2pd has no address that leads there, and no connection")
         if usable and (relayed or not await self._was_dialled(p2pd_peer_id)):
             await self.connect(p2pd_peer_id, usable)
@@ -118,12 +121,13 @@ class P2pdStreams:
         return channel
 
     async def _was_dialled(self, p2pd_peer_id: str) -> bool:
-        """Whether there is a direct connection, once the other end has had its turn to make one.
+        """Whether a direct connection exists, once the other end has had its turn to make one.
 
-        Members of a round dial each other at the same moment. Both from the port that they listen
-        on, these are two halves of one TCP connection: each end takes itself for the one that
-        dialled, and their handshakes fail ("noise: message is too short"). So one of the two, by
-        their names, waits for the other; on a loopback nobody is ever that simultaneous.
+        Members of a round dial each other at the same moment. When both dial from the port that
+        they listen on, these are two halves of one TCP connection: each end takes itself for the
+        dialler, and their handshakes fail ("noise: message is too short"). Therefore one of the
+        two, by order of their IDs, waits for the other; on a loopback dials are never that
+        simultaneous.
         """
         if await self._is_connected(p2pd_peer_id, relayed=False):
             return True
@@ -141,7 +145,7 @@ class P2pdStreams:
 
 
 class GroupCarrier:
-    """The network of one round: each stream goes by the best route that its pair has."""
+    """The network of one round: each stream takes the best route of its pair."""
 
     def __init__(self, p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub) -> None:
         self._p2pd = p2pd
@@ -149,7 +153,7 @@ class GroupCarrier:
         self._hub = hub
         self._members: Mapping[PeerId, Member] = {}
         self.faults: list[RouteFault] = []
-        """Routes that were tried in vain."""
+        """Routes that failed."""
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
-"""Addresses in the bytes that p2pd reads.
+"""The binary form of addresses that p2pd reads.
 
 hivemind's multiaddr library writes an Ed25519 peer ID inside an address as a CID, which p2pd does
-not read ("length greater than remaining number of bytes in buffer"): an address that leads through
-a relay is put into bytes here.
+not read ("length greater than remaining number of bytes in buffer"); addresses through a relay are
+therefore encoded here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ _MAX_ID_BYTES = 64
 
 
 class AddressBytes:
-    """An address for p2pd's client, which asks for nothing but its bytes. ValueError when it is
-    none."""
+    """An address for p2pd's client, which needs only `to_bytes`. ValueError if it is invalid."""
 
     def __init__(self, hivemind: Hivemind, address: str) -> None:
         way, circuit, rest = address.partition(_CIRCUIT)
         if rest:
-            raise ValueError(f"{address!r} names somebody behind the relay's other end")
+            raise ValueError(f"{address!r} names a peer behind the relay's other end")
         transport, named, relay = way.partition("/p2p/")
         self._bytes: bytes = hivemind.Multiaddr(transport).to_bytes()
         if named:

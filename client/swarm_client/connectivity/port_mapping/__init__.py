@@ -1,8 +1,8 @@
-"""A port of the home router that leads to this machine: asked for, renewed, given back.
+"""A port of the home router that is forwarded to this machine: requested, renewed, released.
 
-Three parts: who the router is (`gateway`), how it is asked (`nat_pmp`, `upnp`), and the life of
-a mapping (`mapper`). Only a probe from outside shows that a mapping works: a router's word alone
-is never announced.
+Three parts: finding the router (`gateway`), its protocols (`nat_pmp`, `upnp`), and the life of a
+mapping (`mapper`). Only a probe from outside shows that a mapping works: a router's claim alone is
+never announced.
 """
 
 from swarm_client.connectivity.port_mapping.gateway import Gateway, default_gateway

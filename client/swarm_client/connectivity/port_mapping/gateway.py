@@ -1,7 +1,7 @@
-"""This machine's default gateway, and which outer addresses make sense for a home router.
+"""This machine's default gateway, and which external addresses are plausible for a home router.
 
-Only this one gateway is ever asked for a mapping: in a network of strangers anybody else may
-answer, and would learn, or decide, where this machine's traffic goes.
+Only the default gateway is ever asked for a mapping: in a shared network any other host may answer,
+and would learn, or decide, where this machine's traffic goes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NOT_AN_OUTER_ADDRESS = tuple(
         "240.0.0.0/4",
     )
 )
-"""Beside the private ones. The blocks for documentation count as public, for those who try this
-in a laboratory: no home has one."""
+"""Networks that are not external addresses, besides the private ones. Documentation blocks count as
+public, for laboratory tests: no home has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The router, and this machine's own address on the way to it."""
+    """The router, and this machine's own address towards it."""
 
     address: ipaddress.IPv4Address
     own_address: ipaddress.IPv4Address
@@ -50,8 +50,8 @@ FindGateway = Callable[[], Gateway | None]
 def default_gateway() -> Gateway | None:
     """The IPv4 default gateway if it is in a private network, as a home router is.
 
-    Another one is a provider's: it maps no ports, and is not ours to ask. May take a second
-    where a program has to be asked; call it in a thread.
+    Any other one is a provider's: it maps no ports and must not be asked. May take a second where a
+    program has to be run; call it in a thread.
     """
     address = _linux_gateway() if sys.platform == "linux" else _route_tool_gateway()
     if address is None or not is_private(address):
@@ -61,7 +61,7 @@ def default_gateway() -> Gateway | None:
 
 
 def own_address_towards(address: ipaddress.IPv4Address) -> ipaddress.IPv4Address | None:
-    """From which address packets to `address` leave; nothing is sent."""
+    """Source address of packets to `address`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((str(address), 9))
@@ -87,7 +87,7 @@ def parse_linux_routes(table: str) -> ipaddress.IPv4Address | None:
         try:
             destination, gateway, flags, mask = (int(fields[i], 16) for i in (1, 2, 3, 7))
             metric = int(fields[6])
-            # The kernel prints the address as the number that its bytes are on this machine.
+            # The kernel prints the address in this machine's byte order.
             address = ipaddress.IPv4Address(struct.pack("=I", gateway))
         except (ValueError, struct.error):
             continue
@@ -99,7 +99,7 @@ def parse_linux_routes(table: str) -> ipaddress.IPv4Address | None:
 
 
 def parse_route_tool(text: str) -> ipaddress.IPv4Address | None:
-    """The gateway in what `route -n get default` prints on macOS and the BSDs."""
+    """The gateway in the output of `route -n get default` on macOS and the BSDs."""
     found = re.search(r"^\s*gateway:\s*([0-9.]{7,15})\s*$", text, re.MULTILINE)
     try:
         return None if found is None else ipaddress.IPv4Address(found[1])

@@ -1,8 +1,8 @@
-"""The life of a port mapping: found, asked for, renewed before it lapses, given back at the end.
+"""The life of a port mapping: discovery, request, renewal before it expires, release at the end.
 
 NAT-PMP is preferred where a router has both: one datagram and no XML. Everything here is the
-router's word, of which only the plausible part is passed on; whether the mapping leads anywhere is
-for a probe from outside to say (`swarm_client.connectivity.reachability`).
+router's claim, of which only the plausible part is passed on; whether the mapping works is shown by
+a probe from outside (`swarm_client.connectivity.reachability`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from swarm_shared.base.errors import NetworkError
 logger = logging.getLogger(__name__)
 
 LIFETIME_SECONDS = 7200
-"""What RFC 6886 recommends to ask for; what a killed client leaves behind is gone after it."""
+"""Lifetime to ask for, as RFC 6886 recommends; a killed client's mapping is gone after it."""
 LONGEST_RENEWAL_SECONDS = 900.0
-"""Also how soon a router's new outer address is noticed."""
+"""Longest interval between renewals; also how soon a new external address is noticed."""
 SHORTEST_RENEWAL_SECONDS = 0.5
 MAP_SECONDS = 15.0
-"""Of a router that answers, however slowly."""
+"""Timeout for a router that answers slowly."""
 RELEASE_SECONDS = 1.0
 _PORTS_TRIED = 3
 _OWN_PORTS = range(49_152, 65_536)
@@ -44,12 +44,12 @@ MappingProtocol = Literal["nat-pmp", "upnp"]
 
 
 class DoubleNatError(NetworkError):
-    """The router is itself behind another one, so that its ports lead nowhere."""
+    """The router is itself behind another one, so its ports are not reachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """The router's word that what reaches its external port comes to this machine."""
+    """The router's claim to forward its external port to this machine."""
 
     external_address: str
     external_port: int
@@ -63,13 +63,13 @@ class Mapping:
 
 
 class _Router(Protocol):
-    """A gateway that has answered one of the two protocols."""
+    """A gateway that answers one of the two protocols."""
 
     protocol: MappingProtocol
     external_address: ipaddress.IPv4Address
 
     async def refresh(self) -> None:
-        """Asks for the external address anew."""
+        """Read the external address again."""
 
     async def map(self, port: int, external_port: int) -> tuple[int, int]:
         """(external port, lifetime in seconds)."""
@@ -78,7 +78,7 @@ class _Router(Protocol):
 
 
 class PortMapper:
-    """`map` a port, keep `run` running, and the mapping stays until `run` is cancelled."""
+    """Call `map`, keep `run` running, and the mapping stays until `run` is cancelled."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class PortMapper:
         self._mapped = trio.Event()
         self.mapping: Mapping | None = None
         self.problem = ""
-        """Why there is no mapping, in words for the volunteer."""
+        """Why there is no mapping, for people."""
         self.double_nat = False
 
     async def map(self, port: int) -> Mapping | None:
-        """Asks the router to forward a port to `port`; None, and `problem`, when it does not.
+        """Ask the router to forward a port to `port`; None, and `problem`, when it does not.
 
-        Within three seconds when no router answers. A mapping that is there is renewed.
+        Takes up to three seconds when no router answers. An existing mapping is renewed.
         """
         async with self._lock:
             with trio.move_on_after(MAP_SECONDS) as scope:
@@ -111,11 +111,11 @@ class PortMapper:
                 except NetworkError as error:
                     self._lost(error)
             if scope.cancelled_caught:
-                self._lost(NetworkError("the router takes too long to answer"))
+                self._lost(NetworkError("the router did not answer in time"))
             return self.mapping
 
     async def run(self) -> None:
-        """Renews what is mapped until cancelled, then gives it back."""
+        """Renew the mapping until cancelled, then release it."""
         try:
             while True:
                 if self.mapping is None:
@@ -128,7 +128,7 @@ class PortMapper:
                 await self.release()
 
     async def release(self) -> None:
-        """Gives the mapping back, within RELEASE_SECONDS or not at all: it lapses by itself."""
+        """Release the mapping within RELEASE_SECONDS or not at all: it expires by itself."""
         mapping, router = self.mapping, self._router
         self._forget()
         if mapping is None or router is None:
@@ -152,7 +152,7 @@ class PortMapper:
             await self.release()
             old = None
         if gateway is None:
-            raise NetworkError("this machine has no home router that it could ask")
+            raise NetworkError("this machine has no home router")
         if self._router is None:
             self._router = await _answering_router(gateway, self._nat_pmp_port)
             self._gateway = gateway
@@ -160,8 +160,8 @@ class PortMapper:
             await self._router.refresh()
         router = self._router
         _check_outer(router.external_address)
-        # The same number inside and outside where it can be had: then a hole that is punched
-        # for this port and the mapping are one and the same.
+        # Prefer the same number inside and outside: then a hole that is punched for this port and
+        # the mapping are the same.
         external_port, lifetime = await router.map(port, old.external_port if old else port)
         mapping = Mapping(
             str(router.external_address), external_port, port, lifetime, router.protocol
@@ -178,7 +178,7 @@ class PortMapper:
             self._on_change(mapping)
 
     def _lost(self, error: NetworkError) -> None:
-        """A renewal that fails costs nothing before the mapping lapses."""
+        """A renewal that fails costs nothing before the mapping expires."""
         self.problem = str(error)
         self.double_nat = isinstance(error, DoubleNatError)
         if self.double_nat or self.mapping is None or trio.current_time() >= self._expires:
@@ -195,7 +195,7 @@ class PortMapper:
     # Renewal
 
     def _seconds_to_renewal(self) -> float:
-        """Half of what is left (RFC 6886, 3.3), again and again while renewals fail."""
+        """Half of the remaining lifetime (RFC 6886, 3.3), repeated while renewals fail."""
         left = self._expires - trio.current_time()
         return max(SHORTEST_RENEWAL_SECONDS, min(left / 2, LONGEST_RENEWAL_SECONDS))
 
@@ -205,7 +205,7 @@ class PortMapper:
 
 
 async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> _Router:
-    """Tries both protocols at once. NetworkError with both reasons when neither answers."""
+    """Try both protocols at once. NetworkError with both reasons when neither answers."""
     found: list[_Router] = []
     reasons: list[str] = []
 
@@ -230,8 +230,8 @@ async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> _Router:
 def _check_outer(address: ipaddress.IPv4Address) -> None:
     if not is_outer_address(address):
         raise DoubleNatError(
-            f"the router's own outer address is {address}, which cannot be reached from the "
-            "internet: another router, or the provider's, stands before it (double NAT)"
+            f"the router's external address is {address}, which cannot be reached from the "
+            "internet: it is behind another router, or the provider's (double NAT)"
         )
 
 
@@ -280,7 +280,9 @@ class _UpnpRouter:
         try:
             self.external_address = ipaddress.IPv4Address(text)
         except ValueError as error:
-            raise NetworkError(f"the router does not know its outer address ({text!r})") from error
+            raise NetworkError(
+                f"the router does not know its external address ({text!r})"
+            ) from error
 
     async def map(self, port: int, external_port: int) -> tuple[int, int]:
         assert self._device is not None
@@ -294,7 +296,7 @@ class _UpnpRouter:
                     raise
                 continue
             return external_port, LIFETIME_SECONDS
-        raise NetworkError(f"the router has given away each of the {_PORTS_TRIED} ports tried")
+        raise NetworkError(f"all {_PORTS_TRIED} ports tried are in use at the router")
 
     async def _map(self, device: upnp.UpnpDevice, port: int, external_port: int) -> None:
         try:
@@ -302,7 +304,8 @@ class _UpnpRouter:
         except upnp.RouterError as error:
             if error.code != upnp.NO_LEASES:
                 raise
-            # Stays when this client is killed; its next start asks for the same port again.
+            # A permanent mapping survives a killed client; its next start asks for the same port
+            # again.
             await device.map(external_port, port, 0)
 
     async def unmap(self, port: int, external_port: int) -> None:

@@ -1,7 +1,7 @@
 """NAT-PMP (RFC 6886): two requests of a few bytes over UDP.
 
-Bytes first: `external_address_request`, `map_request` and `parse_answer` do no I/O. `ask` sends
-a request and waits for its answer.
+`external_address_request`, `map_request` and `parse_answer` do no I/O. `ask` sends a request and
+waits for its answer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ADDRESS_ANSWER_BYTES = 12
 _MAP_ANSWER_BYTES = 16
 
 RETRY_SECONDS = (0.25, 0.5, 1.0, 0.75)
-"""How long each try waits (RFC 6886, 3.1: doubling from 250 ms), cut off at 2.5 s in all: a
-router on the same cable answers within milliseconds, or never."""
+"""Wait of each attempt (RFC 6886, 3.1: doubling from 250 ms), cut off at 2.5 s in total: a router
+on the same network answers within milliseconds, or never."""
 
 
 class Operation(IntEnum):
@@ -34,8 +34,8 @@ class Operation(IntEnum):
 
 
 _REFUSALS = {
-    1: "it speaks another version of the protocol",
-    2: "it is set up not to open ports",
+    1: "it uses another version of the protocol",
+    2: "it is configured not to open ports",
     3: "it has no connection to the internet itself",
     4: "it has no port left to open",
     5: "it does not know the request",
@@ -43,7 +43,7 @@ _REFUSALS = {
 
 
 class RefusedError(NetworkError):
-    """The router answered no."""
+    """The router refused the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def external_address_request() -> bytes:
 
 
 def map_request(internal_port: int, external_port: int, lifetime_seconds: int) -> bytes:
-    """Asks for a TCP mapping; `external_port` is a wish. A lifetime of 0 takes it away."""
+    """A request for a TCP mapping; `external_port` is a suggestion. A lifetime of 0 removes it."""
     return struct.pack(
         ">BBHHHI",
         _VERSION, Operation.MAP_TCP, 0, internal_port, external_port, lifetime_seconds,
@@ -74,7 +74,7 @@ def map_request(internal_port: int, external_port: int, lifetime_seconds: int) -
 
 
 def parse_answer(datagram: bytes, operation: Operation) -> Answer:
-    """The answer to `operation`. RefusedError when it is no, FrameError when it is none."""
+    """The answer to `operation`. RefusedError for a refusal, FrameError for an invalid answer."""
     if len(datagram) < _HEAD.size:
         raise FrameError(f"the router answered with {len(datagram)} bytes, too few for NAT-PMP")
     version, answered, result, _ = _HEAD.unpack_from(datagram)
@@ -94,16 +94,17 @@ def parse_answer(datagram: bytes, operation: Operation) -> Answer:
 
 
 async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) -> Answer:
-    """Sends `request` until it is answered.
+    """Send `request` until it is answered.
 
-    LinkTimeout when it is not, RefusedError when the router says no, NetworkError when nothing
-    there speaks NAT-PMP. What is no answer to it is passed over: anybody may send datagrams.
+    LinkTimeout without an answer, RefusedError when the router refuses, NetworkError when the
+    gateway has no NAT-PMP. Datagrams that do not answer the request are skipped: any host may send
+    them.
     """
     operation = Operation(request[1])
     nonsense = ""
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
         try:
-            # Connected: the kernel drops what comes from anywhere else, and tells of a closed port.
+            # Connected: the kernel drops datagrams from other hosts and reports a closed port.
             await udp.connect((str(gateway), port))
             for seconds in RETRY_SECONDS:
                 await udp.send(request)
@@ -119,12 +120,12 @@ async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) 
                             return answer
                         nonsense = "; the router answered for another port"
         except OSError as error:
-            raise NetworkError(f"the router does not speak NAT-PMP ({error.strerror})") from error
+            raise NetworkError(f"the router does not support NAT-PMP ({error.strerror})") from error
     raise LinkTimeout(f"the router does not answer to NAT-PMP{nonsense}")
 
 
 def _fits(answer: Answer, request: bytes) -> bool:
-    """Whether an answer is to this very request, and not one that comes late."""
+    """Whether this is an answer to this very request, and not a late one to another."""
     return isinstance(answer, ExternalAddress) or answer.internal_port == int.from_bytes(
         request[4:6], "big"
     )

@@ -1,9 +1,9 @@
-"""UPnP Internet Gateway Device: found by SSDP here, spoken to by miniupnpc.
+"""UPnP Internet Gateway Device: found by SSDP here, called through miniupnpc.
 
-The search is our own, because miniupnpc's takes whoever on the network answers first. An answer
+The search is implemented here because miniupnpc accepts the first host that answers. An answer
 counts when it comes from the default gateway and points to the default gateway; miniupnpc then
-reads that router's description and calls its functions. It blocks, so it runs in a thread, and
-who waits for it does so for a limited time (`UpnpDevice.call`); py-libp2p brings it along.
+reads that router's description and calls its functions. It blocks, so it runs in a thread with a
+timeout (`UpnpDevice.call`); py-libp2p depends on it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swarm_shared.base.errors import LinkTimeout, NetworkError
 
 try:
     import miniupnpc
-except ImportError:  # no ready-made package for this machine: NAT-PMP alone serves
+except ImportError:  # no wheel for this machine: NAT-PMP only
     miniupnpc = None
 
 logger = logging.getLogger(__name__)
 
 AVAILABLE: Final = miniupnpc is not None
 DESCRIPTION: Final = "swarmtrain"
-"""What the router's own pages show beside the mapping."""
+"""Shown beside the mapping on the router's own pages."""
 
 SEARCH_SECONDS = 2.5
 _SEARCH_AGAIN_SECONDS = 0.8
@@ -41,7 +41,8 @@ _TARGETS = (
     "urn:schemas-upnp-org:device:InternetGatewayDevice:2",
 )
 CALL_SECONDS = 5.0
-"""Home routers are slow machines; miniupnpc itself waits three seconds for each answer."""
+"""Timeout of a call. Home routers are slow; miniupnpc itself waits three seconds for each
+answer."""
 
 NO_LEASES: Final = "OnlyPermanentLeasesSupported"
 CONFLICT: Final = "ConflictInMappingEntry"
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 
 class RouterError(NetworkError):
-    """The router answered with an error; `code` is miniupnpc's word for it."""
+    """The router answered with an error; `code` is miniupnpc's name for it."""
 
     def __init__(self, code: str) -> None:
         super().__init__(f"the router refuses by UPnP: {code}")
@@ -71,7 +72,7 @@ def search_request(target: str) -> bytes:
 
 
 def description_url(datagram: bytes, gateway: ipaddress.IPv4Address) -> str | None:
-    """Where the answer says the router's description is; None when it is not at the gateway."""
+    """The URL of the router's description in the answer; None when it is not at the gateway."""
     lines = datagram[:_MAX_DATAGRAM_BYTES].decode("latin-1").splitlines()
     if not lines or not lines[0].startswith("HTTP/1.1 200"):
         return None
@@ -84,7 +85,7 @@ def description_url(datagram: bytes, gateway: ipaddress.IPv4Address) -> str | No
 
 
 def is_at(url: str, gateway: ipaddress.IPv4Address) -> bool:
-    """Whether `url` is plain HTTP to the gateway's own address, however one reads it."""
+    """Whether `url` is plain HTTP to the gateway's own address, under any reading."""
     host = re.escape(str(gateway))
     return re.fullmatch(rf"http://{host}(:[0-9]{{1,5}})?(/[!-~]*)?", url) is not None
 
@@ -102,7 +103,7 @@ async def find(gateway: Gateway) -> UpnpDevice:
 async def _search(gateway: Gateway) -> str:
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
         try:
-            # Out by the way that leads to the gateway, not by some virtual machine's network.
+            # Send from the interface towards the gateway, not from a virtual machine's network.
             await udp.bind((str(gateway.own_address), 0))
             udp.setsockopt(
                 trio.socket.IPPROTO_IP, trio.socket.IP_MULTICAST_IF, gateway.own_address.packed
@@ -115,8 +116,8 @@ async def _search(gateway: Gateway) -> str:
                     with trio.move_on_after(_SEARCH_AGAIN_SECONDS):
                         return await _first_answer(udp, gateway)
         except OSError as error:
-            raise NetworkError(f"the router cannot be searched for ({error.strerror})") from error
-    raise LinkTimeout("the router does not answer to UPnP")
+            raise NetworkError(f"the search for the router failed ({error.strerror})") from error
+    raise LinkTimeout("the router does not answer UPnP requests")
 
 
 async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
@@ -125,33 +126,33 @@ async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
         url = description_url(datagram, gateway.address)
         if url is not None and sender[0] == str(gateway.address):
             return url
-        logger.info("passed over an answer to the search for a router from %s", sender[0])
+        logger.info("ignored an answer to the router search from %s", sender[0])
 
 
 class UpnpDevice:
-    """The router as miniupnpc knows it. One call at a time."""
+    """The router, through miniupnpc. One call at a time."""
 
     def __init__(self, gateway: ipaddress.IPv4Address, url: str) -> None:
         self._gateway = gateway
         self._url = url
         self._upnp: Any = None
-        # Its own: a thread that a silent router holds up must not take one from the daemon.
+        # A limiter of its own: threads blocked by a silent router must not use up the daemon's.
         self._threads = anyio.CapacityLimiter(2)
 
     async def open(self) -> None:
-        """Reads the router's description."""
+        """Read the router's description."""
         self._upnp = miniupnpc.UPnP()
         control_url = await self.call(lambda upnp: upnp.selectigd(self._url))
         if not isinstance(control_url, str) or not is_at(control_url, self._gateway):
             self._upnp = None
-            raise NetworkError("the router's description points away from the router")
+            raise NetworkError("the router's description points to another host")
 
     async def external_address(self) -> str:
-        """As the router says it, unchecked."""
+        """As the router reports it, unchecked."""
         return str(await self.call(lambda upnp: upnp.externalipaddress()))
 
     async def map(self, external_port: int, port: int, lifetime_seconds: int) -> None:
-        """Forwards `external_port` to this machine. RouterError when the router says no."""
+        """Forward `external_port` to this machine. RouterError when the router refuses."""
         await self.call(
             lambda upnp: upnp.addportmapping(
                 external_port, "TCP", upnp.lanaddr, port, DESCRIPTION, "", lifetime_seconds
@@ -172,7 +173,7 @@ class UpnpDevice:
             except Exception as error:  # miniupnpc raises nothing narrower
                 raise RouterError(str(error)[:100] or "no reason given") from error
 
-        # Out of reach meanwhile: a call that is given up goes on in its thread with this object.
+        # Unset during the call: a call that times out continues in its thread with this object.
         self._upnp = None
         with trio.move_on_after(CALL_SECONDS):
             try:

@@ -1,7 +1,7 @@
-"""What can be read of this machine, each by a probe of its own.
+"""Probes of this machine, one for each kind of reading.
 
-A probe is cheap, never raises for what the machine lacks (None: unknown), and knows nothing of
-preferences. They are called from one thread at a time, not on the event loop.
+A probe is cheap, never raises for what the machine lacks (None: unknown), and does not depend on
+preferences. Probes are called from one thread at a time, not on the event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from swarm_client.governor.probes.readings import GpuReading
 
 
 class IdleProbe(Protocol):
-    """How long somebody at this machine has touched nothing."""
+    """Seconds since the last input of a user at this machine."""
 
     def idle_seconds(self) -> float | None: ...
 

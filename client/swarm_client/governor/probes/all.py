@@ -1,4 +1,4 @@
-"""All probes of this machine, read together: one value for the policy."""
+"""All probes of this machine, read together into one value for the policy and the status."""
 
 from __future__ import annotations
 
@@ -22,14 +22,47 @@ from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
 
 CPU_SECONDS = 1.0
-"""The share over less says little."""
+"""Shortest interval over which processor shares are measured."""
 RELAXED_DISPLAY_SECONDS = 10.0
-"""Between two looks for somebody at the display, where nothing stops at once because of them: on
-some systems asking means starting a program."""
+"""Seconds between two readings of the display's idle time where no device pauses for its user; on
+some systems a reading starts a program."""
 
 
-class MachineProbes:
-    """Not for two threads at once."""
+class SystemProbes:
+    """Processor, memory, disk and power: what the status shows without a run. Not thread-safe."""
+
+    def __init__(self, home: Path, clock: Clock = monotonic) -> None:
+        self.process_tree = ProcessTree(clock=clock)
+        self.disk = DiskProbe(home, clock)
+        self._clock = clock
+        self._cpu = CpuProbe(self.process_tree, clock)
+        self._memory = MemoryProbe(self.process_tree, clock)
+        self._power = PowerProbe(clock)
+        self._last = Readings()
+        self._cpu_at = -1e9
+
+    def read_system(self) -> Readings:
+        """Processor shares are since the previous reading; None at the first."""
+        memory = self._memory.read()
+        self._last = replace(
+            self._last,
+            on_batteries=self._power.on_batteries(),
+            memory_total_bytes=memory.total_bytes,
+            memory_available_bytes=memory.available_bytes,
+            own_memory_bytes=memory.own_bytes,
+            disk_free_bytes=self.disk.free_bytes(),
+            disk_used_bytes=self.disk.used(),
+        )
+        now = self._clock()
+        if now - self._cpu_at >= CPU_SECONDS:
+            self._cpu_at = now
+            share, own = self._cpu.shares()
+            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+        return self._last
+
+
+class MachineProbes(SystemProbes):
+    """All probes. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,18 +72,12 @@ class MachineProbes:
         gpus: GpuProbe | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.process_tree = ProcessTree(clock=clock)
-        self._clock = clock
-        self._cpu = CpuProbe(self.process_tree, clock)
-        self._memory = MemoryProbe(self.process_tree, clock)
-        self.disk = DiskProbe(home, clock)
-        self._power = PowerProbe(clock)
+        super().__init__(home, clock)
         self._apps = AppProbe(clock)
         self._gpus = gpus or NvmlGpus()
         self._display = display or display_idle()
         self._terminals = terminals or TerminalIdle()
-        self._last = Readings()
-        self._cpu_at = self._display_at = -1e9
+        self._display_at = -1e9
 
     def read(
         self,
@@ -58,31 +85,20 @@ class MachineProbes:
         devices: Sequence[str],
         transferred_bytes_by_day: Mapping[int, int],
     ) -> Readings:
-        """All of it as it is now; what changes slowly, or matters to nobody, may be older."""
-        now = self._clock()
-        memory = self._memory.read()
+        """Read everything; what changes slowly, or affects no decision, may be older."""
+        self.read_system()
         on_gpu = any(device.startswith("cuda") for device in devices)
         apps = preferences.exclusive_apps
         self._last = replace(
             self._last,
-            on_batteries=self._power.on_batteries(),
             terminal_idle_seconds=self._terminals.idle_seconds(),
-            memory_total_bytes=memory.total_bytes,
-            memory_available_bytes=memory.available_bytes,
-            own_memory_bytes=memory.own_bytes,
-            disk_free_bytes=self.disk.free_bytes(),
-            disk_used_bytes=self.disk.used(),
             running_apps=self._apps.running(
                 (*apps, *preferences.exclusive_gpu_apps) if on_gpu else apps
             ),
             gpus=self._gpus.read(),
             transferred_bytes_by_day=transferred_bytes_by_day,
         )
-        self._read_display(preferences, devices, now)
-        if now - self._cpu_at >= CPU_SECONDS:
-            self._cpu_at = now
-            share, own = self._cpu.shares()
-            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+        self._read_display(preferences, devices, self._clock())
         return self._last
 
     def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:
@@ -93,7 +109,7 @@ class MachineProbes:
             for device in devices
         )
         if not is_urgent and now - self._display_at < RELAXED_DISPLAY_SECONDS:
-            # As the policy remembers it: when somebody was seen, not how long ago.
+            # The policy remembers when a user was last seen.
             self._last = replace(self._last, display_idle_seconds=None)
             return
         self._display_at = now

@@ -1,4 +1,4 @@
-"""Whether programs with certain names run. Reads nothing while nobody asks for any."""
+"""Which of certain programs are running. Reads nothing while none is asked for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import psutil
 from swarm_shared.base.clock import Clock, monotonic
 
 NEW_PROCESS_SECONDS = 5.0
-"""A new process becomes another program (exec) soon after its start, if at all."""
+"""Age up to which a process is read at every call: a new process becomes another program (exec)
+soon after its start, if at all."""
 RECHECK_SECONDS = 10.0
-"""Older ones are looked at again once in so long, a part of them at each look."""
+"""Seconds between two readings of an older process; a part of them at each call."""
 
 LONGEST_SHORT_NAME = 15
-"""Linux cuts names there; psutil finds out the rest, and takes ten times as long for it."""
+"""Linux truncates names to this length; psutil finds the rest, in ten times the time."""
 
 
 def plain_name(name: str) -> str:
@@ -30,7 +31,7 @@ class AppProbe:
         self._read_at: dict[int, float] = {}
 
     def running(self, wanted: Iterable[str]) -> frozenset[str]:
-        """Those of the names for which a process runs."""
+        """Those of the names for which a process is running."""
         names = {plain_name(name): name for name in wanted}
         if not names:
             self._names.clear()
@@ -47,12 +48,12 @@ class AppProbe:
         for gone in self._names.keys() - pids:
             for table in (self._names, self._first_seen, self._read_at):
                 table.pop(gone, None)
-        # Those that were there before us are what they are, most of them for hours.
+        # Processes older than this one are not about to exec; most are hours old.
         born = now if self._first_seen else now - NEW_PROCESS_SECONDS
         for pid in pids:
             first = self._first_seen.setdefault(pid, born)
             young = now - first < NEW_PROCESS_SECONDS
-            # By their numbers, so that not all of them are read at the same look.
+            # Spread by PID, so that not all are read at the same call.
             due = now - self._read_at.get(pid, -1e9) >= RECHECK_SECONDS + pid % 7
             if young or due:
                 self._read_at[pid] = now

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs, by NVML: the one door to nvidia-ml-py. Nothing without a driver.
+"""NVIDIA GPUs, read through NVML; the only use of nvidia-ml-py. Nothing without a driver.
 
-NVML numbers GPUs by their place on the bus. CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID,
-and CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` here is looked up through both.
+NVML numbers GPUs by bus position. CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID, and
+CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` is resolved through both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm_client.governor.probes.readings import GpuReading
 
 
 def load_nvml() -> Any | None:
-    """nvidia-ml-py; None when it is not installed."""
+    """The nvidia-ml-py module; None when it is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -35,7 +35,7 @@ class NvmlGpus:
         self._handles: list[Any] | None = None
 
     def read(self) -> tuple[GpuReading, ...]:
-        """In CUDA's order, as far as that is known."""
+        """Readings in CUDA's order, as far as that is known."""
         if self._nvml is None:
             return ()
         if self._handles is None:
@@ -56,7 +56,7 @@ class NvmlGpus:
         for word in filter(None, (word.strip() for word in self._visible.split(","))):
             found = self._named(word, handles)
             if found is None:
-                break  # CUDA, too, shows nothing from the first one on that is not there
+                break  # like CUDA, which ignores everything after the first missing one
             shown.append(found)
         return shown
 
@@ -76,7 +76,6 @@ class NvmlGpus:
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         temperature = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
-        milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         limit = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return GpuReading(
             index=index,
@@ -85,12 +84,11 @@ class NvmlGpus:
             utilization=None if rates is None else rates.gpu / 100,
             memory_total_bytes=None if memory is None else int(memory.total),
             memory_used_bytes=None if memory is None else int(memory.used),
-            power_watts=None if milliwatts is None else milliwatts / 1000,
             power_limit_watts=None if limit is None else limit / 1000,
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
-        """None for what this GPU does not tell."""
+        """None for what this GPU does not report."""
         assert self._nvml is not None
         try:
             return question(*arguments)

@@ -1,7 +1,8 @@
-"""Since when nobody has touched this machine: X11, logind, macOS for its display; terminals.
+"""Seconds since the last input at this machine: X11, logind and macOS for its display; terminals.
 
-Wayland lets no program ask; there the desktop tells logind when its session becomes idle and when
-it is no longer, which is all that is known: a session that is not idle counts as just touched.
+Wayland does not let a program ask; there the desktop reports to logind when its session becomes
+idle and when it is active again. Nothing more is known: a session that is not idle counts as having
+had input just now.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from swarm_client.governor.probes.x11 import X11Idle
 from swarm_shared.base.clock import Clock, monotonic
 
 COMMAND_SECONDS = 1.0
-"""A command that has not answered by then is given up for that look."""
+"""Timeout of a command."""
 SESSIONS_SECONDS = 10.0
-"""Between two looks for sessions at the display."""
+"""Seconds between two searches for sessions at the display."""
 LOGIND_SECONDS = 0.9
-"""Between two questions to logind: each starts a program, which takes some 7 ms of a core. So it is
-asked at every second look of the governor, and what is left of two seconds suffices."""
+"""Seconds between two queries of logind, each of which starts a program that takes some 7 ms of a
+core. That is every second tick of the governor, and the rest of the two seconds suffices."""
 
 TERMINALS = ((Path("/dev/pts"), re.compile(r"\d+")), (Path("/dev"), re.compile(r"ttys?\d+")))
-"""Of ssh, of windows with a shell, of consoles; the last are called ttys000 on macOS."""
+"""Terminals of ssh, of windows with a shell, of consoles; the last are called ttys000 on macOS."""
 GRAIN_SECONDS = 8 if sys.platform == "linux" else 0
-"""Linux writes a terminal's time anew only in another eight seconds of the clock than those in
-which it stands (drivers/tty/tty_io.c, tty_update_time), so that nobody can time a password."""
+"""Resolution of a terminal's access time. Linux updates it only when the clock enters another eight
+seconds (drivers/tty/tty_io.c, tty_update_time), so that passwords cannot be timed."""
 GRAIN_LATE_SECONDS = 0.1
-"""It goes by seconds that are counted on at the clock's ticks: the next eight may begin so late."""
+"""Seconds by which the next eight may begin late: the kernel counts seconds at the clock's
+ticks."""
 
 Run = Callable[[Sequence[str]], str | None]
 
 
 def run_command(words: Sequence[str]) -> str | None:
-    """What it prints; None when it fails."""
+    """The command's output; None when it fails."""
     try:
         done = subprocess.run(
             words, capture_output=True, timeout=COMMAND_SECONDS, check=True, text=True
@@ -51,10 +53,11 @@ def run_command(words: Sequence[str]) -> str | None:
 
 
 class TerminalIdle:
-    """The last key in any terminal, from the times at which their devices were read.
+    """Time of the last key in any terminal, from the access times of the terminal devices.
 
-    Where those have a grain, the last key may have been at any moment up to the end of the grain:
-    that moment counts. So whoever is idle by this is past it, and their next key is seen at once.
+    With a resolution of several seconds, the last key may have been at any moment up to the end of
+    the interval; that moment counts. So a user who counts as idle is past the interval, and the
+    next key is seen at once.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ def _read_at(folder: Path, names: re.Pattern[str]) -> Iterator[float]:
 
 
 class LogindIdle:
-    """systemd's login manager, of local graphical sessions."""
+    """systemd's login manager, for local graphical sessions."""
 
     def __init__(
         self, run: Run = run_command, clock: Clock = monotonic, wall: Clock = time.time
@@ -123,18 +126,18 @@ class LogindIdle:
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def _of_session(self, block: str) -> float | None:
-        said = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        graphical = said.get("Type") in ("x11", "wayland", "mir")
-        if not graphical or said.get("Remote") == "yes" or said.get("Class") != "user":
+        shown = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        graphical = shown.get("Type") in ("x11", "wayland", "mir")
+        if not graphical or shown.get("Remote") == "yes" or shown.get("Class") != "user":
             return None
-        if said.get("IdleHint") != "yes":
+        if shown.get("IdleHint") != "yes":
             return 0.0
-        since = said.get("IdleSinceHint", "")
+        since = shown.get("IdleSinceHint", "")
         return max(0.0, self._wall() - int(since) / 1e6) if since.isdecimal() else None
 
 
 class MacIdle:
-    """macOS counts nanoseconds since the last event of any keyboard, mouse or trackpad."""
+    """Nanoseconds since the last event of any keyboard, mouse or trackpad, from macOS."""
 
     def __init__(self, run: Run = run_command) -> None:
         self._run = run
@@ -146,7 +149,8 @@ class MacIdle:
 
 
 class FirstAvailable:
-    """Of several probes for the same thing; one that knew nothing is asked again later."""
+    """The first of several probes for the same value that has one; a probe without is asked again
+    later."""
 
     def __init__(self, probes: Sequence[IdleProbe], clock: Clock = monotonic) -> None:
         self._probes = list(probes)
@@ -166,13 +170,13 @@ class FirstAvailable:
 
 
 def display_idle(environment: Mapping[str, str] | None = None) -> IdleProbe:
-    """What this system has for its display; a probe that knows nothing where it has none."""
+    """The probe for this system's display; one that returns None where there is no display."""
     environment = os.environ if environment is None else environment
     probes: list[IdleProbe] = []
     if sys.platform == "darwin":
         probes.append(MacIdle())
     elif "WAYLAND_DISPLAY" not in environment:
-        # Under Wayland, X11 hears only of what goes to its own windows.
+        # Under Wayland, X11 receives only what goes to its own windows.
         probes.append(X11Idle(environment))
     if sys.platform.startswith("linux") and shutil.which("loginctl"):
         probes.append(LogindIdle())

@@ -1,27 +1,29 @@
-"""Processor, memory, disk and power, by psutil, with what this program itself uses of them."""
+"""Processor, memory, disk and power, through psutil, with this program's own use of them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from swarm_client.control.gauges import folder_bytes
 from swarm_shared.base.clock import Clock, monotonic
 
 PROCESS_TREE_SECONDS = 5.0
-"""Between two looks for new child processes: that reads every process of the machine."""
+"""Seconds between two searches for new child processes, which read every process of the machine."""
 DISK_SECONDS = 10.0
-"""Between two walks through the home; free space is asked for every time."""
+"""Seconds between two walks through the home; free space is read every time."""
 POWER_SECONDS = 2.0
+"""Seconds between two readings of the power supply."""
 MEMORY_SECONDS = 5.0
-"""Between two readings of each own process's memory, which the kernel has to add up."""
+"""Seconds between two readings of the own processes' memory, which the kernel has to add up."""
 
 
 class ProcessTree:
-    """This process and all that it has started."""
+    """This process and all its descendants."""
 
     def __init__(self, pid: int | None = None, clock: Clock = monotonic) -> None:
         self._self = psutil.Process(pid)
@@ -35,14 +37,14 @@ class ProcessTree:
         return self._members
 
     def refresh(self) -> None:
-        """Now, because something was started."""
+        """Search now, because a process was started."""
         self._looked_at = self._clock()
         known = {member.pid: member for member in self._members}
         try:
             found = self._self.children(recursive=True)
         except psutil.Error:
             found = []
-        # The old objects, which remember what they have read.
+        # Keep the old objects, which hold their previous readings.
         self._members = [self._self, *(_same(known.get(one.pid), one) for one in found)]
 
 
@@ -51,7 +53,7 @@ def _same(old: psutil.Process | None, new: psutil.Process) -> psutil.Process:
 
 
 class CpuProbe:
-    """Shares of all cores since the last call; None at the first."""
+    """Shares of all cores since the previous call; None at the first."""
 
     def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
         self._process_tree = process_tree
@@ -62,10 +64,10 @@ class CpuProbe:
         self._at = 0.0
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Of all programs, and of this one with its children."""
+        """By all programs, and by this one with its children."""
         now = self._clock()
         times = psutil.cpu_times()
-        # guest times are part of user's; waiting for a disk is idle.
+        # Guest times are part of user's; waiting for a disk counts as idle.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         busy = total - times.idle - getattr(times, "iowait", 0.0)
         own = self._own_seconds()
@@ -90,7 +92,7 @@ class CpuProbe:
 
 
 class CachedReading:
-    """Asks again only every so often, and remembers the answer."""
+    """Calls `ask` only every `seconds` and caches the answer."""
 
     def __init__(self, ask: Callable[[], int | None], seconds: float, clock: Clock) -> None:
         self._ask = ask
@@ -129,7 +131,7 @@ class MemoryProbe:
         return MemoryReading(memory.total, memory.available, self._own())
 
     def _own_bytes(self) -> int:
-        """Resident; what processes share (tensors that pass between them) counts once."""
+        """Resident memory; pages that processes share (tensors passed between them) count once."""
         total, shared = 0, 0
         for process in self._process_tree.members():
             try:
@@ -140,6 +142,16 @@ class MemoryProbe:
             total += memory.rss - common
             shared = max(shared, common)
         return total + shared
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below; files that vanish meanwhile count nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_size
+    return total
 
 
 class DiskProbe:
@@ -159,7 +171,7 @@ class PowerProbe:
         self._plugged = CachedReading(self._ask, POWER_SECONDS, clock)
 
     def on_batteries(self) -> bool | None:
-        """None without a battery, or when nothing says whether it is in use."""
+        """None without a battery, or when its use is unknown."""
         answer = self._plugged()
         return None if answer is None else answer == 0
 

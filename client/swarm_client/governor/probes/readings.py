@@ -1,4 +1,4 @@
-"""What the probes found on this machine at one moment. None: it cannot be read here."""
+"""The readings of this machine at one moment. None: not available here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class GpuReading:
     """0 to 1."""
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    power_watts: float | None = None
     power_limit_watts: float | None = None
 
 
@@ -23,24 +22,24 @@ class GpuReading:
 class Readings:
     on_batteries: bool | None = None
     display_idle_seconds: float | None = None
-    """Since the last key or mouse movement of somebody at this machine's display."""
+    """Seconds since the last key or mouse movement at this machine's display."""
     terminal_idle_seconds: float | None = None
-    """Since the last key in any terminal, a remote one too."""
+    """Seconds since the last key in any terminal, remote ones included."""
     cpu_share: float | None = None
-    """Of all cores, by all programs, 0 to 1."""
+    """Share of all cores, by all programs, 0 to 1."""
     own_cpu_share: float | None = None
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     own_memory_bytes: int | None = None
     disk_free_bytes: int | None = None
-    """Where the home lies."""
+    """On the home's disk."""
     disk_used_bytes: int | None = None
-    """By the home."""
+    """Used by the home."""
     running_apps: frozenset[str] = frozenset()
-    """Of the exclusive applications that were asked about, those that run."""
+    """Those of the exclusive applications that are running."""
     gpus: tuple[GpuReading, ...] = ()
     transferred_bytes_by_day: Mapping[int, int] = field(default_factory=dict)
-    """Sent and received, by the day's proleptic ordinal in local time."""
+    """Bytes sent and received, by the day's proleptic ordinal in local time."""
 
     @property
     def user_idle_seconds(self) -> float | None:

@@ -1,7 +1,7 @@
-"""How long the user of an X display has touched nothing, asked over its own socket.
+"""Seconds since the last input at an X display, read over the display's own socket.
 
-Three requests of the X protocol and its screen saver extension, in place of libX11 and libXss:
-those end the whole process when the display goes away. Only displays of this machine are asked; a
+Three requests of the X protocol and its screen saver extension, instead of libX11 and libXss, which
+end the whole process when the display disappears. Only displays of this machine are asked; a
 display that ssh forwards is another machine's.
 
 Sources: X Window System Protocol, X Version 11, section 8 and appendix B; MIT-SCREEN-SAVER 1.1.
@@ -23,11 +23,11 @@ _QUERY_INFO = 1
 """Minor opcode of the extension's request."""
 _REPLY = 1
 MAX_SETUP_BYTES = 2**18
-"""X counts the setup's length in units of four bytes, 16 bits of them."""
+"""The setup's length is in units of four bytes, 16 bits of them."""
 
 
 class X11Idle:
-    """Holds one connection; connects again when it is lost."""
+    """Holds one connection; reconnects when it is lost."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class X11Idle:
         return int(idle)
 
     def _reply(self) -> bytes:
-        """The next reply; events, which nobody has asked for, are passed over."""
+        """The next reply; events, which were not requested, are skipped."""
         while True:
             message = self._read(32)
             if message[0] == 0:
@@ -110,13 +110,13 @@ class X11Idle:
 
 
 def display_number(display: str) -> int | None:
-    """Of a display of this machine, like ":0" or "unix:1.0"; None for none and another's."""
+    """Number of a display of this machine, like ":0" or "unix:1.0"; None otherwise."""
     match = re.fullmatch(r"(?:unix)?:(\d{1,5})(?:\.\d+)?", display)
     return int(match[1]) if match else None
 
 
 def _root_window(setup: bytes) -> int:
-    """Of the first screen. Before it: 32 bytes, the vendor's name, the formats."""
+    """Root window of the first screen. Before it: 32 bytes, the vendor's name, the formats."""
     vendor_bytes, formats = struct.unpack_from("<16xH3xB", setup)
     start = 32 + vendor_bytes + -vendor_bytes % 4 + 8 * formats
     (root,) = struct.unpack_from("<I", setup, start)

@@ -1,1 +1,1 @@
-"""The stage worker as the daemon sees it (trio, no torch)."""
+"""The daemon's side of the stage worker (trio, no torch)."""

@@ -1,7 +1,7 @@
-"""Whether a worker that outstanding an answer is still alive: one may be frozen, or stuck in a
-driver.
+"""Detection of a hung stage worker, which may be frozen or stuck in a driver.
 
-Owns what counts as too long. The daemon's handle tells it of answers and asks it to wait.
+Owns the time limits. `swarm_client.stage.handle.worker_handle` reports every answer and kills the
+worker.
 """
 
 from __future__ import annotations
@@ -12,48 +12,52 @@ from enum import Enum, auto
 import trio
 
 CHECK_INTERVAL_SECONDS = 0.5
-"""Between two looks. A daemon that was frozen itself, or whose machine slept, counts that as one
-look: time in which nobody could answer is held against nobody."""
+"""Seconds between two checks. A daemon that was frozen itself, or whose machine slept, counts that
+time as one check, because the worker could not answer in it either."""
 
 HUNG_SECONDS = 5.0
+"""Shortest silence after which a worker counts as hung."""
+
 HUNG_FACTOR = 20.0
-"""A worker that answers nothing for that long, and for so many times as long as the slowest of its
-latest computations took, has hung."""
+"""Shortest silence after which a worker counts as hung, in multiples of the slowest of its latest
+computations. Both limits must be exceeded."""
 
 SLOWEST_DECAY = 0.8
-"""The first computations of a process take much longer than all others: what was slow fades."""
+"""Factor by which the slowest time decays per computation: the first computations of a process are
+much slower than all others."""
 
 FIRST_COMPUTATION_SECONDS = 120.0
-"""In place of both before its first computation has come back."""
+"""Limit in place of both before the first computation has been answered."""
 
 STORAGE_TIMEOUT_SECONDS = 900.0
-"""Where it reads or writes its state: gigabytes, on a disk that others use, too."""
+"""Limit while the worker reads or writes its state: gigabytes, on a disk with other users."""
 
 
 class Outstanding(Enum):
-    """What a worker has been asked for and not answered."""
+    """What a worker has been asked for and has not answered."""
 
     NOTHING = auto()
     COMPUTING = auto()
     STORAGE = auto()
-    """Among other things: what follows waits for it."""
+    """Storage, perhaps among other requests, which wait behind it."""
 
 
 class Liveness:
-    """Of one worker. Tell it of every answer."""
+    """The answers of one worker and the time limit that follows from them."""
 
     def __init__(self) -> None:
         self.answers = 0
         self._slowest_seconds: float | None = None
 
     def answered(self, compute_seconds: float | None = None) -> None:
+        """Count an answer; `compute_seconds` if it is to a computation."""
         self.answers += 1
         if compute_seconds is not None:
-            faded = SLOWEST_DECAY * (self._slowest_seconds or 0.0)
-            self._slowest_seconds = max(faded, compute_seconds)
+            decayed = SLOWEST_DECAY * (self._slowest_seconds or 0.0)
+            self._slowest_seconds = max(decayed, compute_seconds)
 
     async def wait_hung(self, outstanding: Callable[[], Outstanding]) -> float:
-        """Return when the worker has hung, with the seconds for which it has answered nothing."""
+        """Return when the worker has hung, with the seconds of its silence."""
         silent_seconds, answers = 0.0, self.answers
         while True:
             await trio.sleep(CHECK_INTERVAL_SECONDS)

@@ -1,11 +1,10 @@
-"""Slots of shared memory and what a caller holds of one: the daemon's side, no torch.
+"""Slots of shared memory and the results in them: the daemon's side, no torch.
 
-Slots come in two pools, one for RunForward and RunEvaluation, one for RunBackward. A forward's
-slot stays
-with its caller, who keeps the output there until the gradient is back in case it must be sent
-again; if backwards had to wait for the same slots, callers could wait for each other for ever. A
-backward's slot is returned as soon as its gradient is sent upstream, which waits for nothing in
-this process.
+Slots come in two pools, one for RunForward and RunEvaluation, one for RunBackward. A forward's slot
+stays with its caller, which keeps the output there until the gradient has come back, in case it
+must be sent again; if backwards waited for the same slots, callers could deadlock. A backward's
+slot is returned as soon as its gradient has been sent upstream, which waits for nothing in this
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class SlotPool:
-    """Free slots; takers wait in order of arrival, and get WorkerDied once closed."""
+    """Free slots of one pool. Callers wait in order of arrival, and get EndOfChannel once it is
+    closed."""
 
     def __init__(self, slots: Iterable[int]) -> None:
         self._give, self._take = trio.open_memory_channel[int](math.inf)
@@ -43,12 +43,12 @@ class SlotPool:
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """The answer to a computation. `payload` is a view of shared memory until `release`.
+    """The result of a computation. `payload` is a view of shared memory until `release`.
 
-    Of a forward on any stage but the last: the output activation, and `backward` is to follow
-    (or `discard`). Of a backward, and of a forward on the last stage: the gradient of the input,
-    None on stage 0; `added` says whether this put the microbatch into the accumulator. loss_sum
-    (over `tokens`) comes from the last stage only.
+    For a forward on any stage but the last: the output activation, and `backward` (or `discard`) is
+    to follow. For a backward, and a forward on the last stage: the gradient of the input, None on
+    stage 0; `added` is True if this call put the microbatch into the accumulator. loss_sum (over
+    `tokens`) is set on the last stage only.
     """
 
     request: int
@@ -60,7 +60,7 @@ class Output:
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Give the shared memory back; the payload must not be used any more."""
+        """Return the shared memory; the payload must not be used any more."""
         if self.payload is not None:
             self.payload.release()
             self.payload = None

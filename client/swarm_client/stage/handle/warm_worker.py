@@ -1,7 +1,7 @@
-"""A worker process started ahead of its stage, so that importing torch delays nobody.
+"""A worker process started before its stage is known, so that importing torch delays no step.
 
-A newcomer that is granted a stage holds up the close of the step until it is ready. The seconds
-that torch takes to import are spent before it asks for one.
+A joining peer that has been assigned a stage delays the step close until it is ready. The seconds
+of torch's import are spent before it asks for a stage.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ WorkerChild = ChildProcess[messages.WorkerAnswer]
 
 @asynccontextmanager
 async def worker_process(threads: int, log_path: Path) -> AsyncIterator[WorkerChild]:
-    """A process that has imported what it needs and waits for its ConfigureStage; dead when the
-    block
-    is left. One that has died at once is handed out, too: whoever asks it for something is told."""
+    """Start a process that has imported what it needs and waits for its ConfigureStage; it is dead
+    when the block is left. A process that died at once is returned too: the first request to it
+    reports the death."""
     async with start_child(
         WORKER_MODULE, (), incoming=messages.worker_answers, log_path=log_path,
         environment={"OMP_NUM_THREADS": str(threads)},
@@ -34,7 +34,7 @@ async def worker_process(threads: int, log_path: Path) -> AsyncIterator[WorkerCh
 
 
 class WarmWorker:
-    """Keeps one process for whoever comes first. Run `run` beside it."""
+    """Keeps one process ready for the next caller. Run `run` beside it."""
 
     def __init__(self, threads: int, log_path: Path) -> None:
         self._threads = threads
@@ -46,7 +46,8 @@ class WarmWorker:
         self._released = trio.Event()
 
     async def run(self) -> None:
-        """Start a spare whenever one is wanted, at first at once; own each until it was used."""
+        """Start a spare process whenever one is wanted, the first at once; own each until it has
+        been used."""
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()
@@ -57,13 +58,13 @@ class WarmWorker:
             self._released = trio.Event()
 
     async def ready(self) -> None:
-        """Wait until there is a spare, which whoever asks for a process next gets."""
+        """Wait until there is a spare process, which the next caller of `process` gets."""
         self._wanted.set()
         await self._awake.wait()
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[WorkerChild]:
-        """The spare, or a new process when there is none."""
+        """The spare process, or a new one if there is none."""
         spare, self._child = self._child, None
         self._awake = trio.Event()
         if spare is None:

@@ -1,39 +1,52 @@
-"""The daemon's handle on one stage worker: trio, never torch.
+"""The daemon's handle on one stage worker (trio, no torch).
 
-Owns the slots through which payloads pass. Who waits for which answer, and what callers see when
-the worker dies, is `exchange`'s; scheduling is the worker's loop's, restarting the holder's.
+Owns the slots through which payloads pass, and killing a worker that has hung. Does not own
+requests and answers in general (`swarm_client.ipc.child_rpc`), the order of work
+(`swarm_client.stage.worker.compute_loop`) nor restarting a worker
+(`swarm_client.volunteer.stage_manager`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from swarm_client.ipc import shared_memory
 from swarm_client.ipc.child_process import ChildProcess
-from swarm_client.stage.handle.requests import Exchange
+from swarm_client.ipc.child_rpc import ChildRpc
+from swarm_client.stage.handle.liveness import Liveness, Outstanding
 from swarm_client.stage.handle.slots import Buffer, Output, SlotPool
 from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
-from swarm_shared.base.errors import FrameError
+from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
-"""Host memory for taking microbatches out of the accumulator again; see protocol.ConfigureStage."""
+"""Host memory for taking microbatches out of the accumulator again, in bytes; see
+`messages.ConfigureStage`."""
 
 BACKWARD_SLOTS = 8
-"""A forward's slot is held until its gradient is back, a backward's only while that is sent."""
+"""Most slots for backward passes. A forward's slot is held until its gradient has come back, a
+backward's only while its gradient is sent."""
+
+_STORAGE = (
+    messages.ConfigureStage,
+    messages.SaveStageState,
+    messages.LoadStageState,
+    messages.ReinitialiseStage,
+)
+"""Requests whose duration depends on storage."""
 
 
 class StageWorker:
-    """Many tasks may call at once. Made by `open_worker`."""
+    """The handle of one worker; many tasks may call it at once. Made by `open_worker`."""
 
     def __init__(
         self, child: ChildProcess[messages.WorkerAnswer], manifest: Manifest, stage: StageIndex
@@ -42,16 +55,16 @@ class StageWorker:
         self.sizes: SlotSizes = slot_sizes(manifest, stage)
         self._tokens = manifest.tokens_per_microbatch
         self._child = child
-        self._numbers = itertools.count(1)
+        self._rpc = ChildRpc(child, f"the compute process of stage {stage}")
+        self._liveness = Liveness()
         microbatches = manifest.limits.stage_queue
         self.slot_count = microbatches + min(microbatches, BACKWARD_SLOTS)
         self._forward_slots = SlotPool(range(microbatches))
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
         self._configured: messages.StageConfigured | None = None
-        self._exchange = Exchange(child, f"the compute process of stage {stage}", self._close_slots)
 
-    # ---- what it is
+    # ---- status
 
     @property
     def configured(self) -> messages.StageConfigured:
@@ -80,8 +93,8 @@ class StageWorker:
         return self._child.pid
 
     async def wait_died(self) -> WorkerDied:
-        """Return when the worker has ended, with the error that callers get."""
-        return await self._exchange.wait_died()
+        """Wait for the worker's end and return the error that callers get."""
+        return await self._rpc.wait_died()
 
     # ---- computations
 
@@ -93,122 +106,101 @@ class StageWorker:
         `parts` are written one after another: the input, on the last stage then the targets.
         Cancelling the call discards the microbatch.
         """
-
-        def build(request: int, slot: int, nbytes: int) -> messages.RunForward:
-            return messages.RunForward(
-                request=request, step=step, microbatch=microbatch, accumulate=accumulate,
-                slot=slot, nbytes=nbytes,
-            )  # fmt: skip
-
-        return await self._compute(self._forward_slots, build, parts)
+        request = partial(
+            messages.RunForward, step=step, microbatch=microbatch, accumulate=accumulate
+        )
+        return await self._compute(self._forward_slots, request, parts)
 
     async def backward(self, handle: Output, payload: Buffer) -> Output:
         """Run the backward pass of an earlier forward, given the gradient of its output.
 
-        `handle` is that forward's Output; release it before or after, as the sender needs it.
-        Cancelling the call discards the microbatch; if it had just been computed, it stays in
-        the accumulator, and `accumulated` tells.
+        `handle` is the Output of that forward; release it before or after, as the sender needs it.
+        Cancelling the call discards the microbatch; if it has just been computed, it stays in the
+        accumulator, and `accumulated` lists it.
         """
-
-        def build(request: int, slot: int, nbytes: int) -> messages.RunBackward:
-            return messages.RunBackward(
-                request=request, forward=handle.request, slot=slot, nbytes=nbytes
-            )
-
+        request = partial(messages.RunBackward, forward=handle.request)
         try:
-            return await self._compute(self._backward_slots, build, (payload,))
+            return await self._compute(self._backward_slots, request, (payload,))
         except trio.Cancelled:
             self.discard(handle)
             raise
 
     async def evaluate(self, parts: Sequence[Buffer]) -> Output:
-        """RunForward only; on the last stage the Output has loss_sum and no payload."""
-
-        def build(request: int, slot: int, nbytes: int) -> messages.RunEvaluation:
-            return messages.RunEvaluation(request=request, slot=slot, nbytes=nbytes)
-
-        return await self._compute(self._forward_slots, build, parts)
+        """Run forward only; on the last stage the Output has loss_sum and no payload."""
+        return await self._compute(self._forward_slots, messages.RunEvaluation, parts)
 
     def discard(self, handle: Output) -> None:
-        """No backward will follow this forward: free what is kept for it, and its slot."""
+        """Free the slot of a forward and what is kept for its backward, which will not follow."""
         handle.release()
-        self._exchange.post(messages.Discard(request=handle.request))
+        self._rpc.post(messages.Discard(request=handle.request))
 
     # ---- control
 
     async def uncommit(self, step: Step, microbatches: Iterable[MicrobatchIndex]) -> bool:
         """Take microbatches out of the step's accumulator; False when that cannot be done."""
-        request = messages.Uncommit(
-            request=self._number(), step=step, microbatches=tuple(microbatches)
-        )
-        return (await self._exchange.call(request, messages.Uncommitted)).ok
+        request = messages.Uncommit(step=step, microbatches=tuple(microbatches))
+        return (await self._rpc.call(request, messages.Uncommitted)).ok
 
     async def reset_accumulator(self, step: Step) -> None:
-        """Empty the step's accumulator and forget what is in flight of it."""
-        request = messages.ResetAccumulator(request=self._number(), step=step)
-        await self._exchange.call(request, messages.AccumulatorReset)
+        """Empty the step's accumulator and drop what is in flight of it."""
+        await self._rpc.call(messages.ResetAccumulator(step=step), messages.AccumulatorReset)
 
     async def accumulated(self, step: Step) -> tuple[MicrobatchIndex, ...]:
         """The microbatches in the step's accumulator, sorted."""
-        request = messages.ListAccumulated(request=self._number(), step=step)
-        return (await self._exchange.call(request, messages.AccumulatedMicrobatches)).microbatches
+        request = messages.ListAccumulated(step=step)
+        return (await self._rpc.call(request, messages.AccumulatedMicrobatches)).microbatches
 
     async def prepare_round(self, step: Step) -> messages.RoundPrepared:
-        """Fill the `gradients` segment; says which microbatches are in it."""
-        request = messages.PrepareRound(request=self._number(), step=step)
-        return await self._exchange.call(request, messages.RoundPrepared)
+        """Fill the `gradients` segment; the answer lists the microbatches in it."""
+        return await self._rpc.call(messages.PrepareRound(step=step), messages.RoundPrepared)
 
     async def norm(self, step: Step, step_tokens: int) -> messages.NormComputed:
-        """Squared norms of the averaged gradient that is in the `result` segment."""
-        request = messages.ComputeNorm(request=self._number(), step=step, step_tokens=step_tokens)
-        return await self._exchange.call(request, messages.NormComputed)
+        """Squared norms of the averaged gradient in the `result` segment."""
+        request = messages.ComputeNorm(step=step, step_tokens=step_tokens)
+        return await self._rpc.call(request, messages.NormComputed)
 
     async def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
     ) -> messages.UpdateApplied:
         """Clip, step, and empty the step's accumulator; the worker is then at version `step`."""
         request = messages.ApplyUpdate(
-            request=self._number(), step=step, step_tokens=step_tokens,
-            global_norm=global_norm, learning_rate=learning_rate,
-        )  # fmt: skip
-        return await self._exchange.call(request, messages.UpdateApplied)
+            step=step, step_tokens=step_tokens, global_norm=global_norm, learning_rate=learning_rate
+        )
+        return await self._rpc.call(request, messages.UpdateApplied)
 
     async def save_state(self, path: Path, version: Version) -> int:
-        """Write parameters and optimizer state atomically; returns the bytes written."""
-        request = messages.SaveStageState(request=self._number(), path=str(path), version=version)
-        return (await self._exchange.call(request, messages.StageStateSaved)).nbytes
+        """Write parameters and optimizer state atomically; returns the number of bytes written."""
+        request = messages.SaveStageState(path=str(path), version=version)
+        return (await self._rpc.call(request, messages.StageStateSaved)).nbytes
 
     async def load_state(self, path: Path, version: Version) -> messages.StageStateLoaded:
-        request = messages.LoadStageState(request=self._number(), path=str(path), version=version)
-        return await self._exchange.call(request, messages.StageStateLoaded)
+        """Load parameters and optimizer state."""
+        request = messages.LoadStageState(path=str(path), version=version)
+        return await self._rpc.call(request, messages.StageStateLoaded)
 
     async def reinitialise(self, version: Version) -> messages.StageStateLoaded:
         """Start again from the manifest's seed."""
-        request = messages.ReinitialiseStage(request=self._number(), version=version)
-        return await self._exchange.call(request, messages.StageStateLoaded)
+        request = messages.ReinitialiseStage(version=version)
+        return await self._rpc.call(request, messages.StageStateLoaded)
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
-        """How much of its device it may use from now on."""
-        request = messages.SetLimits(
-            request=self._number(), duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes
-        )
-        await self._exchange.call(request, messages.LimitsSet)
+        """Limit the worker's use of its device from now on."""
+        request = messages.SetLimits(duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes)
+        await self._rpc.call(request, messages.LimitsSet)
 
     # ---- machinery
-
-    def _number(self) -> int:
-        return next(self._numbers)
 
     async def _compute(
         self,
         pool: SlotPool,
-        build: Callable[[int, int, int], messages.ComputeRequest],
+        build: Callable[..., messages.ComputeRequest],
         parts: Sequence[Buffer],
     ) -> Output:
+        """Run `build(slot=..., nbytes=...)` with `parts` in a slot of `pool`."""
         try:
             slot = await pool.take()
         except trio.EndOfChannel:
-            raise self._exchange.died() from None
+            raise self._rpc.died() from None
 
         def give_back() -> None:
             pool.give(slot)
@@ -218,8 +210,10 @@ class StageWorker:
         except RequestFailed:
             give_back()
             raise
-        request = build(self._number(), slot, nbytes)
-        answer = await self._exchange.compute(request, give_back)
+        answer = await self._rpc.call(
+            build(slot=slot, nbytes=nbytes), messages.Computed,
+            on_cancel=messages.Discard, on_abandoned=give_back,
+        )  # fmt: skip
         return self._output(answer, slot, give_back)
 
     def _view(self, slot: int, nbytes: int) -> memoryview:
@@ -244,7 +238,7 @@ class StageWorker:
         return nbytes
 
     def _output(
-        self, answer: messages.WorkerAnswer, slot: int, give_back: Callable[[], None]
+        self, answer: messages.Computed, slot: int, give_back: Callable[[], None]
     ) -> Output:
         match answer:
             case messages.ForwardDone():
@@ -261,28 +255,42 @@ class StageWorker:
             case messages.EvaluateDone():
                 give_back()
                 return Output(answer.request, None, answer.tokens, answer.seconds, answer.loss_sum)
-            case _:
-                give_back()
-                raise FrameError(
-                    f"the stage worker answered a computation with {answer.kind!r}; "
-                    "please report this as a bug"
-                )
+        raise AssertionError(f"{type(answer).__name__} is no computation's answer")
 
-    def _close_slots(self) -> None:
+    async def _receive_all(self) -> None:
+        while (answer := await self._rpc.receive()) is not None:
+            if isinstance(answer, messages.ForwardDone | messages.BackwardDone):
+                self._liveness.answered(answer.seconds)
+            else:
+                self._liveness.answered()
         self._forward_slots.close()
         self._backward_slots.close()
+
+    async def _kill_when_hung(self) -> None:
+        silent_seconds = await self._liveness.wait_hung(self._outstanding)
+        self._rpc.kill(f"it was ended after it had answered nothing for {silent_seconds:.0f} s")
+
+    def _outstanding(self) -> Outstanding:
+        pending = self._rpc.pending
+        if not pending:
+            return Outstanding.NOTHING
+        for one in pending:
+            # A storage request is not yet served if nothing was answered since it queued up.
+            if isinstance(one.message, _STORAGE) and one.queued_behind != self._rpc.received:
+                return Outstanding.STORAGE
+        return Outstanding.COMPUTING
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
         kept_budget_bytes: int, namespace: str,
     ) -> None:  # fmt: skip
         request = messages.ConfigureStage(
-            request=self._number(), manifest_json=manifest.model_dump_json(), stage=self.stage,
-            device=device, threads=threads, graph_budget_bytes=graph_budget_bytes,
+            manifest_json=manifest.model_dump_json(), stage=self.stage, device=device,
+            threads=threads, graph_budget_bytes=graph_budget_bytes,
             kept_budget_bytes=kept_budget_bytes, slot_bytes=self.sizes.slot_bytes,
             slot_count=self.slot_count, namespace=namespace,
         )  # fmt: skip
-        self._configured = await self._exchange.call(request, messages.StageConfigured)
+        self._configured = await self._rpc.call(request, messages.StageConfigured)
 
     def _attach(self, attached: list[shared_memory.Segment]) -> None:
         configured = self.configured
@@ -304,20 +312,20 @@ async def open_worker(
     kept_budget_bytes: int = KEPT_BUDGET_BYTES,
     process: AbstractAsyncContextManager[WorkerChild] | None = None,
 ) -> AsyncIterator[StageWorker]:
-    """Start a worker for one stage at version 0; on leaving, it is dead and its memory gone.
+    """Start a worker for one stage at version 0; on leaving, it is dead and its memory is freed.
 
-    `namespace` begins the names of its shared memory and is not used by another live worker.
-    `process` is one that was started ahead (`spare`); by default a new one is.
-    WorkerDied or RequestFailed if it cannot start (no such device, not enough memory).
+    `namespace` begins the names of its shared memory; no other live worker may use it. `process`
+    is a process started in advance (`swarm_client.stage.handle.warm_worker`); by default a new one
+    is started. WorkerDied or RequestFailed if it cannot start (missing device, too little memory).
     """
     attached: list[shared_memory.Segment] = []
     try:
         async with process or worker_process(threads, log_path) as child:
             worker = StageWorker(child, manifest, stage)
             async with _quiet_nursery() as nursery:
-                nursery.start_soon(worker._exchange.receive_all)
-                nursery.start_soon(worker._exchange.send_all)
-                nursery.start_soon(worker._exchange.watch)
+                nursery.start_soon(worker._receive_all)
+                nursery.start_soon(worker._rpc.send_all)
+                nursery.start_soon(worker._kill_when_hung)
                 await worker._configure(
                     manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
                 )
@@ -334,14 +342,10 @@ async def open_worker(
 
 @asynccontextmanager
 async def _quiet_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery that raises what its block raised as it is, not wrapped in a group.
+    """A nursery that raises a single exception of its block unwrapped.
 
-    For tasks that end quietly: then a group of one is the block's own exception.
+    Its tasks must not fail: then a group of one is the block's own exception.
     """
-    try:
+    with single_error_unwrapped():
         async with trio.open_nursery() as nursery:
             yield nursery
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise

@@ -1,1 +1,1 @@
-"""What crosses between the daemon and the stage worker: messages and shared-memory sizes."""
+"""Messages between the daemon and the stage worker, and the sizes of their shared memory."""

@@ -1,17 +1,28 @@
-"""What goes wrong between the daemon and its stage worker; raised on both sides of the link."""
+"""Errors between the daemon and its stage worker; raised on both sides of the link."""
 
 from __future__ import annotations
 
-from swarm_client.stage.protocol.messages import FailureCode
+from typing import Literal
+
+from swarm_client.ipc.errors import WorkerDied
 from swarm_shared.base.errors import SwarmError
 
+__all__ = ["FailureCode", "RequestFailed", "WorkerDied"]
 
-class WorkerDied(SwarmError):
-    """The worker process has ended; everything that was in it is lost."""
+FailureCode = Literal[
+    "not_finite",  # an output or a gradient of this worker holds an infinity or a NaN
+    "out_of_memory",
+    "bad_input",  # an impossible size, token id or number in the request
+    "wrong_step",  # not the step (or version) that this worker is at
+    "unknown_microbatch",  # a RunBackward for a microbatch that is not in flight
+    "discarded",  # discarded by the daemon before or during its computation
+    "storage",  # a state file that cannot be written or read
+    "device",  # the device is missing or does not work
+]
 
 
 class RequestFailed(SwarmError):
-    """One request could not be carried out; the worker lives on and nothing else changed."""
+    """One request failed; the worker continues and nothing else has changed."""
 
     def __init__(self, code: FailureCode, message: str) -> None:
         super().__init__(message)

@@ -1,35 +1,31 @@
-"""What the daemon and its stage worker say to each other. Values only; no torch.
+"""Messages between the daemon and its stage worker. Values only; no torch.
 
 Rules
 -----
-1. The worker says Awake when it has imported what it needs. The first request is ConfigureStage;
-its
-   answer carries the names of the shared memory. The end of the daemon's side of the socket ends
-   the worker.
-2. Every request but Discard has exactly one answer with the same `request` number:
-   the one named after it, or Failed. The worker lives on after a Failed.
-3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A compute
-   request (RunForward, RunBackward, RunEvaluation) names one slot with its payload; the worker
-   copies the
-   payload out and writes the answer's payload **into the same slot**. The slot is the daemon's
-   again with the answer. So the worker never waits for a slot and cannot be part of a dead lock;
-   how many requests it holds is bounded by the number of slots.
-4. **Order.** Between two computations the inbox is drained. Control requests are carried out
-   there, in the order they came and ahead of queued computations; then one computation: a
-   RunBackward before any RunForward or RunEvaluation (1F1B: it frees memory soonest), one of an
-   older step
-   before one of the next, else in order of arrival. Under a duty cycle a rest goes before that
-   computation, and control requests are carried out in it. Who needs a control request after a
-   computation awaits the computation's answer first.
+1. The worker sends Awake when it has imported what it needs. The first request is ConfigureStage;
+   its answer carries the names of the shared memory. The worker ends when the daemon's side of the
+   socket does.
+2. Every request but Discard has exactly one answer with the same `request` number: the one named
+   after it, or Failed. The worker continues after a Failed.
+3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A computation
+   (RunForward, RunBackward, RunEvaluation) names one slot with its payload; the worker copies the
+   payload out and writes the answer's payload **into the same slot**. The answer returns the slot
+   to the daemon. The worker therefore never waits for a slot and cannot be part of a deadlock; the
+   number of slots bounds the number of requests that it holds.
+4. **Order.** Between two computations the worker drains its inbox. Control requests are carried out
+   there, in order of arrival and ahead of queued computations; then one computation: a RunBackward
+   before any RunForward or RunEvaluation (1F1B: it frees memory soonest), an older step before a
+   newer one, else in order of arrival. Under a duty cycle a rest precedes that computation, and
+   control requests are carried out during it. A caller that needs a control request after a
+   computation awaits the answer of the computation first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
    and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
-   PrepareRound, ComputeNorm and ApplyUpdate are of step v + 1, whatever is computed of step v + 2
-   meanwhile.
-   ApplyUpdate forgets what is in flight of its step, LoadStageState and ReinitialiseStage
-   everything accumulated or
-   in flight; a RunBackward for it is Failed "unknown_microbatch". RunEvaluation uses version v.
-6. **Once.** A microbatch is in the accumulator at most once, `added` says whether this request
-   put it there, and what failed left no trace.
+   PrepareRound, ComputeNorm and ApplyUpdate belong to step v + 1, whatever is computed of step
+   v + 2 meanwhile. ApplyUpdate drops what is in flight of its step; LoadStageState and
+   ReinitialiseStage drop everything accumulated or in flight. A RunBackward for a dropped
+   microbatch is Failed "unknown_microbatch". RunEvaluation uses version v.
+6. **Once.** A microbatch is in the accumulator at most once, `added` reports whether this request
+   put it there, and a failed request leaves no trace.
 """
 
 from __future__ import annotations
@@ -38,50 +34,33 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swarm_shared.base.frozen_model import FrozenModel
+from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
+from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 
-Request = Annotated[int, Field(ge=0, lt=2**53)]
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 SquaredNorm = Annotated[float, Field(ge=0)]
 
-FailureCode = Literal[
-    "not_finite",  # an output or a gradient of this worker's holds an infinity or a NaN
-    "out_of_memory",
-    "bad_input",  # a size, a token id or a number that cannot be, as it came in
-    "wrong_step",  # not the step (or version) that this worker is at
-    "unknown_microbatch",  # RunBackward for what is not (any more) in flight
-    "discarded",  # given up by the daemon before it was computed, or in the middle of that
-    "storage",  # a state file that cannot be written or read
-    "device",  # the device is not there or does not work
-]
-
-
-class Numbered(FrozenModel):
-    """Base of every message: which request this is, or answers."""
-
-    request: Request
-
 
 # ------------------------------------------------------------------------- daemon to worker
 
 
 class ConfigureStage(Numbered):
-    """Build the stage from the manifest's seed: version 0."""
+    """Build the stage from the manifest's seed, at version 0."""
 
-    kind: Literal["configure"] = "configure"
+    kind: Literal["configure_stage"] = "configure_stage"
     manifest_json: Annotated[str, Field(max_length=8 * 2**20)]
     stage: StageIndex
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]{1,3})$")]
     threads: int = Field(ge=1, le=1024)
     graph_budget_bytes: Bytes
-    """Autograd graphs are kept between forward and backward while they fit; else recomputed."""
+    """Memory for autograd graphs between forward and backward; beyond it they are recomputed."""
     kept_budget_bytes: Bytes
-    """Host memory for inputs and gradients of accumulated microbatches, so that they can be
-    taken out again; the oldest go first."""
+    """Host memory for inputs and gradients of accumulated microbatches, with which they can be
+    taken out again; the oldest are dropped first."""
     slot_bytes: Bytes
     slot_count: int = Field(ge=1, le=65_536)
     namespace: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -89,13 +68,13 @@ class ConfigureStage(Numbered):
 
 
 class RunForward(Numbered):
-    """One microbatch; the slot holds its input and, on the last stage, its targets after it.
+    """Run one microbatch forward; the slot holds its input and, on the last stage, its targets.
 
-    On the last stage the backward pass is done at once and the answer is a BackwardDone; else a
-    ForwardDone with the output activation, and a RunBackward is to follow.
+    On the last stage the backward pass follows at once and the answer is a BackwardDone. On other
+    stages the answer is a ForwardDone with the output activation, and a RunBackward is to follow.
     """
 
-    kind: Literal["forward"] = "forward"
+    kind: Literal["run_forward"] = "run_forward"
     step: Step
     microbatch: MicrobatchIndex
     accumulate: bool
@@ -104,27 +83,28 @@ class RunForward(Numbered):
 
 
 class RunBackward(Numbered):
-    """The gradient of the output of the RunForward whose request number was `forward`."""
+    """Run the backward pass; the slot holds the gradient of the output of an earlier RunForward."""
 
-    kind: Literal["backward"] = "backward"
-    forward: Request
+    kind: Literal["run_backward"] = "run_backward"
+    forward: RequestNumber
+    """Request number of that RunForward."""
     slot: Slot
     nbytes: Bytes
 
 
 class RunEvaluation(Numbered):
-    """A forward pass that nothing follows: ForwardDone, on the last stage EvaluateDone."""
+    """Run a forward pass without a backward pass: ForwardDone, on the last stage EvaluateDone."""
 
-    kind: Literal["evaluate"] = "evaluate"
+    kind: Literal["run_evaluation"] = "run_evaluation"
     slot: Slot
     nbytes: Bytes
 
 
 class Discard(Numbered):
-    """Give up the computation with this number, queued or waiting for its RunBackward. No answer.
+    """Discard the computation with this number, queued or waiting for its RunBackward. No answer.
 
-    A computation that is still queued is answered with Failed "discarded", one that is being
-    carried out ends so at its next layer; one that is done stays done (ListAccumulated tells).
+    A queued computation is answered with Failed "discarded"; one that is running ends so at its
+    next layer; a finished one stays finished (ListAccumulated shows it).
     """
 
     kind: Literal["discard"] = "discard"
@@ -133,7 +113,7 @@ class Discard(Numbered):
 class Uncommit(Numbered):
     """Take these microbatches out of the step's accumulator: all of them, or nothing changes.
 
-    Ones that are not in it are skipped, so that a repeated Uncommit is harmless.
+    Microbatches that are not in it are skipped, so that a repeated Uncommit is harmless.
     """
 
     kind: Literal["uncommit"] = "uncommit"
@@ -142,38 +122,41 @@ class Uncommit(Numbered):
 
 
 class ResetAccumulator(Numbered):
-    """Empty the step's accumulator and forget its microbatches in flight."""
+    """Empty the step's accumulator and drop its microbatches in flight."""
 
     kind: Literal["reset_accumulator"] = "reset_accumulator"
     step: Step
 
 
 class ListAccumulated(Numbered):
-    """Which microbatches are in the step's accumulator."""
+    """List the microbatches in the step's accumulator."""
 
-    kind: Literal["accumulated"] = "accumulated"
+    kind: Literal["list_accumulated"] = "list_accumulated"
     step: Step
 
 
 class PrepareRound(Numbered):
-    """Copy the step's accumulator into the `gradients` segment; it keeps what it has."""
+    """Copy the step's accumulator into the `gradients` segment; the accumulator is unchanged."""
 
     kind: Literal["prepare_round"] = "prepare_round"
     step: Step
 
 
 class ComputeNorm(Numbered):
-    """Squared norms of `result` divided by step_tokens."""
+    """Compute the squared norms of `result` divided by step_tokens."""
 
-    kind: Literal["norm"] = "norm"
+    kind: Literal["compute_norm"] = "compute_norm"
     step: Step
     step_tokens: int = Field(ge=1)
 
 
 class ApplyUpdate(Numbered):
-    """Clip to the whole model's norm, step, empty the step's accumulator: version = step."""
+    """Clip to the whole model's norm, take the optimizer step, empty the step's accumulator.
 
-    kind: Literal["apply"] = "apply"
+    The version is then `step`.
+    """
+
+    kind: Literal["apply_update"] = "apply_update"
     step: Step
     step_tokens: int = Field(ge=1)
     global_norm: float = Field(ge=0, allow_inf_nan=False)
@@ -181,43 +164,45 @@ class ApplyUpdate(Numbered):
 
 
 class SaveStageState(Numbered):
-    kind: Literal["save_state"] = "save_state"
+    """Write parameters and optimizer state to `path`."""
+
+    kind: Literal["save_stage_state"] = "save_stage_state"
     path: str
     version: Version
 
 
 class LoadStageState(Numbered):
-    kind: Literal["load_state"] = "load_state"
+    """Load parameters and optimizer state from `path`."""
+
+    kind: Literal["load_stage_state"] = "load_stage_state"
     path: str
     version: Version
 
 
 class ReinitialiseStage(Numbered):
-    """Start again from the manifest's seed, and call that `version`."""
+    """Start again from the manifest's seed, as version `version`."""
 
-    kind: Literal["reinitialise"] = "reinitialise"
+    kind: Literal["reinitialise_stage"] = "reinitialise_stage"
     version: Version
 
 
 class SetLimits(Numbered):
-    """How much of the device may be used from now on; may be said at any time."""
+    """Limit the use of the device from now on; may be sent at any time."""
 
-    kind: Literal["limit"] = "limit"
+    kind: Literal["set_limits"] = "set_limits"
     duty_cycle: float = Field(gt=0, le=1)
-    """Share of the time that is computed in."""
+    """Share of the time spent computing."""
     threads: int = Field(ge=1, le=1024)
-    """At most those that ConfigureStage gave."""
+    """Number of threads, at most those of ConfigureStage."""
     vram_bytes: Bytes | None = None
-    """What the allocator may take of a GPU's memory; None: all of it."""
+    """Bound on the allocator's share of GPU memory; None for all of it."""
 
 
 ComputeRequest = RunForward | RunBackward | RunEvaluation
 WorkerRequest = Annotated[
-    ConfigureStage | RunForward | RunBackward | RunEvaluation | Discard | Uncommit |
-    ResetAccumulator
-    | ListAccumulated | PrepareRound | ComputeNorm | ApplyUpdate | SaveStageState | LoadStageState
-    | ReinitialiseStage
-    | SetLimits,
+    ConfigureStage | RunForward | RunBackward | RunEvaluation | Discard | Uncommit
+    | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | ApplyUpdate | SaveStageState
+    | LoadStageState | ReinitialiseStage | SetLimits,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -226,16 +211,15 @@ WorkerRequest = Annotated[
 
 
 class Awake(Numbered):
-    """Said once and to nobody's request: from now on answers come without delay."""
+    """Sent once, without a request: from now on answers come without delay."""
 
     kind: Literal["awake"] = "awake"
-    request: Request = 0
 
 
 class StageConfigured(Numbered):
-    """Ready, at version 0."""
+    """Answer to ConfigureStage: the stage is ready, at version 0."""
 
-    kind: Literal["configured"] = "configured"
+    kind: Literal["stage_configured"] = "stage_configured"
     version: Version
     digest: str
     own_elements: Bytes
@@ -243,21 +227,26 @@ class StageConfigured(Numbered):
     slots_name: str
     gradients_name: str
     result_name: str
-    input_bytes: Bytes
-    output_bytes: Bytes
 
 
-class ForwardDone(Numbered):
+class Computed(Numbered):
+    """Base of the answers to a computation."""
+
+    seconds: Finite
+    """Compute time without the time in the queue, with the rest that a duty cycle requires."""
+
+
+class ForwardDone(Computed):
+    """Answer to RunForward and RunEvaluation on all stages but the last."""
+
     kind: Literal["forward_done"] = "forward_done"
     nbytes: Bytes
-    seconds: Finite
-    """Compute alone, without the time in the queue; with the rest that a duty cycle asks for."""
 
 
-class BackwardDone(Numbered):
-    """The slot holds the gradient of the input (`nbytes` 0 on stage 0).
+class BackwardDone(Computed):
+    """Answer to RunBackward; the slot holds the gradient of the input (`nbytes` 0 on stage 0).
 
-    loss_sum (a sum over `tokens`, in nats) on the last stage only.
+    loss_sum (a sum over `tokens`, in nats) is set on the last stage only.
     """
 
     kind: Literal["backward_done"] = "backward_done"
@@ -265,34 +254,38 @@ class BackwardDone(Numbered):
     tokens: Bytes
     added: bool
     loss_sum: Finite | None = None
-    seconds: Finite
 
 
-class EvaluateDone(Numbered):
+class EvaluateDone(Computed):
+    """Answer to RunEvaluation on the last stage."""
+
     kind: Literal["evaluate_done"] = "evaluate_done"
     loss_sum: Finite
     tokens: Bytes
-    seconds: Finite
 
 
 class Uncommitted(Numbered):
+    """Answer to Uncommit; `ok` False if nothing was changed."""
+
     kind: Literal["uncommitted"] = "uncommitted"
     ok: bool
 
 
 class AccumulatorReset(Numbered):
+    """Answer to ResetAccumulator."""
+
     kind: Literal["accumulator_reset"] = "accumulator_reset"
 
 
 class AccumulatedMicrobatches(Numbered):
-    """Sorted."""
+    """Answer to ListAccumulated; sorted."""
 
-    kind: Literal["accumulated_are"] = "accumulated_are"
+    kind: Literal["accumulated_microbatches"] = "accumulated_microbatches"
     microbatches: Microbatches
 
 
 class RoundPrepared(Numbered):
-    """`microbatches` are exactly those whose gradients are in the segment."""
+    """Answer to PrepareRound; the segment holds the gradients of exactly these microbatches."""
 
     kind: Literal["round_prepared"] = "round_prepared"
     microbatches: Microbatches
@@ -300,52 +293,61 @@ class RoundPrepared(Numbered):
 
 
 class NormComputed(Numbered):
-    """`finite` False: the result must not be applied, and the squares are 0."""
+    """Answer to ComputeNorm. If `finite` is False, the result must not be applied and the squares
+    are 0."""
 
-    kind: Literal["norm_done"] = "norm_done"
+    kind: Literal["norm_computed"] = "norm_computed"
     own_squared: SquaredNorm
     tied_squared: SquaredNorm
     finite: bool
 
 
 class UpdateApplied(Numbered):
-    kind: Literal["applied"] = "applied"
+    """Answer to ApplyUpdate."""
+
+    kind: Literal["update_applied"] = "update_applied"
     version: Version
     digest: str
     norm: Finite
-    """Of the parameters."""
+    """Norm of the parameters."""
 
 
 class StageStateSaved(Numbered):
-    kind: Literal["state_saved"] = "state_saved"
-    path: str
+    """Answer to SaveStageState."""
+
+    kind: Literal["stage_state_saved"] = "stage_state_saved"
     nbytes: Bytes
 
 
 class StageStateLoaded(Numbered):
     """Answer to LoadStageState and ReinitialiseStage."""
 
-    kind: Literal["state_loaded"] = "state_loaded"
+    kind: Literal["stage_state_loaded"] = "stage_state_loaded"
     version: Version
     digest: str
 
 
 class LimitsSet(Numbered):
-    kind: Literal["limited"] = "limited"
+    """Answer to SetLimits."""
+
+    kind: Literal["limits_set"] = "limits_set"
 
 
-class Failed(Numbered):
+class Failed(Failure):
+    """Answer to any request that could not be carried out."""
+
     kind: Literal["failed"] = "failed"
     code: FailureCode
     message: str
 
+    def error(self) -> RequestFailed:
+        return RequestFailed(self.code, self.message)
+
 
 WorkerAnswer = Annotated[
-    Awake | StageConfigured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted |
-    AccumulatorReset
-    | AccumulatedMicrobatches | RoundPrepared | NormComputed | UpdateApplied | StageStateSaved |
-    StageStateLoaded | LimitsSet
-    | Failed,
+    Awake | StageConfigured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted
+    | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared | NormComputed | UpdateApplied
+    | StageStateSaved | StageStateLoaded | LimitsSet | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

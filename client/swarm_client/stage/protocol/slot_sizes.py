@@ -1,4 +1,4 @@
-"""How many bytes cross one stage's borders per microbatch, and how many a slot must hold.
+"""Bytes that cross one stage's boundaries per microbatch, and the size of a slot.
 
 Free of torch: the daemon and the worker both derive these from the manifest and must agree.
 """
@@ -11,21 +11,21 @@ from swarm_shared.run.codec_sizes import DTYPE_BYTES
 from swarm_shared.run.manifest import Manifest
 
 TOKEN_BYTES = 4
-"""Token ids and targets cross as uint32."""
+"""Bytes of a token id or target on the wire (uint32)."""
 
 SLOT_ALIGNMENT_BYTES = 4096
-"""A slot starts on a page, so that any dtype is aligned and a device can pin it."""
+"""Alignment of slots in bytes, a page, so that any dtype is aligned and a device can pin it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D the border's
+    """Bytes per microbatch, in the manifest's encoding. B sequences, T positions, D the boundary's
     width.
 
-    input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which
-    follow the input on the last stage only. input_gradient_bytes: what answers the input; 0 on
-    stage 0. output_bytes, output_gradient_bytes: the activation_BTD that goes on and the gradient
-    that comes back; 0 on the last stage. tensor_bytes: an activation_BTD that is not encoded.
+    input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which follow
+    the input on the last stage only. input_gradient_bytes: the answer to the input; 0 on stage 0.
+    output_bytes, output_gradient_bytes: the activation_BTD sent on and the gradient that comes
+    back; 0 on the last stage. tensor_bytes: an activation_BTD without encoding.
     """
 
     input_bytes: int
@@ -38,7 +38,7 @@ class SlotSizes:
 
     @property
     def request_bytes(self) -> int:
-        """What a RunForward or an RunEvaluation carries."""
+        """Bytes of the payload of a RunForward or a RunEvaluation."""
         return self.input_bytes + self.target_bytes
 
 

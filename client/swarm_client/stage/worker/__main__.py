@@ -1,4 +1,5 @@
-"""`python -m swarm_client.stage.worker --fd N`, started by the daemon; see `protocol`."""
+"""Entry point of the stage worker: `python -m swarm_client.stage.worker --fd N`, started by the
+daemon."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare_child_process()
     faults.activate(None, daemon_pid=os.getppid())
-    # Only now: importing torch takes seconds, in which the daemon may already have died.
+    # Imported here: torch takes seconds to import, and the daemon may die meanwhile.
     from swarm_client.stage.worker.compute_loop import serve
 
-    # The socket is left to the system to close: its end then tells the daemon that the exit
-    # status is there.
+    # The system closes the socket, so that the daemon sees its end only once the exit status
+    # exists.
     serve(inherited_link(arguments.fd, worker_requests))
 
 

@@ -1,10 +1,10 @@
-"""The gradients of one step, summed, and what is needed to take one of them out again.
+"""The sum of one step's gradients, and what is needed to take a microbatch out of it again.
 
-Owns one flat vector on the stage's device, the set of microbatches in it, and per microbatch, while
-a byte budget lasts, the tensors from which its gradient can be computed again. Does not own
-computing gradients. Within a step the parameters that it is computed with do not change, so a
-gradient that is computed again is the same gradient. Where gradients are counted (`exact_sums`),
-subtracting it undoes the addition; where they are summed in float32, up to rounding.
+Owns one flat vector on the stage's device, the set of microbatches in it, and per microbatch,
+within a byte budget, the tensors from which its gradient can be recomputed. Does not own the
+computation of gradients. Within a step the parameters do not change, so a recomputed gradient is
+the same gradient. Where gradients are fixed-point counts (`swarm_shared.model.fixed_point_sums`),
+subtracting it undoes the addition exactly; where they are summed in float32, up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from swarm_shared.model.fixed_point_sums import Quantum, totals_dtype
 
 @dataclass(frozen=True, slots=True)
 class KeptMicrobatch:
-    """All in host memory. No output gradient on the last stage, whose targets serve."""
+    """The inputs of a microbatch, in host memory. No output gradient on the last stage, where the
+    targets replace it."""
 
     inputs: MicrobatchInput
     output_gradient: Tensor | None
@@ -70,8 +71,8 @@ class Accumulator:
     def subtract(
         self, microbatches: Iterable[MicrobatchIndex], gradients: Iterable[Sequence[Tensor]]
     ) -> None:
-        """Take out microbatches whose gradients, computed again, are these; all or, when computing
-        one fails, none."""
+        """Subtract microbatches, given their recomputed gradients: all, or none if a computation
+        fails."""
         total: Tensor | None = None
         for one in gradients:
             if one and total is None:
@@ -84,7 +85,7 @@ class Accumulator:
             kept = self._microbatches.pop(microbatch)
             self._kept_bytes -= 0 if kept is None else kept.nbytes
         if not self._microbatches:
-            self.flat.zero_()  # leave no rounding behind
+            self.flat.zero_()  # removes rounding errors
 
     def _add(self, views: list[Tensor], gradients: Sequence[Tensor]) -> None:
         if self._quantum is None:
@@ -98,7 +99,7 @@ class Accumulator:
         self._kept_bytes = 0
 
     def _drop_oldest_kept(self) -> None:
-        # Those that raced or were hedged came last, and are what has to go out again.
+        # Racing and hedged microbatches come last, and those are the ones to take out again.
         for microbatch, kept in self._microbatches.items():
             if self._kept_bytes <= self._budget_bytes:
                 return

@@ -1,11 +1,11 @@
-"""torch.compile for a stage's layers, where whoever runs the worker wants it.
+"""torch.compile for a stage's layers, switched on by an environment variable.
 
-Off unless the environment says so: compiling takes minutes at the start, and whether it pays
-depends on the device (`make bench-gpu` measures both ways). Each layer is compiled by itself: all
-are alike, so that it is compiled once, and what the worker does between two layers stays outside.
+Off by default: compiling takes minutes at the start, and its benefit depends on the device (`make
+bench-gpu` measures both ways). Each layer is compiled by itself: all are alike, so that one
+compilation serves them all, and the worker's code between two layers stays outside.
 
 A compiled layer computes the same values but for rounding. Replicas stay equal to the bit all the
-same: each microbatch's gradient is computed by one of them, and all of them apply the same average.
+same: one of them computes each microbatch's gradient, and all of them apply the same average.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from swarm_shared.model import Stage
 
 COMPILE_VARIABLE = "SWARM_COMPILE"
 BACKENDS = ("inductor", "aot_eager")
-"""`aot_eager` generates no code: for tests, and to see which part of the compiler is at fault."""
+"""Permitted backends. `aot_eager` generates no code: for tests, and to find the failing part of the
+compiler."""
 
 
 def backend_from_environment() -> str | None:
-    """None: layers are not compiled."""
+    """The backend that the environment selects; None for no compilation."""
     wanted = os.environ.get(COMPILE_VARIABLE, "")
     if wanted in ("", "0"):
         return None
@@ -37,7 +38,7 @@ def backend_from_environment() -> str | None:
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
-    """From now on; the first microbatch takes as long as compiling does."""
+    """Compile the layers; the first microbatch then takes as long as compiling does."""
     for layer in stage.model.layers.values():
-        # The forward alone: hooks on the layer go on to be called as they are.
+        # Only the forward is replaced, so that hooks on the layer are still called.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

@@ -1,8 +1,8 @@
 """The compute loop: messages in, computations in the right order, answers out.
 
-Owns the order of work (protocol rule 4) and the translation of what can go wrong in a request into
-a Failed answer. Anything else that goes wrong is a bug: it ends the process with a traceback in its
-log, and the daemon starts another one.
+Owns the order of work (rule 4 of `swarm_client.stage.protocol.messages`) and the translation of
+request failures into Failed answers. Any other exception is a bug: it ends the process with a
+traceback in its log, and the daemon starts another one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.ipc.child_process import SyncLink
+from swarm_client.ipc.numbered import Numbered
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
-from swarm_client.stage.worker.pace import FORWARD_SHARE, pace_from_environment
 from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -39,10 +39,10 @@ _COMPUTING_CONTROLS = (
     messages.ComputeNorm,
     messages.ApplyUpdate,
 )
-"""What computes, among the control requests."""
+"""The control requests that compute."""
 
 WorkerLink = SyncLink[messages.WorkerRequest]
-RequestT = TypeVar("RequestT", bound=messages.Numbered)
+RequestT = TypeVar("RequestT", bound=Numbered)
 
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
@@ -59,22 +59,20 @@ class ComputeLoop:
         self._steps = steps
         self._memory = memory
         self._clock = clock
-        cut = runner.manifest.stages[runner.stage_index]
-        self._pace = pace_from_environment(cut.work_flops, clock)
         self._duty = DutyCycle(clock)
         self._threads = torch.get_num_threads()
         self._backwards: deque[messages.RunBackward] = deque()
         self._forwards: deque[messages.RunForward | messages.RunEvaluation] = deque()
         self._computing: int | None = None
-        """The request that is being computed, which may be given up meanwhile."""
+        """Number of the request being computed, which may be discarded meanwhile."""
         self._unread: deque[messages.WorkerRequest | None] = deque()
-        """What came while computing; None is the end of the link."""
+        """Messages received while computing; None is the end of the link."""
         runner.between_layers = self._stop_if_discarded
         if runner.on_gpu:
             runner.while_computing = self._fetch_next
 
     def run(self) -> None:
-        """Return when the daemon has closed the link."""
+        """Serve requests until the daemon closes the link."""
         try:
             while self._drain():
                 request = self._next()
@@ -88,7 +86,7 @@ class ComputeLoop:
             return
 
     def _next(self) -> messages.ComputeRequest:
-        """What is computed now, out of its queue."""
+        """Take the next computation out of its queue."""
         if self._backwards:
             backward = min(self._backwards, key=self._step_of)
             self._backwards.remove(backward)
@@ -98,8 +96,8 @@ class ComputeLoop:
         return forward
 
     def _drain(self) -> bool:
-        """Take in all messages; wait for one when nothing is queued. False at the end."""
-        # What rests listens: others may wait for this stage to close the step.
+        """Handle all received messages; wait for one when nothing is queued. False at the end."""
+        # Messages are handled during a rest: other stages may wait for this one to close the step.
         while self._has_message(self._duty.rest_seconds()) or not self._queued():
             message = self._unread.popleft() if self._unread else self._link.receive()
             if message is None:
@@ -122,22 +120,22 @@ class ComputeLoop:
         return bool(self._unread) or self._link.has_message(wait_seconds)
 
     def _stop_if_discarded(self) -> None:
-        """Between two layers: its owner wants the machine, say, and a computation takes seconds."""
+        """Called between two layers: a computation takes seconds, and the machine may be needed."""
         if self._computing is None or (self._unread and self._unread[-1] is None):
             return
         while self._link.has_message():
             message = self._link.receive()
             if isinstance(message, messages.Discard) and message.request == self._computing:
-                raise RequestFailed("discarded", "given up by the daemon while it was computed")
+                raise RequestFailed("discarded", "discarded by the daemon while it was computed")
             self._unread.append(message)
             if message is None:
                 return
 
     def _fetch_next(self) -> None:
-        """The next input goes to the device while it computes something else."""
+        """Copy the next input to the device while it computes."""
         coming = min(self._forwards, key=self._step_of, default=None)
         if isinstance(coming, messages.RunForward):
-            with suppress(RequestFailed):  # told when its turn has come
+            with suppress(RequestFailed):  # its own forward reports the failure
                 payload = self._memory.slot(coming.slot, coming.nbytes)
                 self._runner.prefetch(coming.request, payload)
 
@@ -150,16 +148,13 @@ class ComputeLoop:
             for queued in queue:
                 if queued.request == number:
                     queue.remove(queued)  # type: ignore[arg-type]
-                    self._link.send(
-                        messages.Failed(
-                            request=number, code="discarded", message="given up by the daemon"
-                        )
-                    )
+                    failed = messages.Failed(code="discarded", message="discarded by the daemon")
+                    self._link.send(failed.numbered(number))
                     return
 
     # ---- computations
 
-    def _compute(self, request: messages.ComputeRequest) -> messages.Numbered:
+    def _compute(self, request: messages.ComputeRequest) -> Numbered:
         started = self._clock()
         payload = self._memory.slot(request.slot, request.nbytes)
         step = self._step_of(request)
@@ -175,11 +170,10 @@ class ComputeLoop:
                 result = self._runner.backward(request.forward, payload)
             case messages.RunEvaluation():
                 result = self._runner.evaluate(payload)
-        self._pace.keep(started, _share_of(request, result))
         return self._answer_of(request, step, result, started)
 
     def _step_of(self, request: messages.ComputeRequest) -> Step:
-        """The older of two goes first: what it lacks holds up its close, and all that follows."""
+        """The step of a request. An older step goes first: its close delays all later steps."""
         match request:
             case messages.RunForward():
                 return request.step
@@ -194,7 +188,7 @@ class ComputeLoop:
         step: Step,
         result: ForwardResult | BackwardResult | float,
         started: float,
-    ) -> messages.Numbered:
+    ) -> Numbered:
         tokens = self._runner.manifest.tokens_per_microbatch
         match result:
             case ForwardResult():
@@ -202,9 +196,7 @@ class ComputeLoop:
                 slot = self._memory.slot(request.slot)
                 nbytes = self._runner.codec.write_output(host, slot)
                 self._corrupt(FaultPoint.FORWARD, step, request.slot, nbytes)
-                return messages.ForwardDone(
-                    request=request.request, nbytes=nbytes, seconds=self._seconds(started)
-                )
+                return messages.ForwardDone(nbytes=nbytes, seconds=self._seconds(started))
             case BackwardResult():
                 nbytes = 0
                 if result.input_gradient is not None:
@@ -213,14 +205,13 @@ class ComputeLoop:
                     nbytes = self._runner.codec.write_input_gradient(host, slot)
                     self._corrupt(FaultPoint.BACKWARD, step, request.slot, nbytes)
                 return messages.BackwardDone(
-                    request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
+                    nbytes=nbytes, tokens=tokens, added=result.added,
                     loss_sum=result.loss_sum, seconds=self._seconds(started),
                 )  # fmt: skip
             case float():
                 return messages.EvaluateDone(
-                    request=request.request, loss_sum=result, tokens=tokens,
-                    seconds=self._seconds(started),
-                )  # fmt: skip
+                    loss_sum=result, tokens=tokens, seconds=self._seconds(started)
+                )
 
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
@@ -231,35 +222,32 @@ class ComputeLoop:
 
     # ---- control
 
-    def _control(self, request: messages.Numbered) -> messages.Numbered:
-        number = request.request
+    def _control(self, request: Numbered) -> Numbered:
         match request:
             case messages.Uncommit():
                 ok = self._runner.uncommit(request.step, request.microbatches)
-                return messages.Uncommitted(request=number, ok=ok)
+                return messages.Uncommitted(ok=ok)
             case messages.ResetAccumulator():
                 self._runner.open_parameter_set(request.step)
                 self._runner.reset_step(request.step)
-                return messages.AccumulatorReset(request=number)
+                return messages.AccumulatorReset()
             case messages.ListAccumulated():
                 held = self._runner.open_parameter_set(request.step).accumulator.microbatches()
-                return messages.AccumulatedMicrobatches(request=number, microbatches=held)
+                return messages.AccumulatedMicrobatches(microbatches=held)
             case messages.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
                 self._corrupt_totals(
                     FaultPoint.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer
                 )
                 return messages.RoundPrepared(
-                    request=number, microbatches=microbatches,
-                    finite=is_finite(self._memory.gradients),
-                )  # fmt: skip
+                    microbatches=microbatches, finite=is_finite(self._memory.gradients)
+                )
             case messages.ComputeNorm():
                 self._inject_into_result(FaultPoint.NORM, request.step)
                 norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
                 return messages.NormComputed(
-                    request=number, own_squared=norms.own, tied_squared=norms.tied,
-                    finite=norms.finite,
-                )  # fmt: skip
+                    own_squared=norms.own, tied_squared=norms.tied, finite=norms.finite
+                )
             case messages.ApplyUpdate():
                 self._inject_into_result(FaultPoint.APPLY, request.step)
                 fingerprint = self._steps.apply(
@@ -267,14 +255,13 @@ class ComputeLoop:
                     request.learning_rate, self._memory.result,
                 )  # fmt: skip
                 return messages.UpdateApplied(
-                    request=number, version=self._runner.version, digest=fingerprint.digest,
-                    norm=fingerprint.norm,
-                )  # fmt: skip
+                    version=self._runner.version, digest=fingerprint.digest, norm=fingerprint.norm
+                )
             case messages.SetLimits():
                 self._limit(request)
-                return messages.LimitsSet(request=number)
+                return messages.LimitsSet()
             case _:
-                return self._state(number, request)
+                return self._state(request)
 
     def _limit(self, request: messages.SetLimits) -> None:
         self._duty.change(request.duty_cycle)
@@ -291,12 +278,12 @@ class ComputeLoop:
             phase, step, totals, as_float64=self._runner.parameter_sets.quantum is not None
         )
 
-    def _state(self, number: int, request: messages.Numbered) -> messages.Numbered:
+    def _state(self, request: Numbered) -> Numbered:
         match request:
             case messages.SaveStageState():
                 faults.inject(FaultPoint.CHECKPOINT, request.version)
                 nbytes = self._steps.save(Path(request.path), request.version)
-                return messages.StageStateSaved(request=number, path=request.path, nbytes=nbytes)
+                return messages.StageStateSaved(nbytes=nbytes)
             case messages.LoadStageState():
                 digest = self._steps.load(Path(request.path), request.version).digest
             case messages.ReinitialiseStage():
@@ -305,42 +292,32 @@ class ComputeLoop:
                 raise RequestFailed(
                     "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
                 )
-        return messages.StageStateLoaded(
-            request=number, version=self._runner.version, digest=digest
-        )
+        return messages.StageStateLoaded(version=self._runner.version, digest=digest)
 
 
-def _share_of(
-    request: messages.ComputeRequest, result: ForwardResult | BackwardResult | float
-) -> float:
-    """Of a microbatch's work in this stage, what this computation was."""
-    if not isinstance(result, BackwardResult):
-        return FORWARD_SHARE
-    # The last stage goes on with the backward pass at once.
-    return 1.0 if isinstance(request, messages.RunForward) else 1.0 - FORWARD_SHARE
+def _answer(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Numbered:
+    """Return the answer under the request's number: Failed if the request or the machine is at
+    fault; a bug raises."""
+    return _outcome(request, carry_out).numbered(request.request)
 
 
-def _answer(
-    request: RequestT, carry_out: Callable[[RequestT], messages.Numbered]
-) -> messages.Numbered:
-    """The answer, or Failed for what is the request's (or the machine's) fault."""
-    number = request.request
+def _outcome(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Numbered:
     try:
         return carry_out(request)
     except RequestFailed as error:
-        return messages.Failed(request=number, code=error.code, message=str(error))
+        return messages.Failed(code=error.code, message=str(error))
     except CapacityError as error:
-        return messages.Failed(request=number, code="out_of_memory", message=str(error))
+        return messages.Failed(code="out_of_memory", message=str(error))
     except SwarmError as error:
-        return messages.Failed(request=number, code="bad_input", message=str(error))
+        return messages.Failed(code="bad_input", message=str(error))
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         message = f"the device's memory is full ({str(error).splitlines()[0][:300]})"
-    # Outside of the handler, whose traceback holds the tensors that have to go first.
+    # Outside of the handler, because its traceback keeps tensors alive that must be freed first.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return messages.Failed(request=number, code="out_of_memory", message=message)
+    return messages.Failed(code="out_of_memory", message=message)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -364,7 +341,7 @@ def _device(name: str) -> torch.device:
 
 
 def serve(link: WorkerLink) -> None:
-    """The life of a worker: ConfigureStage, then work until the daemon closes the link."""
+    """Run a worker: ConfigureStage, then work until the daemon closes the link."""
     try:
         link.send(messages.Awake())
     except LinkClosed:
@@ -388,8 +365,8 @@ def serve(link: WorkerLink) -> None:
     except LinkClosed:
         return
     finally:
-        # Again: when the daemon is killed, the end of the link comes first and the signal of its
-        # death (which comes once) then interrupts whatever runs, the first unlink included.
+        # Again: when the daemon is killed, the link ends first, and the death signal (which comes
+        # once) may then interrupt the first unlink.
         unlink()
 
 
@@ -397,7 +374,7 @@ def _configure(
     link: WorkerLink,
     request: messages.ConfigureStage,
     made: list[tuple[ComputeLoop, WorkerMemory]],
-) -> messages.Numbered:
+) -> Numbered:
     torch.set_num_threads(request.threads)
     manifest = Manifest.model_validate_json(request.manifest_json)
     if request.stage >= manifest.stage_count:
@@ -417,14 +394,13 @@ def _configure(
         )
     steps = StepRunner(runner)
     digest = steps.fingerprint().digest
-    # Last, so that no signal finds segments that `made` does not name.
+    # Last, so that every segment is listed in `made` when a signal arrives.
     memory = WorkerMemory(
         request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
         runner.layout.count, totals_dtype(runner.parameter_sets.quantum),
     )  # fmt: skip
     made.append((ComputeLoop(link, runner, steps, memory), memory))
     return messages.StageConfigured(
-        request=request.request,
         version=runner.version,
         digest=digest,
         own_elements=runner.layout.own_count,
@@ -432,6 +408,4 @@ def _configure(
         slots_name=memory.slots.name,
         gradients_name=memory.gradients_segment.name,
         result_name=memory.result_segment.name,
-        input_bytes=runner.sizes.input_bytes,
-        output_bytes=runner.sizes.output_bytes,
     )

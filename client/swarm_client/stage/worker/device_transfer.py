@@ -1,9 +1,9 @@
-"""Tensors between host memory and the device that computes. The identity on a CPU.
+"""Copies of tensors between host memory and the compute device. The identity on a CPU.
 
 On a GPU every copy passes through pinned memory, which the copy engines read and write directly,
-and runs on a stream of its own: one for each direction, because each direction has an engine of
-its own. Kernels that are queued already go on meanwhile. Each direction has two buffers that are
-made once, so that one can be filled while the other one is on its way. No value changes.
+and runs on a stream of its own: one per direction, because each direction has its own engine.
+Queued kernels continue meanwhile. Each direction has two permanent buffers, so that one can be
+filled while the other is being copied. Values never change.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ BUFFERS = 2
 
 class DeviceCopier(Protocol):
     def to_device(self, host: Tensor) -> Tensor:
-        """The tensor where the stage computes; `host` may be changed as soon as this returns."""
+        """Copy to the device; `host` may be changed as soon as this returns."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory, complete; valid until the next call but one."""
+        """Copy to host memory, completely; valid until the next call but one."""
 
 
 def device_copier(device: torch.device, largest_bytes: int) -> DeviceCopier:
-    """`largest_bytes`: of a tensor that is to be fast; larger ones get there as well."""
+    """The copier of a device. Tensors above `largest_bytes` are copied without pinned memory."""
     if device.type == "cuda":
         return CudaCopier(device, largest_bytes)
     return NoCopier()
 
 
 class NoCopier:
-    """Host and device are the same memory."""
+    """The copier of the CPU: host and device are the same memory."""
 
     def to_device(self, host: Tensor) -> Tensor:
         return host
@@ -45,7 +45,7 @@ class NoCopier:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """A buffer, and when the device has last done with it."""
+    """A pinned buffer, and the event of the device's last use of it."""
 
     bytes: Tensor
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -55,7 +55,7 @@ class _Pinned:
 
 
 class CudaCopier:
-    """Copies wait for what they need and for nothing else."""
+    """The copier of a GPU. A copy waits only for the data and the buffer that it needs."""
 
     def __init__(self, device: torch.device, largest_bytes: int) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class CudaCopier:
             tensor = staged.to(self._device, non_blocking=True)
             buffer.done.record()
         computing.wait_event(buffer.done)
-        # Made on one stream and used on another: its memory is not given away before both are done.
+        # Created on one stream and used on another: keeps its memory until both are done.
         tensor.record_stream(computing)
         return tensor
 

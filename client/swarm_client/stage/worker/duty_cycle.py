@@ -1,8 +1,8 @@
-"""A worker that computes a share of the time: it rests after each computation.
+"""The duty cycle of a worker: a rest after each computation.
 
-What is computed is the same, and messages are answered while it rests. The time of other work (an
-optimizer step) is made up for after the computations that follow, so that no rest is much longer
-than what the daemon is used to: a worker that is silent for very long counts as hung.
+Results are the same, and messages are answered during a rest. The rest owed for other work (an
+optimizer step) is distributed over the following computations, so that no rest is much longer than
+usual: a worker that is silent for very long counts as hung.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 MAX_REST_FACTOR = 2.0
-"""Times the rest that a computation calls for by itself."""
+"""Longest rest after a computation, in multiples of the rest that this computation requires."""
 
 
 class DutyCycle:
+    """The rest that a worker owes, and the end of its current rest."""
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self.share = 1.0
         self._clock = clock
@@ -21,14 +23,14 @@ class DutyCycle:
         self._rest_ends_at = 0.0
 
     def change(self, share: float) -> None:
-        """From now on; what is owed by the old share is forgiven."""
+        """Set the share of time spent computing; rest owed under the old share is dropped."""
         if share != self.share:
             self.share = share
             self._owed_seconds = 0.0
             self._rest_ends_at = self._clock()
 
     def add_work(self, seconds: float) -> None:
-        """Something that no rest follows at once."""
+        """Add work after which no rest follows at once."""
         self._owed_seconds += seconds * self._rest_per_second
 
     def computed(self, seconds: float) -> None:
@@ -39,11 +41,11 @@ class DutyCycle:
         self._rest_ends_at = self._clock() + rest
 
     def rest_seconds(self) -> float:
-        """Until the next computation may begin."""
+        """Seconds until the next computation may begin."""
         return max(0.0, self._rest_ends_at - self._clock())
 
     def effective_seconds(self, seconds: float) -> float:
-        """What a computation takes with the rest that it calls for: the rate that others count
+        """The duration of a computation including its rest: the rate that other peers can count
         on."""
         return seconds / self.share
 

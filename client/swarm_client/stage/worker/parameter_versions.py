@@ -1,18 +1,13 @@
-"""What steps are computed with: parameters of one version each, and the gradients summed there.
+"""Parameter sets: copies of a stage at one parameter version each, with their accumulators.
 
-Without staleness there is one parameter_set, and every step uses it. With staleness 1 there are
-two: step s
-uses parameter_set s % 2, which holds version s - 2 (at least 0), while the other parameter_set
-holds version s - 1
-for step s + 1. So the microbatches of two steps can be computed in any order. When step s is
-applied its parameter_set takes over the other one's parameters and the optimizer steps there: it
-then holds
-version s, which is what step s + 2 is computed with. Nothing in the other parameter_set is
-touched, the
-autograd graphs of step s + 1 included.
+Without staleness there is one set, and every step uses it. With staleness 1 there are two: step s
+uses set s % 2, which holds version s - 2 (at least 0), while the other set holds version s - 1 for
+step s + 1. The microbatches of two steps can therefore be computed in any order. When step s is
+applied, its set copies the other set's parameters and the optimizer steps there: it then holds
+version s, with which step s + 2 is computed. Nothing in the other set changes, including the
+autograd graphs of step s + 1.
 
-Owns which parameter_set a step uses. Does not own the parameter version, nor when a step is
-applied.
+Owns which set a step uses. Does not own the parameter version, nor when a step is applied.
 """
 
 from __future__ import annotations
@@ -42,14 +37,13 @@ class ParameterSet:
         self.accumulator = Accumulator(layout, device, kept_budget_bytes, quantum)
 
     def take_parameters(self, other: ParameterSet) -> None:
-        """Hold the other parameter_set's version, in this parameter_set's own memory."""
+        """Copy the other set's version into this set's own memory."""
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, other.parameters)
 
 
 class ParameterSets:
-    """All parameter_sets of a stage, at version 0. `kept_budget_bytes` is for all of them
-    together."""
+    """All parameter sets of a stage, at version 0. `kept_budget_bytes` is their common budget."""
 
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
@@ -69,17 +63,16 @@ class ParameterSets:
         return iter(self._parameter_sets)
 
     def open_steps(self, version: Version) -> range:
-        """The steps that can be worked on; the first of them is the next to be applied."""
+        """The steps that can be worked on; the first of them is applied next."""
         return range(version + 1, version + 1 + len(self._parameter_sets))
 
     def of(self, step: Step) -> ParameterSet:
         return self._parameter_sets[step % len(self._parameter_sets)]
 
     def newest(self, version: Version) -> ParameterSet:
-        """The parameter_set that holds `version`, when that is the newest."""
+        """The set that holds `version`, if that is the newest version."""
         return self.of(Step(version + len(self._parameter_sets)))
 
     def previous(self, version: Version) -> ParameterSet | None:
-        """The parameter_set that holds the version before it; None where none is needed any
-        more."""
+        """The set that holds the version before; None where the state does not need it."""
         return self.of(Step(version + 1)) if len(self._parameter_sets) > 1 else None

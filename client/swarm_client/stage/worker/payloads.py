@@ -1,10 +1,11 @@
-"""Tensors between the bytes of a slot and host memory (`device_copier` takes them on from there).
+"""Conversion between the bytes of a slot and tensors in host memory.
 
-Owns the checks on what comes in (size, token ids, finiteness) and the copies in and out of slots;
-what activations and gradients look like on the wire is the manifest's codec. What is kept for
-computing a microbatch again is the decoded tensor: it is what was computed with.
+Owns the checks on received payloads (size, token ids, finiteness) and the copies in and out of
+slots. The manifest's codec determines the encoding of activations and gradients;
+`swarm_client.stage.worker.device_transfer` copies tensors to the device. The decoded tensor is what
+is kept for recomputing a microbatch, because the computation used it.
 
-Shape suffixes: B sequences, T positions, D the width of a border.
+Shape suffixes: B sequences, T positions, D the width of a stage boundary.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MicrobatchInput:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """`is_finite` of all, with one wait for the device."""
+    """Whether all tensors are finite, with a single wait for the device."""
     bounds = [b.float() for t in tensors if t.numel() for b in torch.aminmax(t.detach())]
     return not bounds or bool(torch.stack(bounds).isfinite().all())
 
@@ -67,8 +68,8 @@ class PayloadCodec:
         self._codecs = manifest.codecs
 
     def read_input(self, payload: memoryview) -> MicrobatchInput:
-        """A RunForward's or RunEvaluation's payload: the input and, on the last stage, the
-        targets."""
+        """Decode the payload of a RunForward or RunEvaluation: the input and, on the last stage,
+        the targets."""
         self._check_size(payload, self._sizes.request_bytes, "a microbatch")
         inputs = payload[: self._sizes.input_bytes]
         targets_BT = None
@@ -80,16 +81,16 @@ class PayloadCodec:
         return MicrobatchInput(activation_BTD, targets_BT)
 
     def read_gradient(self, payload: memoryview) -> Tensor:
-        """A RunBackward's payload: the gradient of the output, gradient_BTD in host memory."""
+        """Decode the payload of a RunBackward: the output's gradient_BTD in host memory."""
         self._check_size(payload, self._sizes.output_gradient_bytes, "an output's gradient")
         return self._decode(self._codecs.gradient, payload, "the gradient of the output")
 
     def write_output(self, activation_BTD: Tensor, slot: memoryview) -> int:
-        """Put what goes to the next stage into a slot; returns its bytes."""
+        """Encode the output for the next stage into a slot; returns its bytes."""
         return encode(self._codecs.activation, activation_BTD.to(DTYPES[self._dtype]), slot)
 
     def write_input_gradient(self, gradient_BTD: Tensor, slot: memoryview) -> int:
-        """Put the answer to the stage before into a slot; returns its bytes."""
+        """Encode the input's gradient for the previous stage into a slot; returns its bytes."""
         return encode(self._codecs.gradient, gradient_BTD.to(DTYPES[self._dtype]), slot)
 
     def _check_size(self, payload: memoryview, nbytes: int, what: str) -> None:

@@ -1,6 +1,7 @@
-"""The shared memory of one worker, as the worker sees it: slots, and two flat vectors.
+"""The shared memory of one worker on the worker's side: slots, and two flat vectors.
 
-Owns its segments and their checks; which slot is whose is the daemon's (protocol rule 3).
+Owns its segments and their checks. The daemon owns the use of the slots (rule 3 of
+`swarm_client.stage.protocol.messages`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ class WorkerMemory:
         self, namespace: str, slots_bytes: int, slot_bytes: int, elements: int,
         totals: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        """`elements` of `totals` in each of the two flat vectors."""
+        """Create the segments; each of the two flat vectors has `elements` of type `totals`."""
         self.segments: list[shared_memory.Segment] = []
         try:
             self.slots = self._create(f"{namespace}.slots", slots_bytes)
-            # A flat vector of a stage without parameters is empty; a segment cannot be.
+            # The flat vector of a stage without parameters is empty, but a segment cannot be.
             flat_bytes = totals.itemsize * max(1, elements)
             self.gradients_segment = self._create(f"{namespace}.gradients", flat_bytes)
             self.result_segment = self._create(f"{namespace}.result", flat_bytes)

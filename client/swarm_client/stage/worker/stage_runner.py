@@ -1,18 +1,18 @@
 """The torch side of a stage worker, without any process around it.
 
-Owns one stage's parameter_sets (`parameter_sets`: parameters and accumulators), the parameter
-version, and the
-microbatches between their forward and backward pass. Does not own slots, messages or order: one
-call is one computation, and the caller (`loop`) says which comes next; nor the optimizer (`steps`).
+Owns one stage's parameter sets (`swarm_client.stage.worker.parameter_versions`), the parameter
+version, and the microbatches between their forward and backward pass. Does not own slots, messages
+or order: one call is one computation, and `swarm_client.stage.worker.compute_loop` chooses the
+next; nor the optimizer (`swarm_client.stage.worker.step_runner`).
 
-A graph is kept from forward to backward while `graph_budget_bytes` lasts. What one graph takes is
-measured on the first forward: the storages that autograd saves, but for the parameters. Beyond
-the budget only the input stays and the backward pass computes the forward again (Chen et al.
-2016, arXiv 1604.06174).
+A graph is kept from forward to backward within `graph_budget_bytes`. The size of one graph is
+measured on the first forward: the storages that autograd saves, without the parameters. Beyond the
+budget only the input is kept and the backward pass recomputes the forward (Chen et al. 2016, arXiv
+1604.06174).
 
-Every gradient is computed apart, checked for finiteness and only then added, so that what fails
-leaves no trace. That costs one more copy of the parameters' size in memory during a backward
-pass, and one read of it.
+Every gradient is computed separately, checked for finiteness and only then added, so that a failure
+leaves no trace. That costs one more copy of the parameters' size in memory during a backward pass,
+and one read of it.
 
 Shape suffixes: B sequences, T positions, D hidden size.
 """
@@ -47,7 +47,8 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResult:
-    """input_gradient_BTD on the stage's device (None on stage 0), and what was accumulated."""
+    """input_gradient_BTD on the stage's device (None on stage 0), and whether it was
+    accumulated."""
 
     input_gradient: Tensor | None
     added: bool
@@ -56,8 +57,8 @@ class BackwardResult:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A forward pass; `kept` says whether autograd remembers it. `entry` is the leaf that the
-    input's gradient is taken at: None on stage 0, and where nothing is kept."""
+    """A forward pass; `kept` is True if autograd keeps its graph. `entry` is the leaf of the
+    input's gradient: None on stage 0, and without a graph."""
 
     entry: Tensor | None
     output: Tensor
@@ -76,7 +77,8 @@ class _InFlight:
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what autograd saves in its scope: every storage once, parameters not at all."""
+    """Counts the bytes that autograd saves in its scope: every storage once, parameters not at
+    all."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.total = 0
@@ -88,15 +90,16 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
-        # Detached: an output that its own node saves would otherwise hold itself for ever.
+        # Detached: an output that its own node saves would otherwise keep itself alive.
         return tensor.detach()
 
 
 class StageRunner:
-    """One stage, its newest parameters at one version. Not thread-safe; everything is synchronous.
+    """One stage, with its newest parameters at one version. Not thread-safe; everything is
+    synchronous.
 
-    Steps that are open are worked on beside each other, each with the version it is to be
-    computed with; whoever computes without a step (`evaluate`) does so with the newest one.
+    Open steps are computed side by side, each with its own parameter version; a computation without
+    a step (`evaluate`) uses the newest one.
     """
 
     def __init__(
@@ -114,16 +117,16 @@ class StageRunner:
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
         self.copier = device_copier(device, largest_bytes)
         self.graph_bytes: int | None = None
-        """What one kept graph takes; known after the first forward."""
+        """Bytes of one kept graph; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes
         self._in_flight: dict[int, _InFlight] = {}
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
-        """Inputs of coming forwards that are on the device, or on their way, already."""
+        """Inputs of queued forwards that are copied, or being copied, to the device."""
         self.while_computing: Callable[[], None] = lambda: None
-        """Called when a computation has been handed to the device, before it is waited for."""
+        """Called when a computation has been handed to the device, before waiting for it."""
         self.between_layers: Callable[[], None] = lambda: None
-        """Called before every layer, forward and backward; what it raises ends the computation,
-        which leaves no trace."""
+        """Called before every layer, forward and backward; an exception from it ends the
+        computation, which leaves no trace."""
         for parameter_set in self.parameter_sets:
             if compile_backend is not None:
                 compile_layers(parameter_set.stage, compile_backend)
@@ -137,24 +140,24 @@ class StageRunner:
 
     @property
     def stage(self) -> Stage:
-        """With the newest parameters."""
+        """The stage with the newest parameters."""
         return self.parameter_sets.newest(self.version).stage
 
     @property
     def accumulator(self) -> Accumulator:
-        """Of the step that is applied next."""
+        """The accumulator of the step that is applied next."""
         return self.parameter_sets.of(Step(self.version + 1)).accumulator
 
     @property
     def on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    # ---- what a worker is asked to compute
+    # ---- computations
 
     def prefetch(self, request: int, payload: memoryview) -> None:
-        """Start a coming forward's input on its way to the device, one at a time.
+        """Start copying the input of a queued forward to the device, one at a time.
 
-        RequestFailed: bad_input; its forward finds the same, and tells whose request it is.
+        RequestFailed: bad_input; the forward itself finds the same and reports it.
         """
         if not self._fetched:
             inputs = self.codec.read_input(payload)
@@ -164,7 +167,7 @@ class StageRunner:
         self, request: int, step: Step, microbatch: MicrobatchIndex, accumulate: bool,
         payload: memoryview,
     ) -> ForwardResult | BackwardResult:  # fmt: skip
-        """One microbatch forward; on the last stage its backward pass follows at once.
+        """Run one microbatch forward; on the last stage its backward pass follows at once.
 
         RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
         """
@@ -199,10 +202,10 @@ class StageRunner:
         return ForwardResult(output)
 
     def backward(self, forward_request: int, payload: memoryview) -> BackwardResult:
-        """The backward pass of an earlier forward.
+        """Run the backward pass of an earlier forward.
 
-        A payload that is refused leaves the microbatch in flight, so that another gradient may
-        come; once computing has begun it is in flight no more, whatever happens.
+        A refused payload leaves the microbatch in flight, so that another gradient may follow; once
+        the computation has begun it is in flight no more, whatever the result.
         """
         flight = self._in_flight.get(forward_request)
         if flight is None:
@@ -227,7 +230,8 @@ class StageRunner:
         )
 
     def evaluate(self, payload: memoryview) -> ForwardResult | float:
-        """Output activation or, on the last stage, the loss summed over tokens."""
+        """Run forward only: the output activation or, on the last stage, the loss summed over
+        tokens."""
         parameter_set = self.parameter_sets.newest(self.version)
         output = self._run(parameter_set, self.codec.read_input(payload), keep_graph=False).output
         if parameter_set.stage.is_last:
@@ -243,13 +247,14 @@ class StageRunner:
         self._in_flight.pop(forward_request, None)
 
     def step_of(self, forward_request: int) -> Step:
-        """Of a microbatch in flight; where it is not any more, the step that is applied next."""
+        """The step of a microbatch in flight; if it is not in flight, the step that is applied
+        next."""
         flight = self._in_flight.get(forward_request)
         return Step(self.version + 1) if flight is None else flight.step
 
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
-        """Take microbatches out of the step's accumulator; False, and nothing changed, if one of
-        them cannot be computed again. Ones that are not in it are skipped."""
+        """Take microbatches out of the step's accumulator; False, with nothing changed, if one of
+        them cannot be recomputed. Microbatches that are not in it are skipped."""
         if step not in self.parameter_sets.open_steps(self.version):
             return False
         parameter_set = self.parameter_sets.of(step)
@@ -270,8 +275,7 @@ class StageRunner:
         return True
 
     def reset_step(self, step: Step) -> None:
-        """Empty the step's accumulator and reset_step what is in flight of it; other steps go
-        on."""
+        """Empty the step's accumulator and drop what is in flight of it; other steps continue."""
         self.parameter_sets.of(step).accumulator.reset()
         self._in_flight = {
             n: flight for n, flight in self._in_flight.items() if flight.step != step
@@ -279,21 +283,21 @@ class StageRunner:
         self._fetched.clear()
 
     def reset(self) -> None:
-        """Empty all accumulators and reset_step everything in flight."""
+        """Empty all accumulators and drop everything in flight."""
         for parameter_set in self.parameter_sets:
             parameter_set.accumulator.reset()
         self._in_flight.clear()
         self._fetched.clear()
 
     def limit_memory(self, vram_bytes: int | None) -> None:
-        """Of a GPU, what torch's allocator may take; beyond it requests fail as out of memory."""
+        """Limit torch's allocator on a GPU; requests beyond the limit fail as out of memory."""
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
             torch.cuda.set_per_process_memory_fraction(share, self._device)
 
     def open_parameter_set(self, step: Step) -> ParameterSet:
-        """The parameter_set of a step that can be worked on; RequestFailed: wrong_step."""
+        """The parameter set of a step that can be worked on. RequestFailed: wrong_step."""
         steps = self.parameter_sets.open_steps(self.version)
         if step not in steps:
             raise RequestFailed(
@@ -304,7 +308,7 @@ class StageRunner:
         return self.parameter_sets.of(step)
 
     def closing_parameter_set(self, step: Step) -> ParameterSet:
-        """The parameter_set of the step that is applied next, which alone can close."""
+        """The parameter set of the step that is applied next, the only one that can close."""
         if step != self.version + 1:
             raise RequestFailed(
                 "wrong_step",
@@ -322,7 +326,7 @@ class StageRunner:
         keep_graph: bool,
         entry: Tensor | None = None,
     ) -> _Graph:
-        """`entry`: the input on the device, where it is there already."""
+        """Run forward. `entry`: the input on the device, if it is there already."""
         stage = parameter_set.stage
         if entry is None:
             entry = self.copier.to_device(inputs.inputs)
@@ -334,7 +338,7 @@ class StageRunner:
                 return _Graph(None, stage(entry, targets_BT), kept=False)
         if stage.is_first:
             return _Graph(None, stage(entry, targets_BT), kept=True)
-        # A new tensor over the same memory: the kept input stays free of autograd.
+        # A new tensor over the same memory, so that the kept input stays free of autograd.
         entry = entry.detach().requires_grad_()
         return _Graph(entry, stage(entry, targets_BT), kept=True)
 
@@ -383,7 +387,7 @@ class StageRunner:
     def _differentiate(
         self, graph: _Graph, output_gradient: Tensor | None, parameters: list[Tensor]
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input and of these parameters; checked."""
+        """The gradients of the input and of these parameters, checked for finiteness."""
         wanted: list[Tensor] = [] if graph.entry is None else [graph.entry]
         wanted += parameters
         if not wanted:

@@ -1,12 +1,12 @@
-"""The close of a step on one worker: gradients out, averaged gradients in, norm, optimizer step;
-and the state that survives it.
+"""The step close on one worker: gradients out, averaged gradients in, norm, optimizer step; and the
+state that survives it.
 
-Owns the optimizer and the parameter version. Does not own the all-reduce, which reads
-`gradients` and writes `result` in shared host memory, nor computing gradients (`compute`).
-Nothing here touches parameters but `apply`, `load` and `reinitialise`; until then a failed round
-leaves the accumulator as it was. With staleness the step after the one that closes is computed
-meanwhile, in a parameter_set of its own (`parameter_sets`), which nothing here but `load` and
-`reinitialise` disturbs.
+Owns the optimizer and the parameter version. Does not own the all-reduce, which reads `gradients`
+and writes `result` in shared host memory, nor computing gradients
+(`swarm_client.stage.worker.stage_runner`). Only `apply`, `load` and `reinitialise` change
+parameters; until then a failed round leaves the accumulator unchanged. With staleness, the step
+after the closing one is computed meanwhile in a parameter set of its own, which only `load` and
+`reinitialise` change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from swarm_shared.run.schedule import clip_factor
 
 @dataclass(frozen=True, slots=True)
 class SquaredNorms:
-    """Of the mean gradient; float64, the same to the bit on every member."""
+    """Squared norms of the mean gradient, in float64; equal to the bit on all members."""
 
     own: float
     tied: float
@@ -48,7 +48,7 @@ class SquaredNorms:
 
 
 class StepRunner:
-    """Closes the steps of one StageRunner, one after the other."""
+    """Closes the steps of one StageRunner, one after another."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
@@ -58,7 +58,7 @@ class StepRunner:
         return fingerprint(self._runner.stage)
 
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
-        """Copy the accumulated sums out; late microbatches cannot disturb the copy."""
+        """Copy the accumulated sums out; microbatches that arrive later do not change the copy."""
         accumulator = self._runner.closing_parameter_set(step).accumulator
         gradients.copy_(accumulator.flat)
         return accumulator.microbatches()
@@ -67,7 +67,7 @@ class StepRunner:
         self._runner.closing_parameter_set(step)
         if not is_finite(result):
             return SquaredNorms(0.0, 0.0, finite=False)
-        # On the host, whatever the device: the same operations in the same order everywhere.
+        # On the host for every device: the same operations in the same order everywhere.
         mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
         own_count = self._runner.layout.own_count
         return SquaredNorms(
@@ -80,7 +80,7 @@ class StepRunner:
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float,
         result: Tensor,
     ) -> Fingerprint:  # fmt: skip
-        """Take the step. All that can be refused is refused before the first change."""
+        """Take the optimizer step. All refusals come before the first change."""
         parameter_set = self._runner.closing_parameter_set(step)
         if not is_finite(result):
             raise RequestFailed(
@@ -101,9 +101,9 @@ class StepRunner:
         return self.fingerprint()
 
     def save(self, path: Path, version: Version) -> int:
-        """Write parameters and optimizer state; returns the file's bytes.
+        """Write parameters and optimizer state; returns the file's size in bytes.
 
-        Equal states make equal bytes, so replicas' files have one hash.
+        Equal states make equal bytes, so that replicas' files have one hash.
         """
         self._check_version(version)
         tensors = state_to_tensors(self._runner.stage, self._optimizer, self._previous(version))
@@ -114,7 +114,7 @@ class StepRunner:
             raise RequestFailed("storage", str(error)) from error
 
     def load(self, path: Path, version: Version) -> Fingerprint:
-        """Take over a file that `save` wrote, here or at a peer. All checks come first."""
+        """Load a file that `save` wrote, here or on a peer. All checks come first."""
         try:
             stored = open_state(path)
         except StorageError as error:
@@ -123,7 +123,7 @@ class StepRunner:
         if stored.metadata != expected:
             raise RequestFailed(
                 "bad_input",
-                f"{path} says it is {stored.metadata}, and {expected} is needed: fetch the "
+                f"{path} holds {stored.metadata}, and {expected} is needed: fetch the "
                 "state of this stage and version",
             )
         try:
@@ -148,7 +148,7 @@ class StepRunner:
         return self.fingerprint()
 
     def _previous(self, version: Version) -> Stage | None:
-        """What holds, or is to hold, the version before; None where it is no part of the state."""
+        """The stage with the version before; None where it is no part of the state."""
         parameter_set = self._runner.parameter_sets.previous(version)
         return None if parameter_set is None else parameter_set.stage
 

@@ -1,8 +1,8 @@
-"""Which stages may still count a microbatch, asked in the middle of its way.
+"""Accumulate masks: which stages may still count a microbatch that is sent again midway.
 
-Part of the pure core (design: the life of a microbatch). Whoever has lost the peer after it on a
-microbatch's way asks before it sends the microbatch to another one: what the lost peer had counted,
-and what stages behind it had, is known only after a reporting interval.
+Part of the pure core (design: the life of a microbatch). A peer that has lost the next peer on a
+microbatch's path requests a mask before it sends the microbatch to another peer. What the lost peer
+had counted, and what later stages had, is known only after one reporting interval.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swarm_shared.protocol import Mask, MaskRequest
 
 
 def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
-    """Answer after one reporting interval, so that receipts under way are counted first."""
+    """Queue the answer for one reporting interval, so that receipts under way are counted first."""
     wait = 1.2 * run.manifest.limits.receipt_interval_seconds
     run.pending_masks.append(
         PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)
@@ -21,8 +21,9 @@ def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -
 
 
 def answer_masks(run: RunState, now: float) -> None:
+    """Answer the mask requests that are due."""
     if not run.pending_masks or run.pending_masks[0].due_at > now:
-        return  # they are asked in the order of time, and wait equally long
+        return  # requests arrive in the order of time, and all wait equally long
     due = [mask for mask in run.pending_masks if mask.due_at <= now]
     run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
     for mask in due:

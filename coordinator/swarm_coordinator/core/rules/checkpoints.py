@@ -1,7 +1,7 @@
-"""When checkpoints are made and of what; fetching and writing them is the shell's part.
+"""Checkpoints: when they are made, and from which peers; the shell fetches and writes them.
 
-Part of the pure core (design: durability). One peer per stage saves its state at one version;
-training goes on meanwhile.
+Part of the pure core (design: durability). One peer per stage saves its state at one version while
+training goes on.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import SaveSnapshot, SnapshotReady
 
 CHECKPOINT_TIMEOUT_SECONDS = 600.0
-"""A checkpoint that is not stored by then is given up; the next one is tried as usual."""
+"""Seconds after which an unfinished checkpoint is given up; the next one is made as usual."""
 
 CHECKPOINT_RETRY_SECONDS = 5.0
+"""Seconds before a failed checkpoint is tried again."""
 MAXIMUM_FAILURES = 3
-"""So often is a checkpoint tried that somebody waits for who wants to leave."""
+"""Attempts at a checkpoint that a leaving peer waits for."""
 MAXIMUM_FAILURES_AT_END = 60
-"""The last one is worth more: within these five minutes the organiser can free some disk."""
+"""Attempts at the last checkpoint of the run: in these five minutes the organiser can free disk
+space."""
 
 
 def due(run: RunState) -> bool:
-    """Whether the manifest wants a checkpoint at the run's version, or a start found too old a one.
+    """Whether the manifest asks for a checkpoint at this version, or the restored one is too old.
 
-    That is so where a coordinator takes over with a folder of its own, and after damage: until one
-    is stored, a stage that everybody leaves would cost all steps since.
+    The latter happens when a coordinator takes over with a folder of its own, and after damage:
+    until one is stored, losing every holder of a stage would cost all steps since.
     """
     at_its_time = run.version > 0 and run.version % run.manifest.checkpoint_steps == 0
     return at_its_time or run.checkpoint_overdue
 
 
 def stored(run: RunState) -> bool:
-    """Whether the run's version is on the organiser's disk (or is the initialisation)."""
+    """Whether the run's version is on the organiser's disk, or is the initialisation."""
     if run.version == 0:
         return True
     return run.checkpoint is not None and run.checkpoint.version == run.version
@@ -53,9 +55,9 @@ def refused(run: RunState) -> bool:
 
 
 def request(run: RunState, now: float) -> bool:
-    """Ask one peer per stage for a snapshot; True while there is something to wait for.
+    """Request a snapshot from one peer per stage; True while there is something to wait for.
 
-    A checkpoint of an older version that is still under way is given up for it.
+    A pending checkpoint of an older version is given up.
     """
     if stored(run) or refused(run):
         return False
@@ -74,7 +76,7 @@ def request(run: RunState, now: float) -> bool:
         )
         if not ready:
             return False
-        # After a failure somebody else's turn: it may have been the holder's fault.
+        # After a failure the next holder is asked: the failure may be due to the holder.
         holders[StageIndex(stage)] = ready[failures % len(ready)]
     pending = run.pending_checkpoint = PendingCheckpoint(run.version, now)
     for stage_index, holder in holders.items():
@@ -89,6 +91,7 @@ def _ask(run: RunState, pending: PendingCheckpoint, stage: StageIndex, holder: P
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> None:
+    """Have the shell fetch a requested snapshot."""
     pending = run.pending_checkpoint
     if (
         pending is None
@@ -103,16 +106,18 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> No
 
 
 def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
-    """Only what was asked for last counts: the run may have been rolled back meanwhile, and the
-    files of a version that was reached twice would be of the wrong history.
+    """Record a stored checkpoint, if it is the one requested last.
+
+    The run may have been rolled back meanwhile, and the files of a version that was reached twice
+    would belong to the abandoned history.
     """
     pending = run.pending_checkpoint
     files = {stage.stage: stage.sha256 for stage in event.stages}
     if pending is None or pending.version != event.version:
-        run.note(f"a checkpoint of step {event.version} came too late and is not used")
+        run.note(f"a checkpoint of step {event.version} was stored too late and is not used")
         return
     if pending.fetched != files:
-        store_failed(run, event.version, "its files are of a history that was given up", now)
+        store_failed(run, event.version, "its files belong to an abandoned history", now)
         return
     run.pending_checkpoint = None
     record = CheckpointRecord(event.version, event.stages)
@@ -122,7 +127,7 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
 
 
 def store_failed(run: RunState, version: Version, reason: str, now: float) -> None:
-    """Training goes on without it; it is tried again only while the run stays at the version."""
+    """Give up the checkpoint. It is tried again only while the run stays at the version."""
     if run.pending_checkpoint is None or run.pending_checkpoint.version != version:
         return
     run.pending_checkpoint = None
@@ -133,7 +138,7 @@ def store_failed(run: RunState, version: Version, reason: str, now: float) -> No
 
 
 def check(run: RunState, now: float) -> None:
-    """Replace holders that died before they had answered, and give up in the end."""
+    """Replace holders that were lost before they answered, and give up after the timeout."""
     pending = run.pending_checkpoint
     if pending is None:
         return
@@ -152,7 +157,7 @@ def check(run: RunState, now: float) -> None:
 
 
 def _can_answer(run: RunState, pending: PendingCheckpoint, stage: StageIndex) -> bool:
-    """The holder is still there, heard the request, and was not given other state since."""
+    """Whether the holder is still attached in the same session, with the requested state."""
     peer = run.peers.get(pending.holders[stage])
     return (
         peer is not None

@@ -1,7 +1,7 @@
-"""When a volunteer that wants to stop may go: soon, and without taking anything with it.
+"""When a leaving volunteer may go: soon, and without losing state that only it holds.
 
-Part of the pure core. A leaver with replicas goes when nothing of the step depends on it; the last
-one of a stage leaves a checkpoint behind. Nobody is kept for long, whatever the others do.
+Part of the pure core. A leaving peer with replicas goes once nothing of the step depends on it; the
+last peer of a stage leaves a checkpoint behind. Both waits are bounded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from swarm_coordinator.core.rules import checkpoints, membership, stage_recovery
 from swarm_coordinator.core.state.run import PeerPhase, PeerState, RunPhase, RunState
 
 LEAVE_TIMEOUT_SECONDS = 120.0
-"""A step that has not ended by then goes on without the leaver's part of it."""
+"""Seconds after which a leaving peer goes even if the step has not ended; its cells are cleared."""
 
 
 def release_leavers(run: RunState, now: float) -> None:
-    """Say goodbye to every leaver that may go now."""
+    """Disconnect every leaving peer that may go now."""
     for peer in list(run.peers.leavers.values()):
         if peer.stage is None or peer.phase is not PeerPhase.READY:
             membership.say_goodbye(run, peer, "left before taking part", now)
@@ -23,7 +23,7 @@ def release_leavers(run: RunState, now: float) -> None:
 
 
 def must_wait(run: RunState) -> bool:
-    """Whether the next step waits for the checkpoint that the last one of a stage leaves behind."""
+    """Whether the next step waits for the checkpoint of a stage whose last peer leaves."""
     pending = run.pending_checkpoint
     return (
         pending is not None
@@ -33,14 +33,16 @@ def must_wait(run: RunState) -> bool:
 
 
 def _is_last(run: RunState, peer: PeerState) -> bool:
-    """Whether everybody who holds its stage is about to leave."""
+    """Whether every holder of its stage is leaving."""
     assert peer.stage is not None
     return all(p.leaving for p in run.ready_peers(peer.stage))
 
 
 def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether this step should end first. Between steps nothing depends on anybody, unless the
-    next one has begun already."""
+    """Whether this step should end before the peer goes.
+
+    Between steps nothing depends on a peer, unless the next step has begun already.
+    """
     if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.has_complete_pipeline():
         return False
     closing = run.step.closing if run.step is not None else None
@@ -53,10 +55,10 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
 
 
 def _leaves_nothing_open(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether the run's version outlives this peer, or is lost without its doing."""
+    """Whether the run's version outlives this peer, or cannot be saved by it."""
     if not _is_last(run, peer) or checkpoints.stored(run) or checkpoints.refused(run):
         return True
     if checkpoints.request(run, now):
         return False
-    # No checkpoint can be had while another stage has nobody; it may only be re-attaching.
+    # No checkpoint is possible while another stage has no peer, which may be re-attaching.
     return stage_recovery.is_lost(run, now)

@@ -1,4 +1,4 @@
-"""Who takes part and with which stage: attaching, losing, assigning, leaving.
+"""Membership: attaching, losing, assigning and releasing peers.
 
 Part of the pure core: changes a RunState and queues commands, does no I/O.
 """
@@ -23,7 +23,7 @@ from swarm_shared.scheduling.placement import most_underserved_stage
 
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
-    """Take a client in, whether new, restarted, or back with the stage it holds."""
+    """Admit a client, whether new, restarted, or returning with the stage that it holds."""
     hello = event.hello
     assert event.peer not in run.peers, "an older attachment is removed first"
     peer = PeerState(
@@ -78,19 +78,22 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
 
 
 def _still_current(run: RunState, event: PeerAttached) -> bool:
-    """A peer that lost its link, or the coordinator its memory, and that holds a stage as it is."""
+    """Whether the peer returns with its stage at the run's version.
+
+    That is so after either side has restarted or lost the connection.
+    """
     hello = event.hello
     return (
         hello.stage is not None
         and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.version
-        # After a roll-back the same number can mean the state of the history that was given up.
+        # After a roll-back the same version number may denote a state of the abandoned history.
         and (not run.rolled_back or event.peer in run.on_current_history)
     )
 
 
 def _still_has_to_apply(run: RunState, event: PeerAttached) -> bool:
-    """A peer that averaged the last applied step and lost the coordinator before it was told."""
+    """Whether the peer averaged the last applied step and lost the connection before its Apply."""
     hello, last = event.hello, run.last_applied
     return (
         last is not None
@@ -105,6 +108,7 @@ def _still_has_to_apply(run: RunState, event: PeerAttached) -> bool:
 def _send_missed_apply(
     run: RunState, peer: PeerState, stage: StageIndex | None, now: float
 ) -> None:
+    """Send a returning peer the Apply that it missed."""
     last = run.last_applied
     assert last is not None
     assert stage is not None
@@ -123,12 +127,12 @@ def _send_missed_apply(
     run.note(f"{display(peer)} is back and still has to apply step {last.step}", peer.peer)
 
 
-def _dht_entry_points(run: RunState, newcomer: PeerState) -> tuple[str, ...]:
-    """p2pd addresses of some other peers, through which a newcomer enters hivemind's DHT."""
+def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
+    """p2pd addresses of a few other peers, for a joining peer to enter hivemind's DHT."""
     found: list[str] = []
     for peer in run.peers.with_carrier.values():
-        # Whoever attaches again has told its own already, and cannot enter through itself.
-        if peer is not newcomer and peer.carrier is not None:
+        # A peer that attaches again is listed itself, and cannot enter through itself.
+        if peer is not joining and peer.carrier is not None:
             found.extend(f"{a}/p2p/{peer.carrier.peer}" for a in peer.carrier.addresses[:2])
         if len(found) >= 8:
             break
@@ -136,7 +140,7 @@ def _dht_entry_points(run: RunState, newcomer: PeerState) -> tuple[str, ...]:
 
 
 def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: float) -> None:
-    """Grant a newcomer's own choice, or correct it: two newcomers may have chosen at once."""
+    """Grant or correct a joining peer's choice of a stage: two peers may have chosen at once."""
     rows = run.stage_rows()
     if peer.stage is not None or peer.leaving:
         return
@@ -163,20 +167,21 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
 
 
 def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:
-    """Stages that fit and have no peer that stays, not even a paused one.
+    """Stages that fit and have no staying peer, not even a paused one.
 
-    `rows` do not count paused peers. A paused peer still holds its stage and resumes; a stage
-    without any peer needs the joining peer first.
+    `rows` do not count paused peers, and count a mover at its destination. A paused peer still
+    holds its stage and resumes; a mover cannot download a stage that no peer holds.
     """
     return tuple(
         row
         for row in rows
         if row.memory_bytes <= memory_bytes
-        and all(peer.leaving for peer in run.peers.bound_for(row.stage))
+        and all(peer.leaving for peer in run.peers.at(row.stage))
     )
 
 
 def refuse(run: RunState, peer: PeerState, reason: str) -> None:
+    """Refuse a client and end its session."""
     run.send(peer.peer, Refused(code="capacity", reason=reason))
     run.commands.append(CloseSession(peer.peer, reason))
     run.note(f"{display(peer)} was refused: {reason}", peer.peer)
@@ -184,13 +189,13 @@ def refuse(run: RunState, peer: PeerState, reason: str) -> None:
 
 
 def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Give a stage to a peer, and tell it where to get it from if that is known already."""
+    """Assign a stage to a peer, and send it a source for the state if one is known already."""
     give(run, peer, stage, reason, now)
     state_transfer.find_sources(run, now)
 
 
 def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """The stage is the peer's; where its state comes from is settled by `syncing`."""
+    """Assign a stage to a peer; the source of its state is chosen in `state_transfer`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
     peer.source_assigned, peer.missed_apply, peer.close_delays = False, None, 0
     peer.moving = None
@@ -202,7 +207,7 @@ def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: fl
 def remove(
     run: RunState, peer_id: PeerId, reason: str, now: float, *, announce: bool = True
 ) -> None:
-    """A peer is gone: what it had accumulated died with it, its leases go to others."""
+    """Remove a lost peer: what it had accumulated is lost, and its leases go to other trainers."""
     peer = run.peers.get(peer_id)
     if peer is None:
         return
@@ -217,17 +222,15 @@ def remove(
 
 
 def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
-    """A replica that differs is replaced from the others, never silently kept."""
+    """Replace a replica that differs, is outdated or cannot apply by downloading its state anew."""
     assert peer.stage is not None
     move(run, peer, peer.stage, reason, now)
 
 
 def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
-    """SuspicionFlags a peer that computes wrongly and sync it anew; False when it is its stage's
-    last.
+    """Flag a peer that computes wrongly and sync it anew; False if it is the last of its stage.
 
-    The last one's state is all there is: what it counted is cleared by the caller, and it tries
-    again.
+    The state of the last one has no replacement: the caller clears what it counted, and it retries.
     """
     assert peer.stage is not None
     run.flag(peer, Rejection.NOT_FINITE, reason)
@@ -238,13 +241,16 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 
 
 def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
-    """A peer got no numbers out of a microbatch. The first one is to blame for it, and if another
-    one gets none either, it is the model's doing."""
+    """Handle a microbatch that is not finite at a peer.
+
+    The first peer is held responsible. If a second peer gets the same result, the model or the data
+    are.
+    """
     step = run.step_numbered(message.step)
     if step is None or peer.stage is None or not run.holds_current(peer):
         return
     if run.phase is not RunPhase.COLLECT or run.round_of(peer.stage) is not None:
-        return  # in the middle of a close nobody is synced anew; it gets none the next time either
+        return  # no peer is synced anew during a close; the result will recur in the next step
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
@@ -259,14 +265,15 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
 
 
 def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Give a peer another stage, or the same one anew: what it has accumulated goes with it."""
-    round_membership.forget(run, peer.peer, f"{short(peer.peer)} is given a stage anew", now)
+    """Assign a peer another stage, or the same one anew; what it has accumulated is cleared."""
+    round_membership.forget(run, peer.peer, f"{short(peer.peer)} is assigned a stage again", now)
     run.roster_dirty = True
     assign(run, peer, stage, reason, now)
     round_membership.readmit(run)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:
+    """Release a peer with a Goodbye and remove it."""
     run.send(peer.peer, Goodbye(reason=reason))
     run.commands.append(CloseSession(peer.peer, reason))
     remove(run, peer.peer, reason, now)

@@ -1,8 +1,8 @@
-"""The table of one step: which live peer has committed each (microbatch, stage); and leases.
+"""Microbatches of a step: heartbeat rates, leases, receipts, and the evaluation's losses.
 
-Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt
-of a live peer and cleared when that peer dies, because its accumulated gradient died with it.
-Microbatches that lack cells are leased again with a mask of exactly the stages that lack them.
+Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt of
+an attached peer and cleared when that peer is lost, because its accumulated gradient is lost with
+it. Microbatches that lack cells are leased again with a mask of exactly the stages that lack them.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch
 
 EXTRA_IN_FLIGHT = 2
-"""Microbatches in flight per pipeline beyond one per stage, to hide the links' latency."""
+"""Microbatches in flight per pipeline beyond one per stage, to hide the latency of the links."""
 
 LEASE_RETRY_SECONDS = 0.5
-"""Pause before a failed microbatch is leased again: its cause rarely passes sooner."""
+"""Pause in seconds before a failed microbatch is leased again; its cause rarely passes sooner."""
 
 RATE_SMOOTHING = 0.3
-"""Of the newest word about a peer's rate: about the last five count, which takes a few seconds."""
+"""Weight of the newest report in a peer's rate: about the last five count, which span a few
+seconds."""
 
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
-"""Phases in which a stage that does nothing is idle."""
+"""Phases in which a stage without work counts as idle."""
 
 MAX_LOSS_SUM = 1e290
-"""Far above any real one, and the sum over a step still fits a float."""
+"""Largest accepted loss sum: far above any real one, and the sum over a step still fits a float."""
 
 
 def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
-    """How fast a peer is, how much it has to do, and whether it pauses."""
+    """Update a peer's rates, its queue length and whether it pauses."""
     if peer.paused != message.paused:
-        # Senders are to know before anything else is sent to it.
+        # Senders must learn of it before they send the peer anything else.
         peer.paused = message.paused
         run.roster_dirty = True
     computed, up = message.microbatches_per_second, message.up_bytes_per_second
@@ -65,9 +66,9 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
             sent = up_bytes_per_second / stage.sent_bytes
         uplink_flops_per_second = sent * stage.work_flops
         if computed > 0:
-            told = computed * stage.work_flops
-            known = flops_per_second or told
-            flops_per_second = known + RATE_SMOOTHING * (told - known)
+            reported = computed * stage.work_flops
+            known = flops_per_second or reported
+            flops_per_second = known + RATE_SMOOTHING * (reported - known)
     peer.record_heartbeat(
         now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
         uplink_flops_per_second,
@@ -76,7 +77,7 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
 
 
 def _record_utilisation(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
-    """Count how long it computed, if it had something to do."""
+    """Record the time that the peer computed, if it could have had work."""
     counts = (
         run.phase in _STEPPING
         and peer.phase is PeerPhase.READY
@@ -105,8 +106,10 @@ def begin_step(run: RunState, now: float) -> None:
 
 
 def begin_ahead(run: RunState, now: float) -> None:
-    """With staleness 1: open the step after this one as soon as what is left of this one does not
-    fill the pipelines any more (delayed parameter updates; docs/decisions, number 0024)."""
+    """Under staleness 1, open the following step once this one no longer fills the pipelines.
+
+    Delayed parameter updates; docs/decisions, number 0024.
+    """
     training, step = run.manifest.training, run.step
     if not training.staleness or run.ahead is not None or step is None:
         return
@@ -125,13 +128,14 @@ def begin_ahead(run: RunState, now: float) -> None:
 
 
 def commit_early_receipts(run: RunState, peer: PeerState) -> None:
-    """Enter what a peer told of steps before they began; what they have not yet is kept."""
-    told, peer.early_receipts = peer.early_receipts, {}
-    for receipt in told.values():
+    """Enter receipts that were reported before their step began; keep those of later steps."""
+    early, peer.early_receipts = peer.early_receipts, {}
+    for receipt in early.values():
         commit(run, receipt)
 
 
 def begin_evaluation(run: RunState, now: float) -> None:
+    """Open the evaluation and lease all held-out microbatches."""
     run.phase = RunPhase.EVALUATING
     run.step = _new_step(run, Step(run.version + 1), now)
     lease_open_microbatches(run, run.step, now)
@@ -143,8 +147,9 @@ def _new_step(run: RunState, step: Step, now: float) -> StepState:
 
 
 def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
-    """Microbatches one trainer keeps in flight, at least and at most: every stage is to have work,
-    whatever the links' delays, and none is to overflow."""
+    """Smallest and largest number of microbatches that one trainer keeps in flight: enough that
+    every stage has work despite the latency of the links, and few enough that no queue
+    overflows."""
     pipelines = max(1, len(run.working_peers(0)))
     limit = run.manifest.limits.stage_queue
     least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
@@ -177,24 +182,24 @@ def complete(run: RunState) -> bool:
 
 
 def commit(run: RunState, receipt: Receipt) -> bool:
-    """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
+    """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
     step, peer = run.step_numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
     if peer is None or wrong is not None:
         if int(receipt.step) != int(
             run.version
-        ):  # what was counted may be told again after its step
+        ):  # counted receipts may be reported again after their step
             run.reject(wrong or Rejection.NOT_THE_HOLDER)
         return False
     if step is None:
-        # After a restart peers come back one by one, and the step begins when enough are there.
+        # After a restart peers re-attach one by one, and the step begins when enough have.
         peer.early_receipts[receipt.step, receipt.microbatch] = receipt
         return False
     if step is run.step and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
         return False
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
-        # Somebody else was first. The close tells this peer what it may count.
+        # Another peer was first. Close sends this peer its commit set, without this cell.
         known = step.table[cell].peer == receipt.peer
         if not known and (cell, receipt.peer) not in step.duplicates:
             step.duplicates.add((cell, receipt.peer))
@@ -206,7 +211,7 @@ def commit(run: RunState, receipt: Receipt) -> bool:
 
 
 def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
-    """Why this is no receipt of a step at hand by a peer that can have earned it; None: it is."""
+    """Why a receipt is rejected: wrong step, not the holder, or impossible; None if valid."""
     last = run.version + 1 + run.manifest.training.staleness
     if not run.version < receipt.step <= last or receipt.generation > run.generation:
         return Rejection.OTHER_STEP
@@ -224,8 +229,10 @@ def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Re
 
 
 def forget_peer(run: RunState, peer: PeerId, now: float, kept: Collection[StageIndex] = ()) -> None:
-    """Clear what a dead peer had committed and free the leases that it drove. Of the step that is
-    closed, what it had committed in stages that are `kept` is in their average already."""
+    """Clear the cells of a lost peer and release its leases.
+
+    In the stages `kept` of the step being closed its cells stay: they are part of the average.
+    """
     stages = [StageIndex(stage) for stage in run.stage_indices]
     if run.step is not None:
         clear_counted(run, run.step, peer, [stage for stage in stages if stage not in kept])
@@ -236,7 +243,7 @@ def forget_peer(run: RunState, peer: PeerId, now: float, kept: Collection[StageI
 
 
 def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collection[int]) -> None:
-    """What it has counted of the step in these stages is gone."""
+    """Clear the peer's cells of the step in these stages."""
     for cell in step.table.held_by(peer):
         if cell[1] in stages:
             del step.table[cell]
@@ -250,14 +257,15 @@ def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> No
         if not _promote_speculative_lease(run, step, microbatch):
             del step.leases[microbatch]
             step.unsettled.add(microbatch)
-    # Survivors report what they hold within one receipt interval; masks made sooner would let
-    # stages that have the microbatch already count it again.
+    # The other peers report their cells within one receipt interval. Masks made sooner would let
+    # stages that hold the microbatch already count it again.
     step.close_not_before = max(
         step.close_not_before, now + run.manifest.limits.receipt_interval_seconds
     )
 
 
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
+    """Handle a trainer's result of one leased microbatch."""
     step = run.step_numbered(event.step)
     if step is None:
         return
@@ -267,7 +275,7 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
         del step.speculative_leases[event.microbatch]
         _record_evaluation(run, step, event)
-        return  # the first one is still on its way, and what becomes of it decides
+        return  # the first lease is still in flight, and its result decides
     if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
         return
     if _record_evaluation(run, step, event):
@@ -289,7 +297,7 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
 
 
 def _record_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
-    """Enter what a held-out microbatch gave, if it is that and gave something."""
+    """Enter the loss of a held-out microbatch; False if the event has none."""
     loss_sum = event.evaluation_loss_sum
     if run.phase is not RunPhase.EVALUATING or not event.ok or loss_sum is None:
         return False
@@ -300,7 +308,7 @@ def _record_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> 
 
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
-    """The first lease has come to nothing: if there is a second one, that is the lease now."""
+    """Replace a failed first lease by the speculative one; False without one."""
     hedge = step.speculative_leases.pop(microbatch, None)
     if hedge is None:
         return False
@@ -317,7 +325,7 @@ def _resolve(
 
 
 def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
-    """Lease every microbatch that is incomplete and that nobody is working on any more."""
+    """Lease every microbatch that is incomplete and not being driven by a trainer."""
     if step.table.reopened:
         step.unsettled |= step.table.reopened
         step.table.reopened.clear()
@@ -347,8 +355,10 @@ def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool
 
 
 def _due_at(run: RunState, lease: LeaseState) -> float:
-    """When a leased microbatch may be leased again, if it is not done by then. A trainer that
-    delivers one after the other has not forgotten the rest, however long its step takes."""
+    """When a leased microbatch may be leased again if it is not done by then.
+
+    A trainer that keeps delivering keeps its other leases, however long its step takes.
+    """
     limits = run.manifest.limits
     if lease.resolved_at is not None:
         return lease.resolved_at + max(LEASE_RETRY_SECONDS, 2 * limits.receipt_interval_seconds)
@@ -360,7 +370,7 @@ def _due_at(run: RunState, lease: LeaseState) -> float:
 def trainer_loads(
     run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
 ) -> list[tuple[int, int, PeerId]]:
-    """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
+    """Return a heap of trainers by microbatches being driven; ties in the roster's order."""
     trainers = run.trainers()
     again: Counter[PeerId] = Counter()
     for microbatch in granted:
@@ -394,7 +404,7 @@ def grant(
     run: RunState, step: StepState, trainer: PeerId, microbatches: Sequence[MicrobatchIndex],
     trainers: int,
 ) -> int:  # fmt: skip
-    """Tell a trainer to drive these; the number of its lease."""
+    """Lease microbatches to a trainer; returns the number of the lease."""
     evaluating = run.phase is RunPhase.EVALUATING
     least, most = inflight_windows(run, trainers)
     run.lease_counter += 1

@@ -1,16 +1,16 @@
-"""Peers that move to another stage while the run goes on: deciding it, and carrying it out.
+"""Moves of peers between stages while the run goes on: the decision and its execution.
 
-Part of the pure core (design: placement and rebalancing); who moves is
-`swarm_shared.scheduling.placement`'s
-to say. A move keeps every promise of a step:
+Part of the pure core (design: placement and rebalancing); which peer moves is computed by
+`swarm_shared.scheduling.placement`. A move keeps every guarantee of a step:
 
-    with room for both   the peer gets the new stage's state beside the old one that it serves on.
-                         In the first close after that it averages both stages, to the new one it
-                         adds nothing, and when the step is applied it holds the new one: nothing
-                         that it has counted is lost, and no step goes without it.
-    without              between two steps, when it has counted nothing yet, it gives the old stage
-                         up and comes to the new one as newcomers do. The old stage can spare it,
-                         or it would not have been chosen.
+    with memory for both stages  The peer fetches the new stage's state while it serves the old
+                                 stage. In the next close it averages both stages, contributing
+                                 zero to the new one, and holds the new stage once the step is
+                                 applied. Its counted microbatches stay counted, and no step
+                                 goes without it.
+    without                      Between two steps, when it has counted nothing yet, it releases
+                                 the old stage and joins the new one like a joining peer. Only a
+                                 peer that its old stage can spare is chosen.
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ from swarm_shared.scheduling.placement import (
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 MOVE_TIMEOUT_SECONDS = 900.0
-"""A move that has not come about by then is given up; the fleet has changed since."""
+"""Seconds after which an unfinished move is abandoned; the fleet has changed since the decision."""
 
 
 PEERS_PER_LOSS = 256
-"""Fewer losses than one in so many change the fleet too little to look at it out of turn."""
+"""Number of peers per lost stage holder that triggers an early decision; fewer losses change the
+fleet too little."""
 
 LOSS_REACTION_SECONDS = 2.0
-"""After a loss. Those that go together are noticed within a second or two of each other."""
+"""Seconds from a loss to the decision. Peers lost together are noticed within a second or two."""
 
 
 def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> RebalancingState:
+    """Return the initial rebalancing state for a manifest."""
     stages = tuple(
         StageLoad(
             stage=StageIndex(index),
@@ -74,30 +76,11 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
     return RebalancingState(settings, stages)
 
 
-def status_section(run: RunState, now: float) -> dict[str, object]:
-    """What `status` shows of it: plain JSON values only."""
-    rebalancing = run.rebalancing
-    return {
-        "rule": rebalancing.settings.rule.value,
-        "period_seconds": rebalancing.settings.policy.period_seconds,
-        "decided": rebalancing.decided,
-        "made": rebalancing.made,
-        "dropped": rebalancing.dropped,
-        "bytes_moved": rebalancing.bytes_moved,
-        "on_the_way": len(run.peers.movers),
-        "decisions": [
-            {"seconds_ago": now - note.at, "peer": note.peer, "text": note.text}
-            for note in rebalancing.decisions
-        ],
-        "reason": rebalancing.reason,
-    }
-
-
 # ---------------------------------------------------------------- deciding
 
 
 def consider(run: RunState, now: float) -> None:
-    """Every period, while the pipeline runs: whether somebody should move."""
+    """Decide once per period, while the pipeline runs, whether peers should move."""
     rebalancing = run.rebalancing
     settings = rebalancing.settings
     if settings.rule is RebalancingRule.NONE or run.phase is not RunPhase.COLLECT:
@@ -106,19 +89,19 @@ def consider(run: RunState, now: float) -> None:
         rebalancing.due_at = now + settings.policy.period_seconds
         rebalancing.losses_seen = run.peers.losses
     elif settings.rule is RebalancingRule.THROUGHPUT and _has_lost_many(run):
-        # The fleet is another one: no reason to wait for the period, only for the others that are
-        # lost together with this one. Each stage rests for its period all the same.
+        # The fleet has changed: do not wait for the period, only for peers that are lost together
+        # with this one. Each stage still rests for its own period.
         rebalancing.losses_seen = run.peers.losses
         rebalancing.due_at = min(rebalancing.due_at, now + LOSS_REACTION_SECONDS)
     if now < rebalancing.due_at:
         return
     rebalancing.due_at = now + settings.policy.period_seconds
     if run.unheld():
-        rebalancing.reason = "a stage has nobody, which comes first"
+        rebalancing.reason = "a stage has no peer, which comes first"
         return
     decision = _decide(run, now)
     if decision is None:
-        rebalancing.reason = "nobody has told a rate yet"
+        rebalancing.reason = "no peer has reported a rate yet"
         return
     rebalancing.reason = decision.reason
     for move in decision.moves:
@@ -126,7 +109,10 @@ def consider(run: RunState, now: float) -> None:
 
 
 def _has_lost_many(run: RunState) -> bool:
-    """One is many in a small run; of ten thousand, forty are."""
+    """Whether enough stage holders were lost since the last decision.
+
+    Enough is one per PEERS_PER_LOSS peers, at least one.
+    """
     lost = run.peers.losses - run.rebalancing.losses_seen
     return lost >= max(1, len(run.peers) // PEERS_PER_LOSS)
 
@@ -148,7 +134,11 @@ def _decide(run: RunState, now: float) -> MoveDecision | None:
 
 
 def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
-    """State is exact only within one step, whose close waits a little for who downloads it."""
+    """Bound the allowed download time by the duration of a step.
+
+    State is exact only within one step, whose close is delayed for downloads by `join_hold_seconds`
+    at most.
+    """
     if run.last_applied is None:
         return policy
     longest = run.last_applied.seconds + run.manifest.limits.join_hold_seconds
@@ -156,14 +146,15 @@ def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
 
 
 def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
-    """All who stay, at the stage that they hold or are on their way to; none if no rate is known.
+    """The load of every staying peer, at the stage that it holds or moves to.
 
-    Who has told no rate yet counts like the mean of the others. Who has downloaded nothing yet is
-    taken to manage it within a step: a try shows whether it does.
+    Empty if no rate is known. A peer without a reported rate counts with the mean of the other
+    peers. A peer without a measured download is assumed to finish one within a step; a first
+    attempt shows whether it does.
     """
     rebalancing = run.rebalancing
     largest_bytes = max(stage.state_bytes for stage in rebalancing.stages)
-    unseen_line = max(
+    assumed_download = max(
         rebalancing.settings.assumed_download_bytes_per_second,
         largest_bytes / policy.longest_download_seconds,
     )
@@ -173,21 +164,21 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         for peer in run.peers.bound_for(StageIndex(stage))
         if not peer.leaving and not peer.paused
     ]
-    told = [
+    rates = [
         min(peer.flops_per_second, peer.uplink_flops_per_second)
         for peer, _ in counted
         if peer.flops_per_second > 0
     ]
-    if not told:
+    if not rates:
         return []
-    mean = sum(told) / len(told)
+    mean = sum(rates) / len(rates)
     return [
         PeerLoad(
             peer=peer.peer,
             stage=stage,
             flops_per_second=peer.flops_per_second or mean,
             memory_bytes=peer.memory_bytes,
-            download_bytes_per_second=peer.download_bytes_per_second or unseen_line,
+            download_bytes_per_second=peer.download_bytes_per_second or assumed_download,
             may_move=_may_move(run, peer),
             queued=peer.queued,
             up_bytes_per_second=peer.up_bytes_per_second,
@@ -201,11 +192,12 @@ def _may_move(run: RunState, peer: PeerState) -> bool:
 
 
 def _begin(run: RunState, move: Move, now: float) -> None:
+    """Start a decided move."""
     rebalancing = run.rebalancing
     peer = run.peers[move.peer]
     release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
     if release_first and move.partner is not None:
-        return  # neither stage can be without both of them
+        return  # the exchange would leave a stage without both of them
     peer.moving = StageMove(move.destination, release_first, now, move.partner)
     rebalancing.last_involved[move.source] = rebalancing.last_involved[move.destination] = now
     rebalancing.decided += 1
@@ -215,7 +207,7 @@ def _begin(run: RunState, move: Move, now: float) -> None:
 
 
 def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
-    """Both ends of a tied model: a peer would take part in the same all-reduce twice."""
+    """Whether the stages are both ends of a tied model: one peer would join an all-reduce twice."""
     return run.manifest.model.tie_embeddings and {one, other} == {StageIndex(0), run.last_stage}
 
 
@@ -223,7 +215,7 @@ def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
 
 
 def abandon_stale_moves(run: RunState, now: float) -> None:
-    """Give up moves that cannot or should not come about any more."""
+    """Cancel moves that can no longer happen, or no longer should."""
     for peer in list(run.peers.movers.values()):
         moving = peer.moving
         assert moving is not None
@@ -232,26 +224,26 @@ def abandon_stale_moves(run: RunState, now: float) -> None:
         elif peer.phase is not PeerPhase.READY:
             state_transfer.drop_move(run, peer, "it has lost the stage that it held")
         elif run.step is not None and peer.peer in run.step.excluded:
-            state_transfer.drop_move(run, peer, "it sits this step out")
+            state_transfer.drop_move(run, peer, "it is excluded from this step")
         elif moving.close_delays > state_transfer.MAX_CLOSE_DELAYS:
-            # Not even so fast, then; it is not asked again before it has shown that it is faster.
+            # The failed attempt bounds its rate, so that it is not chosen again.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
             peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
             state_transfer.drop_move(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_TIMEOUT_SECONDS:
             state_transfer.drop_move(run, peer, "it took too long")
         elif moving.partner is not None and not _partner_moves(run, moving.partner, peer):
-            state_transfer.drop_move(run, peer, "nobody comes in its place any more")
+            state_transfer.drop_move(run, peer, "no peer takes its place any more")
 
 
 def _partner_moves(run: RunState, partner: PeerId, peer: PeerState) -> bool:
-    """Whether the other one of an exchange is still on its way."""
+    """Whether the partner of an exchange is still moving."""
     other = run.peers.get(partner)
     return other is not None and other.moving is not None and other.moving.partner == peer.peer
 
 
 def mover_delays_close(run: RunState, now: float) -> bool:
-    """A mover that had to start over is waited for like a newcomer, for a bounded time."""
+    """Whether a moving peer that had to start over delays the close, for a bounded time."""
     return any(
         peer.moving is not None
         and not peer.moving.ready
@@ -263,8 +255,11 @@ def mover_delays_close(run: RunState, now: float) -> bool:
 
 
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
-    """Who has the state of its next stage and can be spared where it is, in a close that begins.
-    A stage that has averaged already takes nobody, and lets nobody go."""
+    """The members that change stage with the close about to begin, with their destinations.
+
+    They have the state of the next stage, and their old stage can spare them. A stage that has
+    averaged already neither gains nor loses a member.
+    """
     ready: dict[PeerId, StageMove] = {}
     for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
         moving = peer.moving
@@ -298,22 +293,22 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
 
 
 def apply_switches(run: RunState, closing: CloseState) -> None:
-    """The step is decided: with its Apply these hold their next stage."""
+    """The step is decided: let the switching members hold their next stage."""
     going = [each for found in closing.each_round() for each in found.switching.items()]
     for peer_id, stage in going:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)
-        run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
+        run.note(f"{display(peer)} switches from stage {peer.stage} to stage {stage}", peer_id)
         peer.moving = None
         peer.stage = stage
         if run.ahead is not None:
-            # It stays behind with the old stage.
+            # Its gradients of the next step belong to the old stage.
             microbatches.clear_counted(run, run.ahead, peer_id, run.stage_indices)
         run.rebalancing.made += 1
 
 
 def move_between_steps(run: RunState, now: float) -> None:
-    """Those that cannot hold two stages give theirs up now, when they have counted nothing."""
+    """Move the peers without memory for two stages, which have counted nothing at this point."""
     for peer in list(run.peers.movers.values()):
         moving = peer.moving
         assert moving is not None

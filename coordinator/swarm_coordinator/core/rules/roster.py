@@ -1,8 +1,8 @@
-"""The roster: whom everybody may use, whom nobody may serve, and when all of them are told.
+"""The roster: which peers may be used, which must not be served, and when members receive it.
 
-Part of the pure core: changes a RunState and queues commands, does no I/O. Who takes part with
-which stage is `membership`'s; here is what changes about a member that stays, and the word that
-somebody may not be served any more (docs/decisions/0010-admission.md).
+Part of the pure core: changes a RunState and queues commands, does no I/O. Which peer takes part
+with which stage is decided in `swarm_coordinator.core.rules.membership`; this module covers changes
+of a staying member, and revocations (docs/decisions/0010-admission.md).
 """
 
 from __future__ import annotations
@@ -29,41 +29,46 @@ from swarm_shared.protocol import (
 )
 
 ADDRESS_ROSTER_SECONDS = 1.0
-"""Rosters that only follow somebody's addresses are so far apart at least: everybody gets them,
-so that a peer whose network flickers would cost all the others their line."""
+"""Minimum seconds between rosters that only change addresses. Every member receives each roster, so
+a peer whose network flickers would otherwise cost all members their bandwidth."""
 
 RENEWED_ROSTER_SECONDS = 60.0
-"""The same for newer certificates, which nobody needs before the older ones expire."""
+"""Minimum seconds between rosters that only renew certificates, which are not needed before the
+older ones expire."""
 
 SMALL_RUN_PEERS = 256
-"""Up to so many peers everybody is told of every change at once."""
+"""Number of peers up to which every change is published at once, as a whole roster."""
 
 SPACING_PER_PEER_SECONDS = 5e-4
-"""In larger runs rosters are so far apart at least, times the peers: five seconds for 10,000. Each
-of them goes to everybody, and somebody comes or goes several times a second. Who sends to a peer
-that is gone notices by itself."""
+"""Minimum seconds between rosters of a larger run, per peer: five seconds for 10,000. Every roster
+goes to all members, and peers join or leave several times a second. A sender notices a lost peer by
+itself."""
 
 SLOW_HEARTBEAT_PEERS = 1000
-"""Who comes to a run of more is asked to beat more slowly."""
+"""Number of peers above which joining peers are assigned a longer heartbeat interval."""
 
 HEARTBEATS_BEFORE_DEATH = 2.25
-"""Of silence: two beats, and some time on the way."""
+"""Heartbeat intervals of silence after which a peer counts as dead: two heartbeats and their
+transit."""
 
 MAXIMUM_REVOKED = 65_536
-"""What a roster can carry."""
+"""Largest number of revoked peers that a roster can carry."""
 
 
 def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now: float) -> None:
-    """It is found elsewhere now, or says something else about how it can be reached."""
-    told = (message.addresses, message.carrier, message.reachability, message.offers_relay)
-    if told == (peer.addresses, peer.carrier, peer.reachability, peer.offers_relay):
+    """Update a peer's addresses and reachability."""
+    update = (message.addresses, message.carrier, message.reachability, message.offers_relay)
+    if update == (peer.addresses, peer.carrier, peer.reachability, peer.offers_relay):
         return
-    peer.addresses, peer.carrier, peer.reachability, peer.offers_relay = told
+    peer.addresses, peer.carrier, peer.reachability, peer.offers_relay = update
     _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
 
 
 def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
-    """Tell the member at once and the others within a while: the older one still holds."""
+    """Send the member its renewed certificate at once, and the roster later.
+
+    The older certificate is still valid.
+    """
     if event.peer == run.coordinator.peer:
         run.coordinator = run.coordinator.model_copy(update={"certificate": event.certificate})
         return
@@ -75,41 +80,43 @@ def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> N
 
 
 def revoke(run: RunState, event: PeersRevoked) -> None:
-    """Nobody may serve these from now on; that they are gone is the caller's part."""
+    """Revoke peers: no member may serve them from now on. The caller removes them from the run."""
     run.revoked_dirty = True
     absent = [peer for peer in event.peers if peer not in run.peers]
     for peer in event.peers:
         run.revoked.pop(peer, None)
-        run.revoked[peer] = event.until  # at the end: the newest are told if they are too many
+        run.revoked[peer] = event.until  # appended: a roster carries the newest if too many
         if peer in run.peers:
             run.send(peer, Refused(code="admission", reason=event.reason[:500]))
             run.commands.append(CloseSession(peer, event.reason))
     if absent:
         who = short(absent[0]) if len(absent) == 1 else f"{len(absent)} peers"
-        run.note(f"{who}, not attached now, may not take part any more: {event.reason}")
+        run.note(f"{who}, not attached now, may no longer take part: {event.reason}")
 
 
 def attached(run: RunState, peer: PeerId) -> None:
-    """The shell has let it in, whatever was said of it before."""
+    """Lift any revocation of a peer that the shell has admitted."""
     reinstate(run, peer)
     if run.revoked and run.phase is RunPhase.APPLYING:
-        # It may hold a stage already, and no roster goes out otherwise before the step ends.
+        # It may hold a stage already, and no other roster is sent before the step ends.
         run.revoked_dirty = True
 
 
 def reinstate(run: RunState, peer: PeerId) -> None:
+    """Lift a peer's revocation."""
     if run.revoked.pop(peer, None) is not None:
         run.revoked_dirty = True
 
 
 def drop_expired_revocations(run: RunState, now: float) -> None:
-    """Certificates that have expired are refused by everybody without being told."""
+    """Drop revocations of expired certificates, which every member refuses by itself."""
     if run.revoked:
         run.revoked = {peer: until for peer, until in run.revoked.items() if until > now}
 
 
 def heartbeat_seconds(run: RunState) -> float:
-    """Of a newcomer: in a large run as slowly as still tells a dead peer in time."""
+    """Heartbeat interval of a joining peer: longer in a large run, but short enough to detect a
+    death."""
     limits = run.manifest.limits
     if len(run.peers) <= SLOW_HEARTBEAT_PEERS:
         return limits.heartbeat_seconds
@@ -117,15 +124,15 @@ def heartbeat_seconds(run: RunState) -> float:
 
 
 def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) -> None:
-    """A change that can wait: not sooner than so long after the last roster."""
+    """Schedule a roster for a change that can wait until `seconds` after the last one."""
     if not run.holds_current(peer):
-        return  # nobody is told of it yet
+        return  # it is not in the roster yet
     due = max(now, run.published_at + seconds)
     run.roster_due_at = due if run.roster_due_at is None else min(run.roster_due_at, due)
 
 
 def publish(run: RunState, now: float) -> bool:
-    """Send the roster to everybody when it has changed, before any work that relies on it."""
+    """Send the roster to every member if it has changed, before any work that relies on it."""
     if run.phase is RunPhase.APPLYING:
         # Versions differ while a step is applied; the whole roster follows at its end.
         if not run.revoked_dirty or run.published is None:
@@ -145,7 +152,8 @@ def publish(run: RunState, now: float) -> bool:
 
 
 def _can_wait(run: RunState, now: float) -> bool:
-    """Whether a large run's roster was sent just now, and nobody is told to average by this one."""
+    """Whether a large run's roster was sent recently, and no close in this batch needs a new
+    one."""
     if len(run.peers) <= SMALL_RUN_PEERS:
         return False
     return now - run.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
@@ -157,7 +165,7 @@ def _can_wait(run: RunState, now: float) -> bool:
 def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> None:
     before, stages_before = run.published, run.published_stages
     run.roster_serial += 1
-    # Not checked again: its parts were when they were made, and there are thousands of them.
+    # Not validated again: the records were when they were made, and there are thousands of them.
     whole = Roster.model_construct(
         serial=run.roster_serial,
         peers=tuple(itertools.chain.from_iterable(stages)),
@@ -169,7 +177,7 @@ def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
         for peer in run.peers:
             run.send(peer, whole)
     else:
-        told = tuple(peer for peer in run.peers if peer not in run.peers.awaiting_roster)
+        up_to_date = tuple(peer for peer in run.peers if peer not in run.peers.awaiting_roster)
         changed, removed = _difference(stages_before, stages)
         revoked = None if whole.revoked == before.revoked else whole.revoked
         change = RosterChange.model_construct(
@@ -179,7 +187,7 @@ def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
             removed=removed,
             revoked=revoked,
         )
-        run.commands.append(Broadcast(told, change))
+        run.commands.append(Broadcast(up_to_date, change))
         for peer in run.peers.awaiting_roster:
             run.send(peer, whole)
     run.peers.awaiting_roster.clear()
@@ -188,7 +196,7 @@ def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
 def _difference(
     before: tuple[tuple[PeerRecord, ...], ...], after: tuple[tuple[PeerRecord, ...], ...]
 ) -> tuple[tuple[PeerRecord, ...], tuple[PeerId, ...]]:
-    """Records that are new or other than before, and who is not there any more."""
+    """Records that are new or changed, and peers that are no longer present."""
     known: dict[PeerId, PeerRecord] = {}
     other: list[PeerRecord] = []
     for was, now in zip(before, after, strict=True):

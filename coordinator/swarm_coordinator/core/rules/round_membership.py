@@ -1,8 +1,8 @@
-"""Who drops out of a close, and what that costs: nothing, or one round.
+"""Removing a peer from a step that is closing. At most its own round is aborted.
 
-Part of the pure core (docs/decisions, number 0025). A member that goes when all the others of its
-round have averaged has its part in their sums: its cells count. Otherwise its round alone is given
-up, and its stages average anew when the table is complete again.
+Part of the pure core (docs/decisions, number 0025). The gradient of a member that leaves after all
+other members of its round have averaged is part of their sums, so its cells count. Otherwise its
+round alone is aborted, and the stages of that round average anew when the table is complete again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import microbatches, state_transfer
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.run import RunPhase, RunState, short
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AbortRound
 
 ABORT_BACKOFF_SECONDS = 0.5
-"""Pause after a failed attempt, doubled per attempt up to the maximum below. Who dies is gone: a
-close that ended through that is not tried any later for it."""
+"""Pause after a failed attempt, doubled per attempt up to ABORT_BACKOFF_MAXIMUM_SECONDS. There is
+no pause after the loss of a member, which cannot recur."""
 ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
+"""Longest pause after a failed attempt."""
 
 
 def forget(run: RunState, peer: PeerId, reason: str, now: float) -> None:
-    """A peer is gone, or holds nothing any more of what it held."""
+    """Remove a peer, or what it held, from the close, the tables and the leases."""
     leave(run, peer, reason, now)
     closing = run.step.closing if run.step is not None else None
     kept = closing.kept_stages(peer) if closing is not None else frozenset[StageIndex]()
@@ -28,7 +30,7 @@ def forget(run: RunState, peer: PeerId, reason: str, now: float) -> None:
 
 
 def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
-    """It is no member of its round any more, if it was one."""
+    """Remove a peer from its round, if it is a member of one."""
     step = run.step
     if step is None or step.closing is None or peer not in step.closing.members:
         return
@@ -44,7 +46,7 @@ def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
 
 
 def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
-    """End one round for everybody in it; nothing has been applied anywhere."""
+    """Abort one round for all of its members; nothing has been applied."""
     step = run.step
     assert step is not None
     assert step.closing is not None
@@ -54,9 +56,10 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
     )
     if not of_loss:
         state_transfer.drop_failed_moves(run, ended.switching)
-        pause = ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5)
-        until = now + min(ABORT_BACKOFF_MAXIMUM_SECONDS, pause)
-        step.close_not_before = max(step.close_not_before, until)
+        pause_seconds = backoff_seconds(
+            step.closes - 1, ABORT_BACKOFF_SECONDS, ABORT_BACKOFF_MAXIMUM_SECONDS
+        )
+        step.close_not_before = max(step.close_not_before, now + pause_seconds)
     step.closing.discard_round(ended)
     for peer, stage in ended.kept.items():
         microbatches.clear_counted(run, step, peer, (stage,))
@@ -68,27 +71,28 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
 
 
 def abort_all(run: RunState, reason: str, now: float) -> None:
+    """Abort every round of the close."""
     closing = run.step.closing if run.step is not None else None
     for ended in closing.each_round() if closing is not None else ():
         abort(run, ended, reason, now)
 
 
 def exclude(run: RunState, peer: PeerId, now: float) -> bool:
-    """Let the step close without this peer, unless it is the last of its stage."""
+    """Let the step close without this peer; False if it is the last of its stage."""
     step, state = run.step, run.peers.get(peer)
     if step is None or state is None or state.stage is None or peer in step.excluded:
         return False
     if all(p.peer == peer for p in run.ready_peers(state.stage)):
         return False
-    forget(run, peer, f"{short(peer)} is closed without", now)
+    forget(run, peer, f"{short(peer)} is excluded from the step", now)
     step.excluded.add(peer)
     run.roster_dirty = True
-    run.note(f"{short(peer)} keeps step {step.step} from closing and sits it out", peer)
+    run.note(f"{short(peer)} keeps step {step.step} from closing and is excluded from it", peer)
     return True
 
 
 def readmit(run: RunState) -> None:
-    """A peer that sits out is better than none: when the others are gone it is needed again."""
+    """Readmit excluded peers whose stage has lost all other peers."""
     step = run.step
     if step is None:
         return
@@ -103,7 +107,7 @@ def readmit(run: RunState) -> None:
 
 
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
-    """One that was lost, and has come back with the average of its round, can apply it still."""
+    """Restore a lost member that has returned with its round's average: it can still apply."""
     closing = run.step.closing if run.step is not None else None
     found = closing.rounds.get(stage) if closing is not None else None
     if closing is None or found is None or run.phase is RunPhase.APPLYING:

@@ -1,36 +1,39 @@
-"""The end of a step: microbatches that lag at one trainer are given to a second one as well.
+"""Speculative leases: microbatches that lag at the end of a step are leased a second time.
 
-Part of the pure core (design: the life of a step). Most of what lags is sent again by the senders
-themselves, who know whom they wait for. Here is the rest: a trainer that is slow, or that nobody
-answers. Two copies are on their way then, the first receipt counts, and whoever has counted the
-other takes it out again at the close.
+Part of the pure core (design: the life of a step). The senders themselves resend most of what lags
+(hedged requests, `swarm_client.pipeline.hedging`). This module covers the rest: a trainer that is
+slow or unreachable. Two copies are then in flight; the first receipt counts, and the peer that
+counted the other copy removes it at the close.
 
-The rule is Spark's for speculative execution: once most of the step is done, what has taken half
-as long again as most of it did, is late.
+The rule is that of Spark's speculative execution: once most of the step is done, a microbatch that
+takes one and a half times as long as that part of the step took is a straggler.
 """
 
 from __future__ import annotations
 
 import heapq
 
-from swarm_coordinator.core.rules import microbatches as progress
+from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.run import LeaseState, RunPhase, RunState, StepState, short
 from swarm_shared.base.types import MicrobatchIndex, PeerId
 
 SPECULATION_START_FRACTION = 0.75
-"""Of the table's cells; before that, nobody is idle and a second copy would cost others time."""
+"""Fraction of the table's cells that must be filled. Before that no trainer is idle, and a second
+copy would delay other work."""
 
 SLOWDOWN_FACTOR = 1.5
+"""Multiple of the time for that fraction of the step after which a microbatch is a straggler."""
 
 MIN_LAG_SECONDS = 2.0
-"""Several reporting intervals: a step that takes a second has no stragglers worth a copy."""
+"""Minimum lag in seconds; several reporting intervals. A step of one second has no stragglers worth
+a copy."""
 
 CHECK_INTERVAL_SECONDS = 0.5
-"""Between two looks at the microbatches that are still open."""
+"""Seconds between two checks of the open microbatches."""
 
 
 def lease_stragglers(run: RunState, now: float) -> None:
-    """Lease what lags a second time. At most one second lease for each microbatch."""
+    """Lease lagging microbatches a second time, each at most once."""
     step = run.step
     if step is None or now < step.speculation_not_before or not _mostly_done(run, step):
         return
@@ -50,29 +53,29 @@ def lease_stragglers(run: RunState, now: float) -> None:
         if lease.resolved_at is None
         and lease.granted_at <= since
         and microbatch not in step.speculative_leases
-        and not progress.is_done(run, step, microbatch)
+        and not microbatches.is_done(run, step, microbatch)
     ]
     if late:
         _grant(run, step, late, now)
 
 
 def _mostly_done(run: RunState, step: StepState) -> bool:
-    total = progress.microbatch_count(run)
+    total = microbatches.microbatch_count(run)
     if run.phase is RunPhase.EVALUATING:
         return len(step.evaluations) >= SPECULATION_START_FRACTION * total
     return len(step.table) >= SPECULATION_START_FRACTION * total * run.manifest.stage_count
 
 
 def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
-    driving = progress.trainer_loads(run, step, ())
+    driving = microbatches.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
         trainer = _least_loaded_except(driving, step.leases[microbatch].trainer)
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
-    for trainer, microbatches in grants.items():
-        number = progress.grant(run, step, trainer, microbatches, len(driving))
-        for microbatch in microbatches:
+    for trainer, granted in grants.items():
+        number = microbatches.grant(run, step, trainer, granted, len(driving))
+        for microbatch in granted:
             step.speculative_leases[microbatch] = LeaseState(number, trainer, now)
     if grants:
         run.note(
@@ -82,7 +85,7 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
 
 
 def _least_loaded_except(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
-    """Another trainer than the first one, with one microbatch more from now on; None: no other."""
+    """Take the least loaded trainer other than `first`, adding one microbatch to its load."""
     aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
     found: PeerId | None = None
     if driving:

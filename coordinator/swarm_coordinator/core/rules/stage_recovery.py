@@ -1,4 +1,4 @@
-"""When a stage has lost everybody: who takes it over, and from which version the run goes on.
+"""Recovery of a stage that has lost every holder: its new holder, and the version to continue from.
 
 Part of the pure core (design: durability). Changes a RunState and queues commands, does no I/O.
 """
@@ -13,18 +13,19 @@ from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState
 from swarm_shared.base.types import StageIndex, Step, Version
 
 REATTACH_GRACE_SECONDS = 10.0
-"""How long a stage may be without any peer before the run falls back to a checkpoint: peers that
-lost their link re-attach within this time and still hold newer state."""
+"""Seconds that a stage may be without a peer before the run falls back to a checkpoint. Peers that
+lost their connection re-attach within this time and still hold newer state."""
 
 RESTART_GRACE_SECONDS = 20.0
-"""The same after a start: clients of an absent coordinator try again every twelve seconds."""
+"""The same after a start of the coordinator: clients retry every twelve seconds while it is
+away."""
 
 
 def recover_lost_stages(run: RunState, now: float) -> None:
-    """Staff a stage that has nobody, and fall back to a checkpoint when its state is gone for good.
+    """Assign a peer to a stage without one; roll back to a checkpoint if its state is lost.
 
-    Back only when every stage has somebody to hold it, and after a grace in which peers that only
-    lost the coordinator come back with newer state.
+    The roll-back waits until every stage has a peer, and for a grace period in which peers that
+    only lost the coordinator return with newer state.
     """
     if run.phase not in (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING):
         return
@@ -40,23 +41,24 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     for stage_index in overdue:
         _staff(run, stage_index, now)
     if run.version == 0 or (run.checkpoint is not None and run.checkpoint.version == run.version):
-        return  # newcomers get the stage from the seed or the checkpoint, nothing is lost
+        return  # joining peers get the stage from the seed or the checkpoint; nothing is lost
     held = {p.stage for p in run.peers.values() if p.stage is not None}
     if all(stage in held for stage in run.stage_indices):
         _roll_back(run, overdue, now)
 
 
 def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
+    """Note the stages that have lost their last holder, and those that are held again."""
     if not run.training_began:
-        return  # that nobody is there yet is no news
+        return  # before training a stage without a peer is not a loss
     for stage in sorted(set(unheld) - run.lost_since.keys()):
-        run.note(f"stage {stage} has lost every peer: the run waits for somebody to hold it")
+        run.note(f"stage {stage} has lost every peer: the run waits for a peer to hold it")
     for stage in sorted(run.lost_since.keys() - set(unheld)):
         run.note(f"stage {stage} is held again")
 
 
 def is_lost(run: RunState, now: float) -> bool:
-    """Whether some stage has been without a peer for longer than a short absence."""
+    """Whether a stage has been without a peer for longer than the grace period."""
     return any(_overdue(run, stage, now) for stage in run.lost_since)
 
 
@@ -68,21 +70,18 @@ def _overdue(run: RunState, stage: StageIndex, now: float) -> bool:
 
 
 def _staff(run: RunState, stage: StageIndex, now: float) -> None:
-    """Move a peer to a stage that nobody holds, from the stage that can spare one best.
+    """Move a peer to a stage without one, from the stage that can best spare one.
 
-    A stage can spare a peer when another one stays there. It need not hold the stage: a peer that
-    still downloads, or sits this step out, can wait for a state that never comes while this stage
-    is empty, and moving it costs nothing.
+    A stage can spare a peer if another one stays there. The peer need not hold the stage: one that
+    still downloads, or is excluded from this step, may wait for a state that never comes while this
+    stage is empty, and moving it costs nothing.
     """
-    if any(p.stage == stage and not p.leaving for p in run.peers.values()):
+    if any(not p.leaving for p in run.peers.at(stage)):
         return
     needed = run.manifest.stages[stage].memory_bytes
-    staying: dict[StageIndex, list[PeerState]] = {}
-    for peer in run.peers.values():
-        if peer.stage is not None and not peer.leaving and not peer.paused:
-            staying.setdefault(peer.stage, []).append(peer)
     donors: list[tuple[int, bool, str, PeerState]] = []
-    for there in staying.values():
+    for other in run.stage_indices:
+        there = [p for p in run.peers.at(StageIndex(other)) if not p.leaving and not p.paused]
         holders = [p for p in there if _holds(run, p)]
         donors.extend(
             (len(there), not _holds(run, peer), peer.peer, peer)
@@ -92,20 +91,21 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
         )
     if donors:
         peer = max(donors, key=lambda donor: donor[:3])[-1]
-        membership.move(run, peer, stage, "nobody holds this stage any more", now)
+        membership.move(run, peer, stage, "no peer holds this stage any more", now)
 
 
 def _holds(run: RunState, peer: PeerState) -> bool:
-    """Whether it has its stage's state at the run's version, or is about to."""
+    """Whether the peer has its stage's state at the run's version, or is about to."""
     return run.holds_current(peer) or _catches_up(run, peer)
 
 
 def _catches_up(run: RunState, peer: PeerState) -> bool:
-    """Whether it is back with the averaged step that leads to the run's version."""
+    """Whether the peer has returned with the averaged step that leads to the run's version."""
     return peer.missed_apply == Step(run.version)
 
 
 def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
+    """Continue from the checkpoint's version, and have every holder fetch that state."""
     version = run.checkpoint.version if run.checkpoint is not None else Version(0)
     assert version < run.version, "a checkpoint is never newer than the run"
     names = ", ".join(str(stage) for stage in sorted(lost))

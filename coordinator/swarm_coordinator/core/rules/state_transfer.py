@@ -1,7 +1,8 @@
-"""Getting a stage's state to those who are to hold it: from whom, and whether it came.
+"""Downloads of a stage's state by joining and moving peers: from which source, and the outcome.
 
-Part of the pure core: changes a RunState and queues commands, does no I/O. Who is to hold which
-stage is `membership`'s; a mover's next stage is fetched in the same way as a newcomer's first.
+Part of the pure core: changes a RunState and queues commands, does no I/O. Which peer is to hold
+which stage is decided in `swarm_coordinator.core.rules.membership` and `rebalancing`; a moving peer
+fetches its next stage in the same way as a joining peer its first.
 """
 
 from __future__ import annotations
@@ -31,46 +32,52 @@ from swarm_shared.protocol import (
 )
 
 SNAPSHOT_HOLDERS = 3
-"""Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
+"""Holders requested at once to serve one joining peer: enough home uplinks to fill a home
+downlink."""
 
 MAX_SNAPSHOT_HOLDERS = 32
-"""When many want the same stage, there are as many holders as of them, up to so many."""
+"""Largest number of holders requested at once; below it there are as many as downloading peers."""
 
 MAX_CLOSE_DELAYS = 3
-"""Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
+"""Number of closes that one joining peer may delay; its download may never finish."""
 
 SNAPSHOT_GATHER_SECONDS = 2.0
-"""After the first snapshot the others, which are as large, take about as long. Who is told of one
-source only has nothing but that one's line."""
+"""Seconds to wait for further snapshots after the first. The other snapshots are as large and take
+about as long; a download from a single source is limited to that uplink."""
 
 SNAPSHOT_RETRY_SECONDS = 15.0
-"""Holders that have not saved a snapshot by then are asked again, or others are."""
+"""Seconds after which holders without a snapshot are requested again."""
 
 SYNC_RETRY_SECONDS = 1.0
+"""Seconds before a peer whose download failed is sent another source."""
 
 MIN_BANDWIDTH_SAMPLE_BYTES = 1_000_000
-"""Downloads below this say more about waiting than about the line."""
+"""Smallest download that counts as a measurement of bandwidth; smaller ones are dominated by
+latency."""
+
+Download = PeerState | StageMove
+"""A download of a stage's state: the peer itself for its own stage, or its move to another one."""
 
 _JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
-"""Phases in which parameters stand still, so that a download can end in time."""
+"""Phases in which the parameters do not change, so that a download can end in time."""
 
 
 def can_join(run: RunState, stage: StageIndex | None) -> bool:
-    """Whether one that gets the stage's state now can still take part in this step."""
+    """Whether a peer that gets the stage's state now can still take part in this step."""
     return run.phase in _JOINING_PHASES and run.round_of(stage) is None
 
 
-def delay_close(run: RunState, way: PeerState | StageMove, now: float) -> None:
-    """Let the close wait for this newcomer, a few times at most: it may never manage."""
-    way.close_delays += 1
-    if way.close_delays <= MAX_CLOSE_DELAYS:
-        way.close_delayed_until = now + run.manifest.limits.join_hold_seconds
+def delay_close(run: RunState, download: Download, now: float) -> None:
+    """Delay the close for this download, at most MAX_CLOSE_DELAYS times; it may never finish."""
+    download.close_delays += 1
+    if download.close_delays <= MAX_CLOSE_DELAYS:
+        download.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
-    """Tell all who are to get a stage where to get it from, as soon as that is known."""
+    """Send every peer that awaits a stage's state its source, as soon as one is known."""
     queue = _SourceQueue(run)
-    # Who has begun before and was not done in time goes behind those who have not: it may never be.
+    # Peers that have failed to finish in time go last: their download may never finish.
     for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.close_delays):
         _find_source(run, peer, peer, now, queue)
     for peer in run.peers.movers.values():
@@ -80,11 +87,10 @@ def find_sources(run: RunState, now: float) -> None:
 
 
 class _SourceQueue:
-    """Who is not told of sources yet because others are before it.
+    """Limits the concurrent downloads of a stage's state to the number of its sources.
 
-    A stage's state is got by as many at once as there are who serve it. State is exact within one
-    step only: of four that share one home line none may be done before the step is, and all would
-    start over, again and again.
+    State is exact within one step only. If four downloads shared one home uplink, none might finish
+    within the step, and all would start over again and again.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -96,7 +102,7 @@ class _SourceQueue:
         return stage in self._full
 
     def try_start(self, stage: StageIndex, sources: int) -> bool:
-        """Whether one more may begin; if so it has."""
+        """Whether one more download of the stage may start; if so it is counted."""
         if self._begun is None:
             self._begun = self._count()
         if self._begun[stage] >= sources:
@@ -107,73 +113,74 @@ class _SourceQueue:
 
     def _count(self) -> Counter[StageIndex]:
         peers, version = self._run.peers, self._run.version
-        ways: list[PeerState | StageMove] = list(peers.syncing.values())
-        ways += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
+        downloads: list[Download] = list(peers.syncing.values())
+        downloads += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
         return Counter(
-            way.stage
-            for way in ways
-            if way.source_assigned and way.version == version and way.stage is not None
+            download.stage
+            for download in downloads
+            if download.source_assigned
+            and download.version == version
+            and download.stage is not None
         )
 
 
 def _find_source(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
 ) -> None:
-    """`way` is the peer itself, for the stage that is its own, or its way to another one."""
-    if now < way.ask_not_before or not can_join(run, way.stage):
-        return  # whatever is ready before the step ends would be refused
+    """Find a source for one download."""
+    if now < download.ask_not_before or not can_join(run, download.stage):
+        return  # a state that is ready before the step ends would be refused
     if run.version == 0:
-        _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, way, now):
-        _from_replicas(run, peer, way, now, queue)
+        _assign_from(run, peer, download, "fresh", (), ("", 0, ""), now)
+    elif not _from_checkpoint(run, peer, download, now):
+        _from_replicas(run, peer, download, now, queue)
 
 
 def _assign_from(
     run: RunState,
     peer: PeerState,
-    way: PeerState | StageMove,
+    download: Download,
     source: Literal["fresh", "snapshot"],
     holders: tuple[PeerRecord, ...],
     item: tuple[str, int, str],
     now: float,
 ) -> None:
-    assert way.stage is not None
-    way.source_assigned, way.version, way.asked_at = True, run.version, now
-    if way is not peer:
+    assert download.stage is not None
+    download.source_assigned, download.version, download.asked_at = True, run.version, now
+    if download is not peer:
         run.rebalancing.bytes_moved += item[1]
     run.send(
         peer.peer,
         AssignStage(
-            stage=way.stage,
+            stage=download.stage,
             version=run.version,
             source=source,
             item=item[0],
             bytes=item[1],
             sha256=item[2],
             holders=holders,
-            prepare=way is not peer,
+            prepare=download is not peer,
         ),
     )
 
 
-def _from_checkpoint(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float
-) -> bool:
+def _from_checkpoint(run: RunState, peer: PeerState, download: Download, now: float) -> bool:
     checkpoint = run.checkpoint
     if checkpoint is None or checkpoint.version != run.version:
         return False
-    stored = next((s for s in checkpoint.stages if s.stage == way.stage), None)
+    stored = next((s for s in checkpoint.stages if s.stage == download.stage), None)
     if stored is None:
         return False
     item = (stored.item, stored.bytes, stored.sha256)
-    _assign_from(run, peer, way, "snapshot", (run.coordinator,), item, now)
+    _assign_from(run, peer, download, "snapshot", (run.coordinator,), item, now)
     return True
 
 
 def _from_replicas(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
 ) -> None:
-    stage = way.stage
+    """Request snapshots from holders of the stage, or assign those that are ready."""
+    stage = download.stage
     assert stage is not None
     if queue.is_full(stage):
         return
@@ -201,13 +208,14 @@ def _from_replicas(
         return
     if not queue.try_start(stage, len(present)):
         return
-    # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
+    # Replicas are bitwise equal, and so are their files; the majority's hash is fetched.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
     records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
-    _assign_from(run, peer, way, "snapshot", records, item, now)
+    _assign_from(run, peer, download, "snapshot", records, item, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
+    """Record a holder's snapshot as a source."""
     snapshots = run.snapshots.get(message.stage)
     if (
         snapshots is not None
@@ -221,17 +229,17 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 
 def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
-    """Whether a newcomer holds something else than the stage's holders do, after all checks."""
+    """Whether the downloaded state differs from that of the stage's holders; flags the peer."""
     known = run.fingerprints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
-    reason = f"what it holds of stage {message.stage} is not what the others hold"
+    reason = f"its download of stage {message.stage} differs from what its holders have"
     run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 
 
 def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
-    """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    """Handle a finished download. If the run has moved on meanwhile, the download starts over."""
     stage, version = message.stage, message.version
     moving = peer.moving
     if moving is not None and moving.stage == stage and _answers_move(moving, version):
@@ -265,8 +273,7 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
 
 
 def version_changed(run: RunState, now: float) -> None:
-    """What is being downloaded is of the version before: all start over at once, with most of the
-    new version's time before them."""
+    """Restart every download of the previous version, at the start of the new version's step."""
     for peer in run.peers.syncing.values():
         if peer.source_assigned and peer.missed_apply is None and peer.version != run.version:
             peer.source_assigned = False
@@ -277,18 +284,18 @@ def version_changed(run: RunState, now: float) -> None:
 
 
 def _answers_move(moving: StageMove, version: Version) -> bool:
-    """Whether this is the answer to the latest word on where to get the next stage from."""
+    """Whether a message answers the latest assignment of the move's state."""
     return moving.source_assigned and not moving.ready and moving.version == version
 
 
 def start_over(run: RunState, moving: StageMove, now: float) -> None:
-    """The run has gone on to another version: the next stage's state is to be had anew."""
+    """Restart the download of a move's destination, because the run's version has changed."""
     moving.source_assigned = moving.ready = False
     delay_close(run, moving, now)
 
 
 def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
-    """It stays where it is."""
+    """Cancel a peer's move; it stays at its stage."""
     assert peer.moving is not None
     run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
     peer.moving = None
@@ -296,23 +303,21 @@ def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
 
 
 def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
-    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
+    """Cancel the moves of members of a failed attempt, which may have caused the failure."""
     for peer_id in peers:
         peer = run.peers.get(peer_id)
         if peer is not None and peer.moving is not None:
             drop_move(run, peer, "an attempt to close the step with it failed")
 
 
-def _note_download(
-    peer: PeerState, way: PeerState | StageMove, state_bytes: int, now: float
-) -> None:
-    """How fast a stage's state came, all in all: what the next one will take follows from it."""
-    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > way.asked_at:
-        peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
+def _note_download(peer: PeerState, download: Download, state_bytes: int, now: float) -> None:
+    """Record the rate of a finished download, from which the time of the next one is estimated."""
+    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > download.asked_at:
+        peer.download_bytes_per_second = state_bytes / (now - download.asked_at)
 
 
 def _answers_assignment(peer: PeerState, version: Version) -> bool:
-    """Whether this is the answer to the latest assignment, not to one that was taken back."""
+    """Whether a message answers the latest assignment of the peer's stage."""
     return (
         peer.phase is PeerPhase.SYNCING
         and peer.source_assigned
@@ -322,7 +327,7 @@ def _answers_assignment(peer: PeerState, version: Version) -> bool:
 
 
 def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
-    """Another source is named, after a pause: most causes take a moment to pass."""
+    """Handle a failed download: another source follows after a pause, in which most causes pass."""
     moving = peer.moving
     if moving is not None and moving.stage == message.stage:
         if _answers_move(moving, message.version):

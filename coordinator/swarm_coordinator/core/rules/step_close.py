@@ -1,9 +1,10 @@
-"""Close, norm, apply: how a complete table becomes one optimizer step, or none at all.
+"""Close, norm, apply: how a complete table becomes one optimizer step.
 
-Part of the pure core (design: the life of a step). Two phases: every member of every stage
-averages and reports; only then is the decision made durable and everybody told to apply. Stages
-that share nothing average in rounds of their own (`round_book`): when one fails, its accumulators
-are still there, and what the others have averaged stays (`rounds`).
+Part of the pure core (design: the life of a step). Two phases: every member of every stage averages
+and reports; then the decision is made durable and every member is instructed to apply it. Stages
+that share nothing average in rounds of their own (`swarm_coordinator.core.state.close`): when one
+round fails, its accumulators still exist and the other rounds stand. Removing a member from a round
+is the matter of `swarm_coordinator.core.rules.round_membership`.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ from swarm_shared.run.schedule import learning_rate
 from swarm_shared.scheduling.placement import reduce_weights
 
 MAX_FAILED_ATTEMPTS = 3
-"""Failed attempts of one step after which the step closes without the peer that is blamed."""
+"""Failed attempts of one step attributed to a peer after which the step closes without it."""
 
 MAX_CARRIER_FAILURES = 4
-"""Attempts of one step that may fail through a carrier before somebody is blamed for the next."""
+"""Attempts of one step that may fail through a carrier before a failure is attributed to a peer."""
 
 NORM_TOLERANCE = 1e-6
-"""Members average to the same bits, but unlike devices add up the squares in another order."""
+"""Relative difference allowed between members' gradient norms. Members average to the same bits,
+but unlike devices sum the squares in different orders."""
 
 FINGERPRINT_NORM_TOLERANCE = 1e-5
-"""Relative difference of parameter norms that unlike devices may show; like ones agree bitwise."""
+"""Relative difference of parameter norms allowed between unlike devices; like devices agree
+bitwise."""
 
 
 def start_close(run: RunState, now: float) -> None:
-    """Open a round for every stage that has none, name each one's group, and tell each member
-    exactly what it may count."""
+    """Open rounds for the stages without one, and send each member its group and commit set."""
     step = run.step
     assert step is not None
     opened = [StageIndex(s) for s in run.stage_indices if run.round_of(StageIndex(s)) is None]
@@ -86,7 +88,7 @@ def start_close(run: RunState, now: float) -> None:
 def _connected_stages(
     stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
 ) -> list[frozenset[StageIndex]]:
-    """Stages that some pair connects, whether directly or through others, form one round."""
+    """Group the stages into rounds: stages connected by pairs, also through others, share one."""
     found = {stage: frozenset((stage,)) for stage in stages}
     for one, other in pairs:
         both = found[one] | found[other]
@@ -98,14 +100,14 @@ def _send_close(
     run: RunState, step: StepState, stage: StageIndex,
     reductions: dict[StageIndex, tuple[Reduction, ...]], switching: dict[PeerId, StageIndex],
 ) -> None:  # fmt: skip
-    """Each member hears what it holds, and those that hold nothing all hear the same."""
+    """Send Close to the members of a stage; members with an empty commit set share one message."""
     bare = Close(
         step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
     )  # fmt: skip
     idle: list[PeerId] = []
     for member in run.ready_peers(stage):
         peer = member.peer
-        # Who was at another stage in this step may have cells there, in an average without it.
+        # A peer that has changed stage in this step may have cells in the old stage's average.
         held = sorted(m for m, of_stage in step.table.held_by(peer) if of_stage == stage)
         goes_to = switching.get(peer)
         if not held and goes_to is None:
@@ -135,11 +137,12 @@ def _reductions(
 
 
 def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
-    """Thin lines sum less: what a member sums it sends to all the others."""
+    """Reduce-scatter weights by uplink: a member sends what it sums to all other members."""
     return reduce_weights([run.peers[peer].up_bytes_per_second for peer in members])
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    """Handle a member's report of its averaging round."""
     step = run.step
     if peer.missed_apply == message.step and not message.ok:
         _cannot_apply(run, peer, message, now)
@@ -151,8 +154,8 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
     closing = step.closing
     found = closing.round_of(peer.peer) if closing is not None else None
     if closing is None or found is None:
-        # Another member's failure has ended this attempt already. What a failed one says about
-        # itself counts all the same, unless its part is in an average that stands.
+        # Another member's failure has ended this attempt already. A failure report still counts
+        # against its own sender, unless the sender's gradient is in an average that stands.
         if not message.ok and run.round_of(peer.stage) is None:
             _clear_unaccumulated(run, peer, message)
     elif run.phase is RunPhase.APPLYING:
@@ -169,8 +172,7 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
 
 
 def advance_close(run: RunState, now: float) -> None:
-    """Do what follows from the last answer that somebody waited for, or from his going who would
-    have given it."""
+    """Continue the close once the last awaited answer has arrived or its sender has left."""
     closing = run.step.closing if run.step is not None else None
     if closing is None:
         return
@@ -185,7 +187,7 @@ def advance_close(run: RunState, now: float) -> None:
 
 
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
-    """The step is decided and this member cannot take it: the others go on, it is synced anew."""
+    """Sync a member anew that cannot apply the decided step; the other members go on."""
     reason = f"it could not apply step {message.step}"
     run.flag(peer, Rejection.NOT_APPLIED, f"{reason}: {message.reason}")
     membership.resync(run, peer, reason, now)
@@ -193,7 +195,7 @@ def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: flo
 
 
 def _clear_unaccumulated(run: RunState, peer: PeerState, message: RoundReport) -> None:
-    """What a failed member says about itself counts, whoever was the first to fail."""
+    """Clear the cells that a failed member reports as lost, also after its attempt has ended."""
     step, stage = run.step, peer.stage
     assert step is not None
     assert stage is not None
@@ -209,15 +211,17 @@ def _clear_unaccumulated(run: RunState, peer: PeerState, message: RoundReport) -
 def _attempt_failed(
     run: RunState, failed: Round, peer: PeerState, message: RoundReport, now: float
 ) -> None:
+    """Abort the round of a failed member, and attribute the failure."""
     step, stage = run.step, peer.stage
     assert step is not None
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
-    # First of all, so that nobody is taken out of a sum that will never be.
+    # Abort first: no member is to be removed from a sum that will never be complete.
     round_membership.abort(
         run, failed, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now
     )
-    # A carrier that fails is nobody's fault, and its members go around it in the next attempt. But
-    # who cries so again and again keeps the step from closing, whatever the truth of it.
+    # A carrier failure is no member's fault, and the members avoid that carrier in the next
+    # attempt. A peer that keeps reporting carrier failures would block the close forever, so the
+    # number of excused failures is limited per step.
     excused = message.carrier_failed and step.carrier_failures < MAX_CARRIER_FAILURES
     step.carrier_failures += excused
     if message.not_finite and message.reset:
@@ -225,7 +229,7 @@ def _attempt_failed(
         if membership.replace_state(run, peer, own, now):
             return
     elif message.not_finite:
-        run.flag(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
+        run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if excused:
         return
     if message.culprit is None or not _count_failure(run, failed, message.culprit, 1, now):
@@ -233,9 +237,9 @@ def _attempt_failed(
 
 
 def _count_failure(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
-    """Who keeps failing the step, or is named for it, in the end sits it out.
+    """Count a failed attempt against `peer`; exclude it from the step at MAX_FAILED_ATTEMPTS.
 
-    False when it cannot be the peer's fault, or nothing can be done about it.
+    Returns False if `peer` is no member of the round, or cannot be excluded.
     """
     step = run.step
     assert step is not None
@@ -248,7 +252,7 @@ def _count_failure(run: RunState, failed: Round, peer: PeerId, count: int, now: 
 
 
 def time_out(run: RunState, now: float) -> None:
-    """End a round or an apply that does not come to its end; who is silent does not hold it up."""
+    """End a round or an apply that exceeds its time limit, without its silent members."""
     step = run.step
     if step is None or step.closing is None:
         return
@@ -259,7 +263,7 @@ def time_out(run: RunState, now: float) -> None:
                 run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
                 closing.remove_member(peer)
         return
-    # Large states over slow links take long: the next attempt is given more time.
+    # Large states take long over slow uplinks: the limit doubles with each attempt that timed out.
     longest = limit * 2 ** min(step.timeouts, 5)
     late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
     step.timeouts += bool(late)
@@ -276,7 +280,11 @@ def give_up_catching_up(run: RunState, now: float) -> None:
 
 
 def _proceed_without_silent(run: RunState, late: Round, now: float) -> None:
-    """A whole stage that is silent is slow; one that is silent beside others is stuck."""
+    """Exclude the silent members of an overdue round, or abort it.
+
+    A stage that is silent as a whole is slow. A member that is silent while others of its stage
+    have reported is stuck.
+    """
     done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
     silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
     if late.completes_without(silent):
@@ -290,7 +298,7 @@ def _proceed_without_silent(run: RunState, late: Round, now: float) -> None:
 
 
 def _check_agreement(run: RunState, found: Round, now: float) -> None:
-    """Everybody has averaged: to the same, or the round is given up."""
+    """Accept a round whose members have all averaged to the same norms; abort it otherwise."""
     of_stage: dict[StageIndex, dict[PeerId, tuple[float, float]]] = {}
     for peer, squares in found.reports.items():
         stage = found.members.get(peer, found.kept.get(peer))
@@ -307,7 +315,7 @@ def _check_agreement(run: RunState, found: Round, now: float) -> None:
 
 
 def _decide(run: RunState, closing: CloseState, now: float) -> None:
-    """All have averaged: make the step durable, then tell everybody to apply it."""
+    """Make the step durable, then instruct every member to apply it."""
     step = run.step
     assert step is not None
     total = 0.0
@@ -340,12 +348,12 @@ def _decide(run: RunState, closing: CloseState, now: float) -> None:
 
 
 def _flag_minority_norms(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
-    """Those that averaged to something else than most of their stage."""
+    """Flag the members whose gradient norms differ from those of the majority of their stage."""
     usual, count = Counter(squares.values()).most_common(1)[0]
     for peer_id, own in squares.items():
         peer = run.peers.get(peer_id)
         if peer is not None and own != usual and 2 * count > len(squares):
-            reason = "it averaged to another gradient than the others of its stage"
+            reason = "it averaged to a different gradient than the rest of its stage"
             run.flag(peer, Rejection.OTHER_AVERAGE, reason)
 
 
@@ -365,7 +373,7 @@ def _applied_step(run: RunState, closing: CloseState, norm: float, now: float) -
     return AppliedStep(
         step=step.step,
         attempt=step.attempt,
-        # fsum: the mean must not depend on the order in which receipts arrived.
+        # fsum: the mean must not depend on the order in which receipts arrive.
         loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
         tokens=tokens,
         seconds=now - step.previous_applied_at,
@@ -380,10 +388,11 @@ def _applied_step(run: RunState, closing: CloseState, norm: float, now: float) -
 
 
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
+    """Handle a member's confirmation that it has applied a step."""
     late, peer.missed_apply = peer.missed_apply == message.step, None
     if Version(message.step) != run.version:
         if late:
-            peer.source_assigned = False  # it caught up with a step that is already history
+            peer.source_assigned = False  # it has caught up with a step that is not the last one
         return
     step = run.step
     closing = step.closing if step is not None else None
@@ -392,7 +401,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         closing.applied[peer.peer] = (message.digest, message.norm)
         _finish_when_applied(run, closing, now)
     elif late:
-        # It had missed the word to apply while the coordinator was away.
+        # It missed the Apply while the coordinator was unavailable.
         peer.version, peer.phase = Version(message.step), PeerPhase.READY
         microbatches.commit_early_receipts(run, peer)
         run.on_current_history.add(peer.peer)
@@ -400,9 +409,9 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
 
 
 def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None:
-    """When every living member has applied, compare replicas and open the way to the next step."""
+    """Once every remaining member has applied, compare replicas and end the step."""
     if not closing.members.keys() <= closing.applied.keys():
-        return  # who applied and died since is in neither
+        return  # a member that applied and was lost since is in neither
     run.step = None
     run.phase = RunPhase.WAITING
     run.snapshots.clear()
@@ -416,17 +425,17 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):
         if peer.phase is PeerPhase.READY and peer.version != run.version:
-            # It attached in the middle of the close, sat it out, or did not apply in time.
+            # It attached during the close, was excluded, or did not apply in time.
             membership.resync(run, peer, f"it missed step {run.version}", now)
 
 
 def _compare_replicas(
     run: RunState, stage: StageIndex, fingerprints: dict[PeerId, tuple[str, float]], now: float
 ) -> None:
-    """Replicas on like devices are equal to the bit, on unlike ones within rounding.
+    """Flag and resync replicas with a different fingerprint: bitwise on like devices, else by norm.
 
-    Which devices are alike, nobody can tell from their names. Who has agreed with the majority
-    before is like them, so that a later difference is a fault of its own.
+    Device names do not show which devices are alike. A peer that has agreed with the majority
+    before is like it, so that a later mismatch is attributed to this peer alone.
     """
     digest_of_most, count = Counter(digest for digest, _ in fingerprints.values()).most_common(1)[0]
     majority = digest_of_most if 2 * count > len(fingerprints) and count > 1 else None

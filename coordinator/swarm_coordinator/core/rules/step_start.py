@@ -1,9 +1,9 @@
-"""What a run lacks before its next step can begin, and who could make up for it.
+"""What a run lacks before its next step can begin, and which peers can be moved to provide it.
 
-Part of the pure core: changes a RunState and queues commands, does no I/O. An organiser says how
-many peers every stage is to have when training begins. Once it has begun, one each is enough; and
-a run that goes on after a restart waits for so many only as long as those take to come back that
-were there before. Some of them may never come back.
+Part of the pure core: changes a RunState and queues commands, does no I/O. The organiser sets the
+number of peers that every stage needs when training begins. Once it has begun, one each is enough;
+after a restart the run waits for the full number only as long as its earlier peers take to
+re-attach, because some of them may never return.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarm_shared.base.types import StageIndex
 
 
 def unmet_requirement(run: RunState, now: float) -> str:
-    """What the run waits for, in words; empty when a step can begin."""
+    """What the run waits for, as text; empty when a step can begin."""
     wanted = peers_wanted(run, now)
     short_of = sorted(run.unheld()) if wanted == 1 else _stages_below(run, wanted)
     if not short_of and run.has_complete_pipeline():
@@ -33,7 +33,7 @@ def unmet_requirement(run: RunState, now: float) -> str:
 
 
 def peers_wanted(run: RunState, now: float) -> int:
-    """How many every stage is to have before a step begins."""
+    """Number of peers that every stage needs before a step begins."""
     if run.training_began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
     return run.manifest.limits.starting_peers_per_stage
@@ -54,15 +54,15 @@ def _stages_below(run: RunState, wanted: int) -> list[StageIndex]:
 
 
 def balance_stages(run: RunState, now: float) -> None:
-    """Before the first step: who is one too many in a stage goes to one that is short of peers.
+    """Before the first step, move surplus peers to stages that lack some.
 
-    Newcomers choose well, but who comes back with a stage it held finds one in its place. Nothing
-    has been trained, so that a move costs nothing but the making of fresh parameters.
+    Joining peers choose well, but a peer that returns with a stage it held may find its place
+    taken. Nothing has been trained, so a move costs only the creation of fresh parameters.
     """
     wanted = peers_wanted(run, now)
     if wanted == 1 or run.version > 0:
         return
-    # Asked after every word while a large run gathers: the cheap question first.
+    # Evaluated after every message while a large run gathers: the cheap test first.
     if all(len(run.working_peers(stage)) <= wanted for stage in run.stage_indices):
         return
     for stage in _stages_below(run, wanted):
@@ -70,12 +70,12 @@ def balance_stages(run: RunState, now: float) -> None:
         for _ in range(wanted - bound):
             peer = _surplus_peer(run, stage, wanted)
             if peer is None:
-                break  # nobody fits here; one that is short, too, may need less memory
+                break  # no spare peer fits here; another stage may need less memory
             membership.move(run, peer, stage, "the run cannot begin without it there", now)
 
 
 def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
-    """Of the stage that has most of those that can be spared."""
+    """A peer that can be spared, from the stage with the most of them."""
     needed_bytes = run.manifest.stages[stage].memory_bytes
     spare: list[tuple[int, str, PeerState]] = []
     for other in run.stage_indices:

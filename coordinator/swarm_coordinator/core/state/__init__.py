@@ -1,1 +1,1 @@
-"""The coordinator's state, as values: the run, peers, leases, the step table, moves."""
+"""The values that the coordinator's rules change."""

@@ -1,7 +1,8 @@
-"""The rounds of a step's close: which stages average together, who takes part, who has answered.
+"""The rounds of a step's close: which stages average together, their members, and the answers.
 
-Values only, kept so that it takes no time to find the round of one of ten thousand peers; the rules
-are in `rounds` and `closing`. Why stages close apart: docs/decisions, number 0025.
+Values only, indexed so that finding the round of one of ten thousand peers takes constant time. The
+rules are in `swarm_coordinator.core.rules.step_close` and `round_membership`. Why each stage closes
+apart: docs/decisions, number 0025.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from swarm_shared.base.types import PeerId, StageIndex
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """Stages that average together: one alone, or all between which something is shared."""
+    """One averaging round: one stage, or all stages with shared parameters or switching members."""
 
     attempt: int
-    """Never used for another round that any of its members could take for this one."""
+    """Attempt number; never reused for a round that one of the members could mistake for this
+    one."""
     stages: frozenset[StageIndex]
     members: dict[PeerId, StageIndex]
     began_at: float
     switching: dict[PeerId, StageIndex] = field(default_factory=dict)
-    """Members that hold another stage after this step: they average it too, adding nothing."""
+    """Members that hold another stage after this step; they average that stage too, contributing
+    zero."""
     reports: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
-    """Squared norms (own part, tied part) of those that have averaged."""
+    """Squared norms (own part, tied part) of the members that have averaged."""
     awaited: set[PeerId] = field(default_factory=set)
     """Members that have not reported yet."""
     kept: dict[PeerId, StageIndex] = field(default_factory=dict)
-    """Who is no member any more and whose part is in the sum: its cells count."""
+    """Former members whose gradient is in the sum, by stage; their cells still count."""
     squares: dict[StageIndex, tuple[float, float]] = field(default_factory=dict)
-    """Of each stage, when all members have averaged and agree."""
+    """Squared norms (own part, tied part) by stage, once all members have averaged and agree."""
 
     def __post_init__(self) -> None:
         self.awaited.update(self.members)
@@ -40,8 +43,11 @@ class Round:
         return bool(self.squares)
 
     def completes_without(self, gone: Collection[PeerId]) -> bool:
-        """Whether the sums are complete if these are not waited for, and each stage has somebody
-        who can apply its own: now, and after those that switch have done so."""
+        """Whether the round stands without the peers in `gone`.
+
+        No other member may be outstanding, and each stage needs a remaining member that can apply
+        its sum, both before and after the switching members change stage.
+        """
         if not self.awaited.issubset(gone):
             return False
         staying = [(peer, stage) for peer, stage in self.members.items() if peer not in gone]
@@ -52,14 +58,14 @@ class Round:
 
 @dataclass(slots=True)
 class CloseState:
-    """What of a step is being closed. Only its methods change who is in it."""
+    """The close of a step. Its members change only through its methods."""
 
     rounds: dict[StageIndex, Round] = field(default_factory=dict)
-    """By each stage that has one. Without one it waits for the table to be complete again."""
+    """The round of each stage that has one; a stage without one waits for a complete table."""
     members: dict[PeerId, StageIndex] = field(default_factory=dict)
-    """Of all rounds."""
+    """Members of all rounds, with the stage that they average."""
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
-    """Fingerprints of those that have applied."""
+    """Fingerprints (digest, norm) of the members that have applied."""
     decided_at: float = 0.0
 
     def each_round(self) -> list[Round]:
@@ -74,13 +80,14 @@ class CloseState:
         self.members.update(opened.members)
 
     def discard_round(self, ended: Round) -> None:
+        """Remove a round and its members."""
         for stage in ended.stages:
             del self.rounds[stage]
         for peer in ended.members:
             del self.members[peer]
 
     def remove_member(self, peer: PeerId) -> None:
-        """It is no member any more; what it has reported stays."""
+        """Remove a member; what it has reported stays."""
         found = self.round_of(peer)
         del self.members[peer]
         if found is not None:
@@ -89,19 +96,20 @@ class CloseState:
             found.awaited.discard(peer)
 
     def restore_member(self, peer: PeerId, stage: StageIndex) -> None:
-        """One whose part was kept has come back with the same average."""
+        """Make a kept former member a member again; it has returned with the same average."""
         found = self.rounds[stage]
         del found.kept[peer]
         self.members[peer] = found.members[peer] = stage
 
     def switch_stage(self, peer: PeerId, stage: StageIndex) -> None:
-        """It holds another stage of its round from now on."""
+        """Record that a member holds another stage of its round from now on."""
         found = self.round_of(peer)
         assert found is not None
         self.members[peer] = found.members[peer] = stage
 
     def kept_stages(self, peer: PeerId) -> frozenset[StageIndex]:
-        """Where its cells count although it is no member, or one at another stage now."""
+        """Stages whose round includes the peer's gradient although it is no longer a member
+        there."""
         return frozenset(
             stage for stage, found in self.rounds.items() if found.kept.get(peer) == stage
         )

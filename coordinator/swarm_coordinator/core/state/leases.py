@@ -1,7 +1,7 @@
 """The leases of one step: which trainer drives which microbatch.
 
-Part of the pure core. Whenever somebody goes, its leases are given to those who drive least; so
-what each trainer drives is kept as leases come and go.
+Part of the pure core. When a peer is lost, its leases go to the trainers with the fewest, so the
+microbatches of each trainer are indexed as leases change.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
+    """One lease of one microbatch to a trainer."""
+
     lease: int
     trainer: PeerId
     granted_at: float
@@ -21,7 +23,7 @@ class LeaseState:
 
 
 class LeaseBook(dict[MicrobatchIndex, LeaseState]):
-    """Leases by microbatch. Only `[]=`, `del` and `clear` change it."""
+    """Leases by microbatch, indexed by trainer. Changed only through `[]=`, `del` and `clear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,11 +31,11 @@ class LeaseBook(dict[MicrobatchIndex, LeaseState]):
         self._driven: dict[PeerId, set[MicrobatchIndex]] = {}
 
     def of(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
-        """All that a trainer was given, resolved ones included."""
+        """All microbatches leased to a trainer, resolved ones included."""
         return self._of.get(trainer, ())
 
     def driven_by(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
-        """Those of which a trainer has not told how they ended."""
+        """Microbatches leased to a trainer without a result so far."""
         return self._driven.get(trainer, ())
 
     def __setitem__(self, microbatch: MicrobatchIndex, lease: LeaseState) -> None:

@@ -1,6 +1,6 @@
-"""What the coordinator knows of moves: who is on the way to another stage, and what was decided.
+"""The state of moves between stages: moves in progress, and past decisions.
 
-Values only; the rules are `rebalancing`'s.
+Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 """
 
 from __future__ import annotations
@@ -13,53 +13,61 @@ from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.scheduling.placement import MovePolicy, StageLoad
 
 KEPT_DECISIONS = 8
-"""Shown by `status`; all of them are in the run's notes."""
+"""Number of decisions that `status` shows; all of them are in the run's event log."""
 
 NO_VERSION = Version(0)
 
 
 class RebalancingRule(StrEnum):
-    """By what peers are moved between stages."""
+    """The rule by which peers are moved between stages."""
 
     NONE = "none"
     THROUGHPUT = "throughput"
-    """Ours: what the pipeline gains must be worth the download."""
+    """The rule of this project: the pipeline's gain must be worth the download."""
     SWARM = "swarm"
-    """SWARM's rule of queue lengths, to compare with."""
+    """The queue-length rule of the SWARM paper, for comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class RebalancingSettings:
+    """Configuration of rebalancing."""
+
     rule: RebalancingRule = RebalancingRule.NONE
     policy: MovePolicy = field(default_factory=MovePolicy)
     assumed_download_bytes_per_second: float = 6.25e6
-    """Of a peer that has not downloaded anything yet: 50 Mbit/s."""
+    """Download rate assumed for a peer without a measured download: 50 Mbit/s."""
 
 
 @dataclass(slots=True)
 class StageMove:
-    """A peer's way to another stage; several fields are those of a newcomer's way to its own."""
+    """A stage transfer in progress: a peer's move to another stage.
+
+    Six fields correspond to those of `PeerState` for a joining peer's download of its own stage.
+    """
 
     stage: StageIndex
-    """Where it goes."""
+    """The destination."""
     release_first: bool
-    """It cannot hold both, so that it gives the old one up between two steps and then downloads."""
+    """Whether the peer lacks memory for both stages: it releases the old one between two steps,
+    then downloads."""
     begun_at: float
     partner: PeerId | None = None
-    """Who goes the other way, in the same close."""
+    """The peer that moves the other way in the same close."""
     version: Version = NO_VERSION
-    """Of the state that it was told to get."""
+    """The version of the state that the peer was instructed to download."""
     source_assigned: bool = False
     ask_not_before: float = 0.0
     close_delayed_until: float = 0.0
     close_delays: int = 0
     asked_at: float = 0.0
     ready: bool = False
-    """It holds the new stage at `version`, beside the old one that it serves."""
+    """Whether the peer holds the new stage at `version`, beside the old one that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionNote:
+    """One decision to move a peer, for `status`."""
+
     at: float
     peer: PeerId
     text: str
@@ -67,19 +75,21 @@ class DecisionNote:
 
 @dataclass(slots=True)
 class RebalancingState:
+    """Rebalancing of one run: its settings, the cost of each stage, and its history."""
+
     settings: RebalancingSettings
     stages: tuple[StageLoad, ...]
     due_at: float | None = None
-    """None until training has begun."""
+    """When the next decision is due; None until training has begun."""
     losses_seen: int = 0
-    """How many peers had been lost when that was last thought about."""
+    """Number of lost stage holders at the last decision."""
     last_involved: dict[StageIndex, float] = field(default_factory=dict)
-    """When each stage was last part of a decision to move somebody."""
+    """When each stage was last source or destination of a decided move."""
     decisions: deque[DecisionNote] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))
     reason: str = ""
-    """Why nobody (else) moves, as of the last decision."""
+    """Why no further peer moves, as of the last decision."""
     decided: int = 0
     made: int = 0
     dropped: int = 0
     bytes_moved: int = 0
-    """State that movers were told to download."""
+    """Bytes of state that moving peers were instructed to download."""

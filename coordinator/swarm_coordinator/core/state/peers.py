@@ -1,9 +1,9 @@
-"""The run's peers, and what is asked about them at every event, kept as they change.
+"""The run's peers, and indices for the questions that the rules ask about them at every event.
 
-Part of the pure core. Thousands of peers send several words a second each, and after each of them
-the rules ask who holds which stage, who downloads, who wants to leave. A scan of all peers for
-each of these questions would cost milliseconds per word, so a peer tells the table it is in when
-one of the fields changes that the answers depend on: nobody has to remember to.
+Part of the pure core. Thousands of peers send several messages a second each, and after each
+message the rules ask which peers hold a stage, download, or leave. Scanning all peers would cost
+milliseconds per message, so a peer notifies its table when a field changes that an index depends
+on; no caller has to update an index.
 """
 
 from __future__ import annotations
@@ -22,36 +22,41 @@ from swarm_shared.protocol import CarrierAddress, PeerRecord, Reachability
 
 
 class PeerPhase(StrEnum):
+    """How far a peer has come to holding its stage."""
+
     ADMITTED = "admitted"
     """Has a certificate and no stage yet."""
     SYNCING = "syncing"
-    """Has a stage and not yet its state."""
+    """Has a stage, but not its state yet."""
     READY = "ready"
     """Holds its stage at the run's version."""
 
 
 _STAGE_FIELDS = frozenset({"stage", "moving"})
 _INDEXED_FIELDS = frozenset({"phase", "version", "leaving", "paused", "source_assigned", "carrier"})
-"""Fields of a peer that its table answers questions about, besides its place and rate."""
+"""Fields that the indices depend on, besides the stage and the rate."""
 
 _RECORD_FIELDS = frozenset(
     {"stage", "addresses", "certificate", "carrier", "reachability", "offers_relay"}
 )
-"""Fields of a peer that others are told of, besides its rate and whether it leaves."""
+"""Fields published in the peer's roster record, besides its rate and whether it leaves."""
 
 
 _RATE_FIELDS = frozenset({"flops_per_second", "uplink_flops_per_second"})
 
 RATE_TOLERANCE = 0.1
-"""Others are told of a peer's rate again when it has changed by more than this share."""
+"""Relative change of a peer's rate after which its roster record is published again."""
 
 
-def rates_alike(told: float, rate: float) -> bool:
-    return abs(told - rate) <= RATE_TOLERANCE * rate
+def rates_alike(published: float, rate: float) -> bool:
+    """Whether `rate` is within RATE_TOLERANCE of the published one."""
+    return abs(published - rate) <= RATE_TOLERANCE * rate
 
 
 @dataclass(slots=True)
 class PeerState:
+    """What the coordinator stores of one attached peer."""
+
     peer: PeerId
     session: SessionNumber
     certificate: str
@@ -70,42 +75,45 @@ class PeerState:
     version: Version = NO_VERSION
     microbatches_per_second: float = 0.0
     flops_per_second: float = 0.0
-    """From the newest rate of computing that it has measured, at whatever stage; 0 until there is
+    """Moving average of the computing rates that the peer has measured, at any stage; 0 without
     one."""
     up_bytes_per_second: float = math.inf
-    """What its line takes; without an end until the line has held it up."""
+    """Measured capacity of its uplink; infinite until the uplink has been the limit."""
     uplink_flops_per_second: float = math.inf
-    """That as microbatches of the stage where it was told, times the stage's work."""
+    """The uplink's capacity in microbatches of the stage where it was reported, times the stage's
+    work."""
     queued: int = 0
     leaving: bool = False
     leaving_since: float = 0.0
     paused: bool = False
-    """It gets no new work for now, and closes steps with the others."""
+    """It gets no new work for now, but closes steps with the other members."""
     close_delayed_until: float = 0.0
-    """While it downloads, the close of the step waits for it until then."""
+    """While it downloads, it delays the close of the step until this time at most."""
     close_delays: int = 0
+    """Number of closes that it may have delayed while joining."""
     source_assigned: bool = False
-    """Whether the peer has been told where to get its state from."""
+    """Whether the peer has been sent the source of its state."""
     ask_not_before: float = 0.0
-    """A source that failed is not named again sooner."""
+    """Earliest time for the next source after a failed one."""
     asked_at: float = 0.0
-    """When it was told where to get its state from."""
+    """When the peer was sent the source of its state."""
     download_bytes_per_second: float = 0.0
-    """As it was when it last got a stage's state; 0 until then."""
+    """Rate of its last download of a stage's state; 0 without one."""
     missed_apply: Step | None = None
-    """The step it has averaged and still has to apply, since it missed the word to do so."""
+    """The step that it has averaged and still has to apply, having missed the Apply."""
     delivered_at: float = -math.inf
-    """When the last microbatch that it drives was found done in every stage."""
+    """When the last microbatch that it drives was found committed in every stage."""
     early_receipts: dict[tuple[Step, MicrobatchIndex], Receipt] = field(default_factory=dict)
-    """Told after a restart of the coordinator, before the step that they belong to began."""
+    """Receipts reported after a restart of the coordinator, before their step began."""
     matched_majority: bool = False
-    """Its parameters were once equal, to the bit, to those of most replicas of its stage."""
+    """Whether its parameters have once been bitwise equal to those of most replicas of its
+    stage."""
     moving: StageMove | None = None
     reported_microbatches_per_second: float = 0.0
-    """What it computes, as it said last; a heartbeat says it again only when it has changed."""
+    """Its last reported computing rate; heartbeats repeat it only when it has changed."""
     last_heartbeat: LastHeartbeat = field(default_factory=LastHeartbeat)
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
-    """As it was published last, unless something in it has changed since."""
+    """Its published roster record; None after a change of one of its fields."""
     table: PeerTable | None = field(default=None, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -134,8 +142,11 @@ class PeerState:
         self, now: float, queued: int, microbatches_per_second: float, flops_per_second: float,
         up_bytes_per_second: float, uplink_flops_per_second: float,
     ) -> None:  # fmt: skip
-        """All that a heartbeat changes of it, thousands of times a second: past the look at each
-        field by itself, and the table hears of the whole once."""
+        """Set the fields that a heartbeat changes.
+
+        Bypasses `__setattr__` and notifies the table once, because this runs thousands of times a
+        second.
+        """
         put = object.__setattr__
         put(self, "last_heard", now)
         put(self, "queued", queued)
@@ -160,46 +171,48 @@ class PeerState:
 
 @dataclass(frozen=True, slots=True)
 class StagePeers:
-    """Who holds a stage at the run's version, in the order in which they came to it."""
+    """The peers that hold a stage at the run's version, in the order of their arrival."""
 
     ready: tuple[PeerState, ...]
-    """Leaving ones included."""
+    """All of them, leaving ones included."""
     working: tuple[PeerState, ...]
-    """Those that may get new microbatches: a leaving one only if all of them leave, a paused one
+    """Peers that may get new microbatches: a leaving one only if all of them leave, a paused one
     never."""
     trainers: tuple[PeerState, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StageCapacity:
-    """Who is to be counted on at a stage: those on their way to it as well, who leaves or pauses
-    not."""
+    """The computing rates that a stage can count on.
+
+    Of peers that hold it or are on their way to it, without those that leave or pause.
+    """
 
     peers: int
     measured: int
-    """How many of them have told a rate."""
+    """Number of these peers that have reported a rate."""
     flops_per_second: float
-    """Of these together."""
+    """Sum of the reported rates."""
 
 
 class PeerTable(dict[PeerId, PeerState]):
-    """Peers by their ID. Only `[]=`, `del` and `clear` change it."""
+    """Peers by ID, with indices. Changed only through `[]=`, `del` and `clear`."""
 
     def __init__(self, stages: int) -> None:
         super().__init__()
         self.syncing: dict[PeerId, PeerState] = {}
-        """They have a stage and download its state."""
+        """Peers that have a stage and download its state."""
         self.unsourced: dict[PeerId, PeerState] = {}
-        """Those of them that have not been told where from."""
+        """Syncing peers that have not been sent a source."""
         self.movers: dict[PeerId, PeerState] = {}
         self.leavers: dict[PeerId, PeerState] = {}
         self.with_carrier: dict[PeerId, PeerState] = {}
         self.losses = 0
-        """How many have gone, ever, that held a stage."""
+        """Number of stage holders lost since the start."""
         self.awaiting_roster: dict[PeerId, PeerState] = {}
-        """They have got no roster yet; whoever sends one says so here."""
+        """Peers that have not been sent a roster yet; cleared by the sender of the roster."""
         self.records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
-        """What is to be said of each stage's ready peers, for as long as it is true."""
+        """Roster records of each stage's ready peers, while they are valid."""
         self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._stages = tuple(StageIndex(stage) for stage in range(stages))
@@ -207,11 +220,12 @@ class PeerTable(dict[PeerId, PeerState]):
         self._unheld: set[StageIndex] = set()
         self._idle: set[StageIndex] = set()
         self._stale_stages: set[StageIndex] = set(self._stages)
-        """Stages whose peers have changed since `_unheld` and `_idle` were true of them."""
+        """Stages whose peers have changed since `_unheld` and `_idle` were computed."""
         self._capacities: dict[StageIndex, StageCapacity] = {}
         self._version = NO_VERSION
         self._carriers: dict[str, set[PeerId]] = {}
-        """Whose p2pd has this ID. Nobody proves that it is theirs: there may be several."""
+        """Members by the ID of their p2pd. The ID is not verified, so several members may claim
+        one."""
         self._carrier_of: dict[PeerId, str] = {}
 
     # ---- questions
@@ -224,12 +238,12 @@ class PeerTable(dict[PeerId, PeerState]):
         return found
 
     def unheld(self, version: Version) -> set[StageIndex]:
-        """Stages that nobody holds at the version. Not to be changed by the caller."""
+        """Stages without a holder at the version. The caller must not change the set."""
         self._refresh_unheld(version)
         return self._unheld
 
     def idle(self, version: Version) -> set[StageIndex]:
-        """Stages that nobody holds at the version who works. Not to be changed by the caller."""
+        """Stages without a working peer at the version. The caller must not change the set."""
         self._refresh_unheld(version)
         return self._idle
 
@@ -274,11 +288,15 @@ class PeerTable(dict[PeerId, PeerState]):
         return found
 
     def bound_for(self, stage: StageIndex) -> Iterable[PeerState]:
-        """Those that hold the stage or download it, and that will: who moves counts there only."""
+        """Peers that hold or download the stage; a moving peer counts only at its destination."""
         return self._bound_for.get(stage, {}).values()
 
+    def at(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Peers that hold or download the stage; a moving peer counts where it still is."""
+        return self._by_stage.get(stage, {}).values()
+
     def admits(self, peer: PeerId) -> bool:
-        """Whether it is a member, by its own ID or by that of its p2pd."""
+        """Whether the ID is that of a member, or of a member's p2pd."""
         return peer in self or peer in self._carriers
 
     # ---- changes
@@ -309,7 +327,7 @@ class PeerTable(dict[PeerId, PeerState]):
             del self[key]
 
     def index(self, peer: PeerState) -> None:
-        """A peer has come, or has changed."""
+        """Update the indices for a new or changed peer."""
         moving, stage = peer.moving, peer.stage
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
@@ -342,7 +360,7 @@ class PeerTable(dict[PeerId, PeerState]):
             self._carriers.setdefault(carrier, set()).add(member)
 
     def unindex(self, peer: PeerState) -> None:
-        """A peer goes, or is about to go to another stage."""
+        """Remove a peer from the indices by stage, before it is removed or changes stage."""
         moving, stage = peer.moving, peer.stage
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
@@ -355,12 +373,12 @@ class PeerTable(dict[PeerId, PeerState]):
             self._bound_for[goes_to].pop(peer.peer)
 
     def record_changed(self, peer: PeerState) -> None:
-        """Something else is to be said of a peer."""
+        """Invalidate the published records of the peer's stage."""
         if peer.stage is not None:
             self.records.pop(peer.stage, None)
 
     def rate_changed(self, peer: PeerState) -> None:
-        """A peer has told another rate."""
+        """Invalidate the capacity of the stage that the peer counts at."""
         goes_to = peer.stage if peer.moving is None else peer.moving.stage
         if goes_to is not None:
             self._capacities.pop(goes_to, None)

@@ -1,8 +1,8 @@
-"""Everything the coordinator knows about a run, as data.
+"""The coordinator's state of a run, as data.
 
-Owned and changed by `transition` alone; the shell only reads it through `status`. Durable facts
-live in the store; what is here beyond them is rebuilt from the clients when they re-attach
-(design: durability).
+Owned and changed by `swarm_coordinator.core.transition` alone; the shell only reads it, through
+`swarm_coordinator.core.rules.status_view`. Durable facts are in the store; the rest is rebuilt from
+the clients when they re-attach (design: durability).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from swarm_coordinator.core.state.peers import (
 from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
 from swarm_coordinator.core.state.utilisation import Rejection, UtilisationStats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
-from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Reduction, Roster, StageRow
+from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Roster, StageRow
 from swarm_shared.run.manifest import Manifest
 
 INITIAL = Version(0)
 
 
 MAX_FLAGGED_PEERS = 10_000
-"""Peers that something is remembered against; the oldest are forgotten first."""
+"""Number of peers whose suspicion flags are kept; the oldest are dropped first."""
 
 
 class RunPhase(StrEnum):
-    """Where the current step stands (design: the life of a step)."""
+    """The phase of the current step (design: the life of a step)."""
 
     WAITING = "waiting for peers"
     COLLECT = "collecting"
@@ -58,49 +58,54 @@ class RunPhase(StrEnum):
 
 @dataclass(slots=True)
 class StepState:
+    """One step in progress: its table, leases and close."""
+
     step: Step
     began_at: float
     previous_applied_at: float
-    """When the step before it was applied. What was done of it before then took no time of its
-    own."""
+    """When the previous step was applied. Work done ahead of that does not count in the step's
+    duration."""
     attempt: int = 0
-    """Names the latest close: never used for another one, not by another step nor generation."""
+    """Number of the latest attempt to close; never reused by another step or generation."""
     attempts: dict[StageIndex, int] = field(default_factory=dict)
-    """The latest one of each stage."""
+    """Number of the latest attempt of each stage."""
     closes: int = 0
     timeouts: int = 0
     failure_counts: dict[PeerId, int] = field(default_factory=dict)
-    """How many attempts of this step have failed because of each peer."""
+    """Failed attempts of this step attributed to each peer."""
     carrier_failures: int = 0
-    """How many of its attempts have failed through a carrier, for which nobody was blamed."""
+    """Attempts of this step that failed through a carrier and were attributed to no peer."""
     excluded: set[PeerId] = field(default_factory=set)
-    """Sit this step out and are synced anew after it: they kept it from closing."""
+    """Peers that kept the step from closing: they take no further part in it and are synced after
+    it."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
     speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
-    """Second leases of microbatches that lag at the end of the step (`hedging`)."""
+    """Second leases of microbatches that lag at the end of the step (`core.rules.speculation`)."""
     duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
-    """Cells that somebody has counted besides the one whose cell it is."""
+    """Cells counted by a second peer besides the one that the table names."""
     mostly_done_at: float | None = None
-    """When most of the table was filled for the first time."""
+    """When most of the table was first filled."""
     speculation_not_before: float = 0.0
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
-    """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
+    """Microbatches that may have to be leased; all others are done or being driven."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
-    """A heap: when a lease may have run out, or a failed one has paused for long enough."""
+    """A heap of the times at which a lease may expire or a failed one may be granted again."""
     not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
-    """At whom a microbatch first gave no numbers."""
+    """The first peer at which a microbatch was not finite, by cell."""
     closing: CloseState | None = None
-    """From the first close on until the step ends, or no stage has a round any more."""
+    """The close, from its first round until the step ends or no stage has a round."""
     close_not_before: float = 0.0
     complete_at: float | None = None
-    """When its table was complete for the first time: newcomers may hold it for so long from then.
-    In a large run somebody is always downloading."""
+    """When the table was first complete. Joining peers may delay the close for a bounded time from
+    then on, because in a large run some peer is always downloading."""
     evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class PendingMask:
+    """A mask request that awaits its answer."""
+
     due_at: float
     peer: PeerId
     request: int
@@ -110,7 +115,7 @@ class PendingMask:
 
 @dataclass(slots=True)
 class StageSnapshots:
-    """Holders that were asked for a snapshot of one stage, for newcomers."""
+    """Holders that were requested to save one stage's snapshot for joining peers."""
 
     version: Version
     asked_at: float
@@ -118,47 +123,52 @@ class StageSnapshots:
     ready: dict[PeerId, tuple[str, int, str]] = field(default_factory=dict)
     """peer → (item, bytes, sha256)"""
     first_at: float = math.inf
-    """When the first of them was ready."""
+    """When the first snapshot was ready."""
 
 
 @dataclass(slots=True)
 class PendingCheckpoint:
+    """A checkpoint in progress."""
+
     version: Version
     asked_at: float
     holders: dict[StageIndex, PeerId] = field(default_factory=dict)
     sessions: dict[StageIndex, SessionNumber] = field(default_factory=dict)
-    """In which attachment each holder was asked: the word is lost with it."""
+    """The session in which each holder was requested; the request is lost with the session."""
     fetched: dict[StageIndex, str] = field(default_factory=dict)
-    """stage → sha256 of the snapshot that the shell was told to fetch."""
+    """stage → sha256 of the snapshot that the shell fetches."""
 
 
 @dataclass(slots=True)
 class SuspicionFlags:
-    """What a peer has got wrong so far, whatever the cause; shown by `status`."""
+    """How often a peer has produced something wrong, whatever the cause; shown by `status`."""
 
     times: int
     reason: str
-    """The latest."""
+    """The reason of the latest flag."""
 
 
 @dataclass(slots=True)
 class WorkCounters:
-    """Microbatches times stages since this start of the coordinator: what faults have cost."""
+    """Counts of cells since this start of the coordinator: the cost of faults."""
 
     counted: int = 0
-    """Entered in a table, those that were cleared again included."""
+    """Cells entered in a table, including those that were cleared again."""
     duplicated: int = 0
-    """Counted by a second peer too, which took it out again."""
+    """Cells counted by a second peer too, which removed its copy at the close."""
     cleared: int = 0
-    """Lost with the peer that had counted it, and so to be computed once more."""
+    """Cells lost with the peer that had counted them, and so computed once more."""
 
 
 @dataclass(slots=True)
 class RunState:
+    """All state of a run; see the module docstring for its owner."""
+
     manifest: Manifest
     manifest_envelope: str
     coordinator: PeerRecord
-    """How clients reach the coordinator as a holder of checkpoints; its stage means nothing."""
+    """How clients reach the coordinator as a source of checkpoints; the record's stage is
+    unused."""
     generation: int
     version: Version
     started_at: float
@@ -171,40 +181,42 @@ class RunState:
     utilisation: UtilisationStats = field(init=False)
     step: StepState | None = None
     ahead: StepState | None = None
-    """The step after it, where the manifest lets that be worked on before this one is applied."""
+    """The following step, if the manifest's staleness lets it start before this one is applied."""
     snapshots: dict[StageIndex, StageSnapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
     checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
-    """The version whose checkpoint failed last, how often, and when it may be tried again."""
+    """The version whose checkpoint failed last, the number of failures, and the time of the next
+    try."""
     pending_masks: list[PendingMask] = field(default_factory=list)
     stop_requested_at: float | None = None
     training_began: bool = False
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
     checkpoint_overdue: bool = False
-    """At the start there was none, or none that is not older than the manifest allows."""
+    """Whether the store had no checkpoint at the start, or one older than the manifest allows."""
     rolled_back: bool = False
     on_current_history: set[PeerId] = field(default_factory=set)
-    """Since a roll-back: whose state is known to belong to the history that went on from it."""
+    """Peers whose state is known to belong to the history since a roll-back."""
     lease_counter: int = 0
     attempt_counter: int = 0
     roster_serial: int = 0
     roster_dirty: bool = False
     roster_due_at: float | None = None
-    """When changes that can wait a little are published, if nothing else is until then."""
+    """When changes that can wait are published at the latest."""
     published: Roster | None = None
+    """The roster that was sent last."""
     published_stages: tuple[tuple[PeerRecord, ...], ...] = ()
-    """The last one, by stage: to take somebody out of it at once, and to say what has changed."""
+    """Its records by stage, for removals during an apply and for the next change."""
     published_at: float = -math.inf
     revoked: dict[PeerId, float] = field(default_factory=dict)
-    """Who must not be served, and until when it could still show a certificate."""
+    """Peers that must not be served, and until when each could present a valid certificate."""
     revoked_dirty: bool = False
-    """Somebody was revoked or reinstated since the last roster."""
+    """Whether a peer was revoked or reinstated since the last roster."""
     waiting_reason: str = ""
     work: WorkCounters = field(default_factory=WorkCounters)
     flags: dict[PeerId, SuspicionFlags] = field(default_factory=dict)
-    """Kept when a peer goes: it comes back as what it was."""
+    """Suspicion flags; kept when a peer leaves, for when it returns."""
     fingerprints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
-    """Digests that holders of each stage told of the run's version, as far as they are known."""
+    """Digests of the run's version that holders of each stage have reported."""
     commands: list[Command] = field(default_factory=list)
     _rows: dict[StageIndex, StageRow] = field(default_factory=dict)
 
@@ -212,7 +224,7 @@ class RunState:
         self.peers = PeerTable(self.manifest.stage_count)
         self.utilisation = UtilisationStats(self.manifest.stage_count)
 
-    # ---- what the other modules of the core say through
+    # ---- output: commands, notes and counters
 
     def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
         self.commands.append(Send(peer, message))
@@ -225,18 +237,18 @@ class RunState:
         self.commands.append(Note(text, peer))
 
     def reject(self, kind: Rejection) -> None:
-        """Count what did not count."""
+        """Count a rejection."""
         self.utilisation.rejected[kind] += 1
 
     def flag(self, peer: PeerState, kind: Rejection, reason: str) -> None:
-        """Remember against a peer what it got wrong, and say so."""
+        """Count a rejection against a peer, and note it."""
         self.reject(kind)
         mark = self.flags.pop(peer.peer, None) or SuspicionFlags(0, reason)
         mark.times, mark.reason = mark.times + 1, reason
         self.flags[peer.peer] = mark
         if len(self.flags) > MAX_FLAGGED_PEERS:
             del self.flags[next(iter(self.flags))]
-        self.note(f"{display(peer)} is marked: {reason}", peer.peer)
+        self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
 
     # ---- derived facts
 
@@ -249,13 +261,13 @@ class RunState:
         return range(self.manifest.stage_count)
 
     def tied_stages(self) -> frozenset[StageIndex]:
-        """Both ends of a model whose embeddings are tied: they average these together."""
+        """Both ends of a model with tied embeddings, which average these together."""
         ends = frozenset((StageIndex(0), self.last_stage))
         tied = self.manifest.model.tie_embeddings and len(ends) > 1
         return ends if tied else frozenset()
 
     def holds_current(self, peer: PeerState) -> bool:
-        """Whether it can take part in this step: it holds a stage at the run's version."""
+        """Whether the peer can take part in this step: it holds a stage at the run's version."""
         return (
             peer.phase is PeerPhase.READY
             and peer.version == self.version
@@ -263,22 +275,21 @@ class RunState:
         )
 
     def step_numbered(self, number: int) -> StepState | None:
-        """That of the steps that are worked on which has this number."""
+        """The step in progress with this number."""
         for step in (self.step, self.ahead):
             if step is not None and step.step == number:
                 return step
         return None
 
     def round_of(self, stage: StageIndex | None) -> Round | None:
-        """The round that a stage has in this step: until it ends nothing of its table changes, and
-        nobody comes to it."""
+        """The stage's round in this step; until it ends, its cells stay and no peer joins it."""
         if self.step is None or self.step.closing is None or stage is None:
             return None
         return self.step.closing.rounds.get(stage)
 
     def computes_ahead(self, peer: PeerState) -> bool:
-        """Whether it can have worked on the step after this one: it may still have to apply this
-        one, for what it computes is one version behind anyway."""
+        """Whether the peer can have worked on the following step. It may still have to apply this
+        one, because work ahead is one version behind by design."""
         behind = (
             self.phase is RunPhase.APPLYING
             and peer.phase is PeerPhase.READY
@@ -295,8 +306,7 @@ class RunState:
         return ready
 
     def has_complete_pipeline(self) -> bool:
-        """Whether microbatches can get through: every stage has a peer that works, and there is a
-        trainer."""
+        """Whether microbatches can pass: every stage has a working peer, and there is a trainer."""
         return not self.idle() and any(
             peer.trainer and not peer.leaving and not peer.paused
             for stage in self.stage_indices
@@ -304,24 +314,26 @@ class RunState:
         )
 
     def unheld(self) -> Collection[StageIndex]:
-        """Stages that nobody holds who takes part in this step."""
+        """Stages without a holder that takes part in this step."""
         if self.step is not None and self.step.excluded:
             return [StageIndex(s) for s in self.stage_indices if not self.ready_peers(s)]
         return self.peers.unheld(self.version)
 
     def idle(self) -> Collection[StageIndex]:
-        """Stages that nobody holds who takes new work in this step."""
+        """Stages without a peer that takes new work in this step."""
         if self.step is not None and self.step.excluded:
             return [StageIndex(s) for s in self.stage_indices if not self.working_peers(s)]
         return self.peers.idle(self.version)
 
     def paused_stages(self) -> list[StageIndex]:
-        """Stages for which the run waits although they are held."""
+        """Stages that the run waits for although they are held."""
         return sorted(set(self.idle()) - set(self.unheld()))
 
     def working_peers(self, stage: int) -> Sequence[PeerState]:
-        """Ready peers that may get new microbatches: a leaving one only if all of them leave, a
-        paused one never."""
+        """Ready peers that may get new microbatches.
+
+        A leaving peer only if all of them leave, a paused one never.
+        """
         if self.step is not None and self.step.excluded:
             active = [peer for peer in self.ready_peers(stage) if not peer.paused]
             return [peer for peer in active if not peer.leaving] or active
@@ -336,7 +348,7 @@ class RunState:
         ]
 
     def stage_rows(self) -> tuple[StageRow, ...]:
-        """How well each stage is served. Who has told no rate yet counts like the others' mean."""
+        """The capacity of each stage; a peer without a reported rate counts with the mean."""
         capacities = [self.peers.capacity(StageIndex(stage)) for stage in self.stage_indices]
         measured = sum(capacity.measured for capacity in capacities)
         mean = sum(t.flops_per_second for t in capacities) / measured if measured else 0.0
@@ -361,8 +373,10 @@ class RunState:
         return known
 
     def roster(self) -> tuple[tuple[PeerRecord, ...], ...]:
-        """Everybody who takes part in this step, by stage. The same object for a stage of which
-        there is nothing new to say."""
+        """Records of all peers that take part in this step, by stage.
+
+        The tuple of an unchanged stage is the same object as before.
+        """
         return tuple(self._stage_records(StageIndex(stage)) for stage in self.stage_indices)
 
     def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
@@ -379,7 +393,7 @@ class RunState:
         return known
 
     def record_of(self, peer: PeerState) -> PeerRecord:
-        """One peer as others may know it."""
+        """A peer's roster record."""
         return self._record(peer, not peer.leaving and not peer.paused)
 
     def _record(self, peer: PeerState, accepts_work: bool) -> PeerRecord:
@@ -406,11 +420,12 @@ class RunState:
 
 
 def short(peer: PeerId) -> str:
-    """The last eight characters: enough to tell the peers of a run apart in a line of text."""
+    """The last eight characters of a peer ID, enough to distinguish the peers of a run."""
     return f"…{peer[-8:]}"
 
 
 def display(peer: PeerState) -> str:
+    """A peer's name and short ID, for texts."""
     return f"{peer.name} ({short(peer.peer)})" if peer.name else short(peer.peer)
 
 
@@ -422,7 +437,6 @@ __all__ = [
     "PeerState",
     "PendingCheckpoint",
     "PendingMask",
-    "Reduction",
     "Round",
     "RunPhase",
     "RunState",

@@ -1,7 +1,7 @@
-"""The table of one step: who has committed each (microbatch, stage), and what is missing.
+"""The table of one step: the peer that committed each (microbatch, stage), and what is missing.
 
-Part of the pure core. A run has many thousand cells and looks at them after every word of every
-peer, so who holds what, and what each microbatch lacks, is kept as cells come and go.
+Part of the pure core. A run has many thousand cells and consults them after every message, so the
+cells of each peer and the number filled per microbatch are indexed as cells change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CellKey = tuple[MicrobatchIndex, StageIndex]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One committed (microbatch, stage): who holds it, and the loss at the last stage."""
+    """One committed (microbatch, stage): the peer that holds it, and the loss at the last stage."""
 
     peer: PeerId
     tokens: int
@@ -23,17 +23,17 @@ class Cell:
 
 
 class StepTable(dict[CellKey, Cell]):
-    """Cells by microbatch and stage. Only `[]=` and `del` change it."""
+    """Cells by microbatch and stage, indexed by peer. Changed only through `[]=` and `del`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reopened: set[MicrobatchIndex] = set()
-        """Microbatches that have lost a cell since somebody emptied this."""
+        """Microbatches that have lost a cell since this set was last cleared."""
         self._filled: dict[MicrobatchIndex, int] = {}
         self._held: dict[PeerId, set[CellKey]] = {}
 
     def filled(self, microbatch: MicrobatchIndex) -> int:
-        """How many stages of a microbatch are committed."""
+        """Number of stages of a microbatch that are committed."""
         return self._filled.get(microbatch, 0)
 
     def held_by(self, peer: PeerId) -> tuple[CellKey, ...]:

@@ -1,10 +1,10 @@
-"""How busy the stages are, how long a microbatch takes in each, and what was rejected and why.
+"""Utilisation of the stages, service times of microbatches, and rejections by reason.
 
-Part of the pure core. With each heartbeat peers say how long they have computed since the one
-before, and for how many microbatches. A word costs the same however long the run is and however
-many peers it has: some sums, and one bucket of a histogram whose bounds are fixed. Everything is
-kept twice over: since the start, for Prometheus, and for the last minute or two, for people.
-What peers say of themselves decides nothing here, so that it is bounded and not proved.
+Part of the pure core. Each heartbeat reports the time that its peer has computed since the last
+one, and the number of microbatches. Recording one costs the same however long the run and however
+many peers it has: a few sums, and one bucket of a histogram with fixed bounds. Everything is kept
+since the start, for Prometheus, and for the last one to two minutes, for people. The reports decide
+nothing in this core, so they are bounded and not verified.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from enum import StrEnum
 from swarm_shared.base.types import StageIndex
 
 RECENT_WINDOW_SECONDS = 60.0
-"""What is shown as recent is of the last one to two of these."""
+"""Seconds of a window. Rates cover the last one to two windows."""
 
 _PER_OCTAVE = 2
 BOUNDS: tuple[float, ...] = tuple(0.001 * 2 ** (n / _PER_OCTAVE) for n in range(41))
-"""Upper ends of the buckets in seconds, from 1 ms to 17 minutes; longer ones go into one more.
-A quantile out of these is right within a fifth."""
+"""Upper ends of the histogram's buckets in seconds, from 1 ms to 17 minutes; one more bucket holds
+longer times. Quantiles computed from it are accurate within a fifth."""
 
 MAX_UNREPORTED_SECONDS = 3600.0
-"""A microbatch is told when it is done, so that one heartbeat may tell the computing of several
-intervals: of an hour at most."""
+"""Longest computing time that one heartbeat may report, in seconds. A microbatch is reported when
+it is done, so a heartbeat may cover several intervals."""
 
 
 class Rejection(StrEnum):
-    """Why a gradient, a state or a receipt did not count. Fixed words: labels of a metric."""
+    """Why a gradient, a state or a receipt did not count. The values are labels of a metric."""
 
     NOT_FINITE = "not finite"
     OTHER_AVERAGE = "other average"
-    """Averaging gave it another gradient than the rest of its stage."""
+    """The peer's averaged gradient differs from the rest of its stage."""
     OTHER_PARAMETERS = "other parameters"
-    """Its fingerprint is not the others'."""
+    """The peer's fingerprint differs from the rest of its stage."""
     NOT_APPLIED = "not applied"
-    """It could not take the step that was decided."""
+    """The peer could not apply the decided step."""
     OTHER_STEP = "receipt: other step"
     NOT_THE_HOLDER = "receipt: not the holder"
     IMPOSSIBLE = "receipt: impossible"
-    """A microbatch, a number of tokens or a loss that cannot be."""
+    """The microbatch index, number of tokens or loss is out of range."""
 
 
 @dataclass(slots=True)
 class StageUtilisation:
-    """Of one stage: sums over its peers."""
+    """Sums over the peers of one stage."""
 
     held_seconds: float = 0.0
-    """For how long peers held the stage while steps were made."""
+    """Seconds that peers held the stage while steps were made."""
     busy_seconds: float = 0.0
-    """For how long of that they computed."""
+    """Seconds of that time in which they computed."""
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    """Microbatches, by how long each took."""
+    """Number of microbatches by service time."""
 
     def copy(self) -> StageUtilisation:
         return StageUtilisation(self.held_seconds, self.busy_seconds, list(self.buckets))
@@ -70,7 +70,7 @@ class StageUtilisation:
 
     @property
     def idle_share(self) -> float | None:
-        """None while nothing is known."""
+        """Idle fraction of the held time; None without data."""
         if self.held_seconds <= 0:
             return None
         return min(1.0, max(0.0, 1.0 - self.busy_seconds / self.held_seconds))
@@ -78,17 +78,17 @@ class StageUtilisation:
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """Of one peer: what its next heartbeat is measured against."""
+    """One peer's last heartbeat, against which its next one is measured."""
 
     stage: StageIndex | None = None
-    """None: the next one says nothing about a stage."""
+    """The stage held at the last heartbeat; None: the next one is not attributed to a stage."""
     at: float = 0.0
     unreported_seconds: float = 0.0
-    """Time in which it may have computed what it has not told yet."""
+    """Seconds in which the peer may have computed work that it has not reported yet."""
 
 
 class UtilisationStats:
-    """Of one start of the coordinator."""
+    """Utilisation since one start of the coordinator."""
 
     def __init__(self, stages: int) -> None:
         self.totals = [StageUtilisation() for _ in range(stages)]
@@ -105,7 +105,7 @@ class UtilisationStats:
         microbatches: int,
         now: float,
     ) -> None:
-        """A peer that holds `stage` while steps are made has computed since its last heartbeat."""
+        """Record the computing time reported by a peer that holds `stage` while steps are made."""
         if last.stage != stage:
             last.stage, last.at, last.unreported_seconds = stage, now, 0.0
             return
@@ -123,7 +123,7 @@ class UtilisationStats:
             tally.buckets[bisect_left(BOUNDS, busy / microbatches)] += microbatches
 
     def recent(self) -> list[StageUtilisation]:
-        """By stage, of the last one to two windows."""
+        """Sums by stage over the last one to two windows."""
         return [now.since(then) for now, then in zip(self.totals, self._older, strict=True)]
 
     def _start_window(self, now: float) -> None:
@@ -134,7 +134,7 @@ class UtilisationStats:
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
-    """In seconds, between the bounds of its bucket in proportion; None of nothing."""
+    """The quantile in seconds, interpolated within its bucket; None without data."""
     wanted = share * sum(buckets)
     if wanted <= 0:
         return None
@@ -147,26 +147,3 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
             return upper * 2 ** (((wanted - below) / count - 1) / _PER_OCTAVE)
         below += count
     raise AssertionError("a share of at most one lies in one of the buckets")
-
-
-def status_section(figures: UtilisationStats) -> dict[str, object]:
-    """For `status`: plain JSON values."""
-    recent = figures.recent()
-    whole = StageUtilisation(
-        sum(tally.held_seconds for tally in recent), sum(tally.busy_seconds for tally in recent)
-    )
-    return {
-        "bubble_share": whole.idle_share,
-        "stages": [
-            {
-                "idle_share": now.idle_share,
-                "p50_seconds": quantile(now.buckets, 0.50),
-                "p95_seconds": quantile(now.buckets, 0.95),
-                "held_seconds": total.held_seconds,
-                "busy_seconds": total.busy_seconds,
-                "microbatches": total.buckets,
-            }
-            for now, total in zip(recent, figures.totals, strict=True)
-        ],
-        "rejected": {reason.value: figures.rejected[reason] for reason in Rejection},
-    }

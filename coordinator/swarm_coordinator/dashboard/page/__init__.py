@@ -1,6 +1,6 @@
-"""The dashboard's files, read once: the page is part of the program, not of a disk.
+"""The web page's files, read once at the start.
 
-The same page serves everybody. A token in the link's fragment, which browsers never send, opens the
+The same page serves all users. A token in the link's fragment, which browsers never send, opens the
 organiser's part.
 """
 
@@ -21,6 +21,7 @@ FILES = {
 
 
 def add_to(app: FastAPI) -> None:
+    """Add a path for each file."""
     folder = resources.files(__name__)
     for path, (name, media_type) in FILES.items():
         _add_file(app, path, (folder / name).read_bytes(), media_type)
@@ -28,7 +29,7 @@ def add_to(app: FastAPI) -> None:
 
 def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
     async def file() -> Response:
-        # Not kept without asking: another release's page must not meet this one's answers.
+        # Browsers must revalidate: another release's page does not fit this one's API.
         return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
     app.add_api_route(path, file, methods=["GET"], include_in_schema=False)

@@ -1,4 +1,4 @@
-// The dashboard. Whatever comes from volunteers is put in as text, never as markup.
+// The dashboard. Text from volunteers is inserted as text, never as markup.
 import { Plot, compact } from "/plot.js";
 
 const REFRESH_MS = 5000;
@@ -58,13 +58,13 @@ function showRun(run) {
     tile.append(element("dt", title), element("dd", value));
     return tile;
   }));
-  $("said").textContent = `As of ${clock(run.time)}. swarmtrain ${run.software}.`;
+  $("as-of").textContent = `As of ${clock(run.time)}. swarmtrain ${run.software}.`;
 }
 
 function showHealth(health) {
-  $("health").dataset.word = health.state;
-  // A screen reader says the line again when it changes, so it changes only when it must.
-  if ($("word").textContent !== health.state) $("word").textContent = health.state;
+  $("health").dataset.state = health.state;
+  // A screen reader repeats the line at every change, so it is set only when it differs.
+  if ($("health-state").textContent !== health.state) $("health-state").textContent = health.state;
   if ($("sentence").textContent !== health.sentence) $("sentence").textContent = health.sentence;
 }
 
@@ -104,7 +104,7 @@ function showPipeline() {
   const waiting = peers.filter((peer) => peer.stage === null);
   $("unplaced").textContent = waiting.length ? `Without a stage yet: ${waiting.map(nameOf).join(", ")}` : "";
   const moves = stages.rebalancing.slice(-3).map((text) => element("li", text));
-  if (stages.no_move_reason) moves.push(element("li", `nobody moves now: ${stages.no_move_reason}`));
+  if (stages.no_move_reason) moves.push(element("li", `no peer moves now: ${stages.no_move_reason}`));
   $("moves").replaceChildren(...moves);
 }
 
@@ -155,16 +155,16 @@ function showBoard(found) {
   const body = $("board");
   body.replaceChildren();
   for (const one of found.contributions) {
-    const who = element("span", one.name ?? "", "who");
+    const owner = element("span", one.name ?? "", "owner");
     const devices = one.devices > 1 ? `, ${one.devices} devices` : "";
-    who.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
-    cells(body.insertRow(), [String(one.rank)], [who, "who"], [one.stages.join(", ")],
+    owner.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
+    cells(body.insertRow(), [String(one.rank)], [owner, "owner"], [one.stages.join(", ")],
       [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
   }
   if (found.total > found.contributions.length) {
     $("board-note").textContent = `The first ${found.contributions.length} of ${found.total}. One credit is one token through the whole model.`;
   }
-  if (!found.total) cells(body.insertRow(), [""], ["nobody has counted in a step yet"]);
+  if (!found.total) cells(body.insertRow(), [""], ["no step has been applied yet"]);
 }
 
 function showTeams(found) {
@@ -199,7 +199,7 @@ function takeToken() {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
   if (given) {
     sessionStorage.setItem(TOKEN_KEY, given);
-    // Out of the address bar: it must not be read over a shoulder or shared with the link.
+    // Removed from the address bar, where it could be read or shared with the link.
     history.replaceState(null, "", location.pathname);
   }
   return sessionStorage.getItem(TOKEN_KEY);
@@ -239,7 +239,7 @@ function showFullPeers(full) {
   const body = $("full-peers");
   body.replaceChildren();
   for (const peer of full.peers) {
-    const ways = peer.paths.map((path) => {
+    const paths = peer.paths.map((path) => {
       const over = path.relay ? ` via ${short(path.relay)}` : "";
       return `${short(path.remote)} ${path.kind}${over}, ${(1000 * path.rtt_seconds).toPrecision(3)} ms`;
     });
@@ -247,7 +247,7 @@ function showFullPeers(full) {
     cells(body.insertRow(), [peer.peer, "id"], [peer.name ?? ""], [peer.stage === null ? "–" : String(peer.stage)],
       [peer.leaving ? `${peer.phase}, leaving` : peer.phase], [peer.device], [reached],
       [number(peer.microbatches_per_second, 2), "number"], [`${number(peer.silent_seconds, 0)} s`, "number"],
-      [ways.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]);
+      [paths.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]);
   }
 }
 
@@ -255,7 +255,7 @@ function showAdmission(admission, invites) {
   $("admission").textContent = `Admission is “${admission.mode}”, with ${admission.members} member(s).`;
   $("bans").replaceChildren();
   for (const ban of admission.bans) cells($("bans").insertRow(), [ban.peer, "id"], [ban.reason], [day(ban.banned_at)]);
-  if (!admission.bans.length) cells($("bans").insertRow(), ["nobody is banned"], [""], [""]);
+  if (!admission.bans.length) cells($("bans").insertRow(), ["no peer is banned"], [""], [""]);
   $("tokens").replaceChildren();
   for (const one of invites.tokens) {
     cells($("tokens").insertRow(), [String(one.token)], [one.note], [one.state], [String(one.admitted), "number"],
@@ -264,7 +264,7 @@ function showAdmission(admission, invites) {
   if (!invites.tokens.length) cells($("tokens").insertRow(), [""], ["none was made"], [""], [""], [""]);
 }
 
-// ---------------------------------------------------------------- keeping up
+// ---------------------------------------------------------------- refreshing
 
 async function refresh() {
   const results = await Promise.allSettled([
@@ -283,7 +283,7 @@ async function refresh() {
 }
 
 function showLost(why) {
-  showHealth({ word: "unknown", sentence: `this page has lost the coordinator: ${why}` });
+  showHealth({ state: "unknown", sentence: `this page has lost the coordinator: ${why}` });
 }
 
 let stale = false;

@@ -1,8 +1,8 @@
-"""Addresses as remotes send them: binary multiaddrs, of the kinds that are dialled here.
+"""Binary multiaddrs from remotes, of the kinds that are dialled here.
 
-Read by hand, because what is read comes from strangers: py-multiaddr raises TypeError and
-OverflowError for some bytes, and gives names back as they are, slashes included, so that one
-address could be made to look like another in text.
+Decoded by hand, because the bytes are untrusted: py-multiaddr raises TypeError and OverflowError
+for some of them, and returns names unchanged, slashes included, so that one address could be made
+to look like another in text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final
 from swarm_shared.network.addresses.dial_order import ip_of
 
 MAX_NAME_BYTES: Final = 120
-"""A circuit's address has two peer IDs behind it, and messages carry addresses of 300 characters
-at most. The name's length is one byte then, too."""
+"""Longest DNS name. A circuit's address has two peer IDs behind it, and messages carry addresses of
+300 characters at most; the name's length then fits one byte, too."""
 
 _TCP: Final = 6
 _IP_BYTES: Final = {4: 4, 41: 16}
@@ -25,7 +25,7 @@ _PORT_BYTES: Final = 2
 
 
 def unpack_address(packed: bytes) -> str | None:
-    """`/ip4|ip6|dns|dns4|dns6/…/tcp/…`; None for everything else."""
+    """Decode `/ip4|ip6|dns|dns4|dns6/…/tcp/…`; None for everything else."""
     kind, rest = packed[:1], packed[1:]
     if not kind:
         return None
@@ -50,6 +50,6 @@ def unpack_address(packed: bytes) -> str | None:
 
 
 def unpack_ip_address(packed: bytes) -> str | None:
-    """`/ip4|ip6/…/tcp/…`; None for everything else."""
+    """Decode `/ip4|ip6/…/tcp/…`; None for everything else."""
     address = unpack_address(packed)
     return address if address is not None and ip_of(address) is not None else None

@@ -1,8 +1,7 @@
-"""Which addresses are worth dialling from where: pure functions over text.
+"""Which addresses are worth dialling from this machine: pure functions over text.
 
-A volunteer announces all it has: public addresses, its addresses on its own network, relays.
-Whoever dials tries only what can lead there: a private address means another machine in every
-other household.
+A volunteer announces all of its addresses: public ones, those on its own network, relays. A dialler
+tries only what can lead there: a private address means another machine in every other household.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 CIRCUIT = "/p2p-circuit"
 
 MAX_RELAY_ADDRESS_CHARACTERS = 170
-"""Of a relay's address: with two peer IDs behind it, it must still fit into messages, which carry
-addresses of 300 characters."""
+"""Longest address of a relay: with two peer IDs behind it, it must still fit into messages, which
+carry addresses of 300 characters."""
 
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
-"""RFC 1918, carrier-grade NAT (RFC 6598) and unique local (RFC 4193). Not `is_private`, which
-also counts ranges that are merely reserved."""
+"""RFC 1918, carrier-grade NAT (RFC 6598) and unique local (RFC 4193). Not `is_private`, which also
+counts ranges that are merely reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interfaces:
-    """This machine's addresses, each with the network it is on."""
+    """This machine's addresses, each with its network."""
 
     networks: tuple[IpNetwork, ...] = ()
     hosts: frozenset[IpAddress] = frozenset()
@@ -63,14 +62,14 @@ class Interfaces:
 
 @dataclass(frozen=True, slots=True)
 class Circuit:
-    """`relay_addresses` lead to `relay`, which leads to the peer."""
+    """A path through a relay: `relay_addresses` lead to `relay`, which leads to the peer."""
 
     relay: PeerId
     relay_addresses: tuple[str, ...]
 
 
 def ip_of(address: str) -> IpAddress | None:
-    """The address part of `/ip4/…/tcp/…`; None for names and for anything else."""
+    """Return the IP address in `/ip4/…/tcp/…`; None for names and for anything else."""
     parts = address.split("/")
     if len(parts) < 3 or parts[0] or parts[1] not in ("ip4", "ip6"):
         return None
@@ -89,7 +88,7 @@ def is_private(ip: IpAddress) -> bool:
 
 
 def is_global(address: str) -> bool:
-    """Whether the address can mean the same machine to everybody."""
+    """Whether the address means the same machine everywhere."""
     ip = ip_of(address)
     if ip is None:
         return address.startswith("/dns")
@@ -99,7 +98,7 @@ def is_global(address: str) -> bool:
 
 
 def direct_addresses(addresses: Iterable[str], interfaces: Interfaces) -> list[str]:
-    """Those that may lead straight to their owner, the nearest ways first."""
+    """Return the addresses that may lead straight to the peer, the nearest first."""
     direct = [address for address in addresses if CIRCUIT not in address]
     elsewhere = [ip for ip in map(ip_of, direct) if ip is not None and ip not in interfaces.hosts]
     near: list[str] = []
@@ -110,7 +109,8 @@ def direct_addresses(addresses: Iterable[str], interfaces: Interfaces) -> list[s
         if ip is None or is_global(address):
             far.append(address)
         elif ip.is_loopback:
-            # Somebody else's loopback, unless all that is announced is on this machine.
+            # Another machine's loopback, unless every announced address is on this machine.
+
             if not elsewhere or all(other.is_loopback for other in elsewhere):
                 here.append(address)
         elif _shares_network(ip, interfaces):
@@ -119,7 +119,7 @@ def direct_addresses(addresses: Iterable[str], interfaces: Interfaces) -> list[s
 
 
 def circuits(addresses: Iterable[str]) -> list[Circuit]:
-    """The relays through which the peer says it can be reached, in its order."""
+    """Return the relays through which the peer announces to be reachable, in its order."""
     found: dict[PeerId, list[str]] = {}
     for address in addresses:
         way, separator, _ = address.partition(CIRCUIT)
@@ -130,7 +130,7 @@ def circuits(addresses: Iterable[str]) -> list[Circuit]:
 
 
 def circuit_addresses(relay: PeerId, relay_addresses: Sequence[str], most: int) -> tuple[str, ...]:
-    """How somebody is reached through `relay`; public ways alone where there are any."""
+    """Return the addresses through `relay`; only public ones if there are any."""
     plain = [address.split("/p2p/")[0] for address in relay_addresses if CIRCUIT not in address]
     plain = [address for address in plain if len(address) <= MAX_RELAY_ADDRESS_CHARACTERS]
     public = [address for address in plain if is_global(address)]

@@ -1,4 +1,4 @@
-"""Turns what py-libp2p raises into this project's errors. The only place that does."""
+"""Translation of py-libp2p's exceptions into this project's errors; the only place for it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import trio
 from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
 
 
 @contextmanager
 def stream_errors(doing: str) -> Iterator[None]:
-    """For reading and writing on a stream: whatever fails means that the link is gone.
+    """Translate errors of reading and writing a stream: every failure means that the link is lost.
 
-    py-libp2p has no common base for what its streams raise (RawConnError and KeyError have
-    been seen among its own), so that anything else counts as a lost link, too. Cancellation
-    is no Exception and passes through.
+    py-libp2p has no common base for what its streams raise (RawConnError and KeyError have been
+    seen among its own), so that any other exception counts as a lost link, too. Cancellation is no
+    Exception and passes through.
     """
     try:
         yield
@@ -34,7 +35,7 @@ def stream_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def dial_errors(doing: str) -> Iterator[None]:
-    """For connecting and opening streams: NetworkError with the reason."""
+    """Translate errors of connecting and opening streams: NetworkError with the reason."""
     try:
         yield
     except SwarmError:
@@ -46,14 +47,10 @@ def dial_errors(doing: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """The innermost reason in a few words: py-libp2p wraps errors in several layers."""
-    innermost = error
-    while True:
-        if isinstance(innermost, BaseExceptionGroup):
-            innermost = innermost.exceptions[0]
-        elif innermost.__cause__ is not None:
-            innermost = innermost.__cause__
-        else:
-            break
-    text = " ".join(str(innermost).split())[:200]
-    return text or type(innermost).__name__
+    """Describe the innermost cause in one line: py-libp2p wraps errors in several layers."""
+    innermost: BaseException | None = error
+    while innermost is not None:
+        error = next(leaves(innermost))
+        innermost = error.__cause__
+    text = " ".join(str(error).split())[:200]
+    return text or type(error).__name__

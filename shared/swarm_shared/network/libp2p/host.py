@@ -1,8 +1,8 @@
-"""Builds the py-libp2p host: TCP, Noise and yamux, and nothing else.
+"""The py-libp2p host: TCP, Noise and yamux, and nothing else.
 
-Owns what is switched off or replaced in py-libp2p 0.8.1, each with its reason. By default it
-also offers a plaintext protocol (in which anyone can claim any peer ID), TLS, mplex, dials
-peers on its own accord and answers identify requests.
+Owns what is switched off or replaced in py-libp2p 0.8.1, each with its reason. By default py-libp2p
+also offers a plaintext protocol (in which any remote can claim any peer ID), TLS, mplex, dials
+peers by itself and answers identify requests.
 """
 
 from __future__ import annotations
@@ -52,24 +52,25 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 NEGOTIATE_SECONDS = 10.0
 MAX_PENDING_HANDSHAKES = 128
-"""Connections that have not yet proved who they are; more are refused at once."""
+"""Connections that are not authenticated yet; further ones are refused at once."""
 
 MAX_PENDING_PER_ADDRESS = 32
 
 MAX_CONNECTIONS_PER_ADDRESS = 128
-"""From one IPv4 address or one IPv6 /64: a household or a company, not a flood."""
+"""Connections from one IPv4 address or one IPv6 /64: a household or a company, not a flood."""
 
 MAX_UNKNOWN_PER_ADDRESS = 32
-"""Connections of remotes that do not belong here (yet), from one address."""
+"""Connections from one address whose remotes are not (yet) members."""
 
 UNKNOWN_PEERS_BURST_BYTES = 16 * 2**20
 UNKNOWN_PEERS_BYTES_PER_SECOND = 4 * 2**20
-"""What is read from all strangers at one address, handshakes and frames counted as bytes: the
-processor's time is what a flood takes from others."""
+"""Rate at which bytes of all unknown peers at one address are read, with handshakes and frames
+counted as bytes: a flood costs processor time."""
 HANDSHAKE_COST_BYTES = 64 * 1024
 
 MAX_CONNECTIONS_PER_PEER = 4
-"""Two ends that dial each other at once make two; relayed ones may come on top."""
+"""Connections of one peer: two ends that dial each other at once make two, and relayed ones may
+exist besides."""
 
 
 def build_host(
@@ -78,7 +79,7 @@ def build_host(
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     bandwidth: Bandwidth | None = None,
 ) -> BasicHost:
-    """A host with the identity's key that has not been started."""
+    """Return a host with the identity's key that has not been started."""
     bandwidth = bandwidth or Bandwidth()
     _quieten_libp2p()
     private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
@@ -106,8 +107,8 @@ def build_host(
     swarm.max_connections_per_address = max_connections_per_address
     swarm.bandwidth = bandwidth
     host = BasicHost(swarm, disable_identify_address_discovery=True)
-    # Identify and ping: nobody asks for them, and their handlers let a remote write into the
-    # peer store. Without them the host also does not open identify streams by itself.
+    # Identify and ping are unused, and their handlers let a remote write into the peer store.
+    # Without them the host also does not open identify streams by itself.
     for protocol in list(host.multiselect.handlers):
         host.multiselect.handlers.pop(protocol)
     swarm.notifees.clear()
@@ -131,9 +132,9 @@ def _connection_config(max_connections: int) -> ConnectionConfig:
 
 
 class NoiseYamuxUpgrader(TransportUpgrader):  # type: ignore[misc]
-    """Negotiates as py-libp2p does, then runs our muxer (see `yamux`).
+    """Negotiates as py-libp2p does, then runs our own muxer (`swarm_shared.network.libp2p.yamux`).
 
-    py-libp2p's registry of muxers cannot do it: for yamux it makes its own class always.
+    py-libp2p's registry of muxers cannot select it: for yamux it always makes its own class.
     """
 
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
@@ -145,17 +146,17 @@ class NoiseYamuxUpgrader(TransportUpgrader):  # type: ignore[misc]
 
 
 class NoAutoConnector(AutoConnector):  # type: ignore[misc]
-    """Never dials anybody unasked; the original does so whatever the watermarks are."""
+    """Never dials on its own; the original does so whatever the watermarks are."""
 
     async def maybe_connect(self) -> None:
         return
 
 
 class NodeSwarm(Swarm):  # type: ignore[misc]
-    """py-libp2p's swarm with another way of taking connections in.
+    """py-libp2p's swarm with different acceptance of connections.
 
-    The original counts every connection ever accepted against its limit, also those that have
-    ended, so that a node that is up for long accepts nobody any more.
+    The original counts every connection ever accepted against its limit, ended ones too, so that a
+    node that is up for long accepts none any more.
     """
 
     max_connections_per_address = MAX_CONNECTIONS_PER_ADDRESS
@@ -171,11 +172,12 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         self._strangers_rate = RateLimit(UNKNOWN_PEERS_BURST_BYTES, UNKNOWN_PEERS_BYTES_PER_SECOND)
         self.knows: Callable[[PeerId], bool] = lambda peer: True
         self.expected_as_initiator: dict[tuple[str, int], ID] = {}
-        """Where an accepted connection is one end of a hole that is being punched, and this
-        side has the initiator's part although the other one's packet came first."""
+        """Remote endpoints whose accepted connection is one end of a hole punch in which this side
+        has the initiator's role although the remote's packet came first."""
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
-        """Refuses the newest of too many, where the original closes one that may be in use."""
+        """Refuse the newest connection beyond the limit; the original closes one that may be in
+        use."""
         known = self.connections.get(muxed_conn.peer_id, ())
         if len(known) >= MAX_CONNECTIONS_PER_PEER:
             await muxed_conn.close()
@@ -186,7 +188,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         return connection
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
-        """Called for each connection that ends, before its streams' handlers hear of it."""
+        """Remove a connection that has ended, before its streams' handlers are informed."""
         known = swarm_conn in self.connections.get(swarm_conn.muxed_conn.peer_id, ())
         super().remove_conn(swarm_conn)
         if known and self.on_lost is not None:
@@ -221,7 +223,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             _take_one(self._from_address, address)
 
     def _takes(self, muxer: YamuxConnection, address: str) -> bool:
-        """Whether there is room for one more, if it is a stranger's."""
+        """Whether there is room for one more connection of an unknown peer."""
         if self._is_known(muxer):
             return True
         strangers = self._strangers.setdefault(address, set())
@@ -253,7 +255,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
     async def _upgrade_inbound(
         self, stream: ReadWriteCloser, maddr: Multiaddr, place: tuple[str, int]
     ) -> YamuxConnection | None:
-        """The running connection; None when it was refused."""
+        """Return the running connection; None when it was refused."""
         address = address_group(place[0])
         expected = self.expected_as_initiator.get(place)
         self._pending[address] += 1
@@ -265,7 +267,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
                     muxer = (await self.upgrade_outbound_raw_conn(raw, expected)).muxed_conn
             else:
                 muxer = await self.upgrade_inbound_raw_conn(RawConnection(stream, False), maddr)
-        except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)
+        except Exception as error:  # noqa: BLE001 (an unknown peer's bytes make it raise anything)
             logger.debug("a connection to %s was refused: %r", maddr, error)
             await stream.close()
             return None
@@ -276,7 +278,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
 
 def address_group(host: str) -> str:
-    """What counts as one place: an IPv4 address, or the /64 that a household is given."""
+    """Return what counts as one address: an IPv4 address, or the /64 that a household receives."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -295,10 +297,10 @@ def _take_one(counter: Counter[str], key: str) -> None:
 
 
 def _quieten_libp2p() -> None:
-    """Nothing of libp2p's reaches the terminal unless its own LIBP2P_DEBUG asks for it.
+    """Keep libp2p's logging off the terminal unless its own LIBP2P_DEBUG asks for it.
 
-    Its connection module logs through the root logger, which would also install a handler on
-    it; that module gets a logger of its own.
+    Its connection module logs through the root logger, which would also install a handler on it;
+    that module gets a logger of its own.
     """
     swarm_connection_module.logging = logging.getLogger("libp2p.network.connection")
     if os.environ.get("LIBP2P_DEBUG"):

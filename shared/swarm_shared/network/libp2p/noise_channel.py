@@ -1,9 +1,9 @@
-"""Noise messages in batches over a connection that py-libp2p has secured.
+"""Batched Noise messages over a connection that py-libp2p has secured.
 
-py-libp2p's session writes one message per system call and copies what it reads four times;
-this does the same with its keys, several messages at a time. The handshake and the cipher
-stay py-libp2p's. On a connection with a socket of its own, messages are encrypted and decrypted
-between the socket's buffers and the muxer's without a further copy.
+py-libp2p's session writes one message per system call and copies what it reads four times; this
+does the same with its keys, several messages at a time. The handshake and the cipher stay
+py-libp2p's. On a connection with a socket of its own, messages are encrypted and decrypted between
+the socket's buffers and the muxer's without a further copy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 MAX_PLAINTEXT_BYTES = 65_535 - 16
-"""One message holds 65,535 bytes, of which the cipher's tag takes 16."""
+"""Plaintext of one message: it holds 65,535 bytes, of which the cipher's tag takes 16."""
 _LENGTH_BYTES = 2
 
 
 class NoiseChannel:
-    """Takes over the reading and writing of a secured connection for good."""
+    """Takes over the reading and writing of a secured connection permanently."""
 
     def __init__(self, secured_conn: ISecureConn) -> None:
         assert isinstance(secured_conn, SecureSession), "the host offers no other security"
@@ -38,15 +38,15 @@ class NoiseChannel:
         assert isinstance(packets.read_writer, NoisePacketReadWriter)
         self._session = secured_conn
         self._cipher = packets.noise_state
-        # Its own `decrypt` takes bytes only, which out of a buffer would be a copy.
+        # Its own `decrypt` takes bytes only, so a buffer would have to be copied.
         self._decrypting = self._cipher.noise_protocol.cipher_state_decrypt
         self._raw = packets.read_writer.read_write_closer
         transport = _transport(self)
         self._socket = transport if isinstance(transport, BufferedTcpStream) else None
 
     async def read(self) -> bytes:
-        """The next message's plaintext, never empty. IncompleteReadError at the end."""
-        # What came in one message with the end of the muxer's negotiation.
+        """Return the next message's plaintext, never empty. IncompleteReadError at the end."""
+        # Bytes that arrived in one message with the end of the muxer's negotiation.
         left_over: bytes = self._session._drain(None)
         if left_over:
             return left_over
@@ -61,7 +61,7 @@ class NoiseChannel:
                 return plaintext
 
     async def write(self, messages: Sequence[bytes]) -> None:
-        """Sends each as one message; each has at most MAX_PLAINTEXT_BYTES."""
+        """Send each item as one message of at most MAX_PLAINTEXT_BYTES."""
         pieces: list[bytes] = []
         for message in messages:
             encrypted = self._cipher.encrypt(message)
@@ -75,8 +75,8 @@ class NoiseChannel:
         await self._session.close()
 
     async def _read_exactly(self, size: int) -> bytes | memoryview:
-        """Valid until the next read. A relayed connection may return less than was asked for; TCP
-        does so at its end."""
+        """Return `size` bytes, valid until the next read. A relayed connection may return fewer
+        bytes a call than requested; TCP only at its end."""
         if self._socket is not None:
             view = await self._socket.read_view(size)
             if len(view) < size:
@@ -95,13 +95,13 @@ class NoiseChannel:
 
 
 def relay_of(channel: NoiseChannel) -> PeerId | None:
-    """The relay that carries the connection; None when it has a socket of its own."""
+    """Return the relay that carries the connection; None when it has a socket of its own."""
     relay: PeerId | None = getattr(_transport(channel), "relay", None)
     return relay
 
 
 def local_end_of(channel: NoiseChannel) -> tuple[str, int] | None:
-    """The address and port that the connection's own socket has on this machine."""
+    """Return the address and port of the connection's own socket on this machine."""
     transport = _transport(channel)
     if not isinstance(transport, TrioTCPStream):
         return None

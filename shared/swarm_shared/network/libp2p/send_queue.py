@@ -1,10 +1,10 @@
-"""What waits to be written to a connection: many writers, one task that sends.
+"""The send queue of a connection: many writers, one task that sends.
 
-Frames leave in the order they came, with two exceptions: credits and pings overtake, because
-what they hold up is at the other end. Writers of data wait, in turn, while the queue is full;
-control frames never wait, so the task that reads a connection never waits for the one that
-writes it, which is how two ends block each other for ever. What a remote can make us queue by
-asking for answers that it does not read is bounded instead.
+Frames leave in the order they came, with two exceptions: credits and pings overtake, because they
+unblock the remote. Writers of data wait, in turn, while the queue is full; control frames never
+wait, so the task that reads a connection never waits for the one that writes it, which is how two
+ends would block each other permanently. The answers that a remote can request without reading them
+are bounded instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES
 from swarm_shared.network.libp2p.yamux_frames import HEADER_BYTES, Flag, FrameType, control_frame
 
 MESSAGES_PER_WRITE = 4
-"""Encrypted and handed to the socket in one go: four cost a third less CPU time per byte than
-one, and many more would only lengthen the queue."""
+"""Messages encrypted and passed to the socket at once: four cost a third less CPU time per byte
+than one, and many more would only lengthen the queue."""
 CAPACITY_BYTES = MESSAGES_PER_WRITE * MAX_PLAINTEXT_BYTES
-"""Enough to keep the socket busy; at 20 Mbit/s a frame waits 0.1 s behind it."""
+"""Size of the queue: enough to keep the socket busy; at 20 Mbit/s a frame waits 0.1 s behind it."""
 MAX_CONTROL_FRAMES = 4096
 
 
 class SendQueue:
+    """Queued frames of one connection."""
+
     def __init__(self) -> None:
         self._ordinary: deque[bytes] = deque()
         self._urgent: deque[bytes] = deque()
@@ -40,7 +42,7 @@ class SendQueue:
         self._filled.set()
 
     def put_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> bool:
-        """False, and nothing is queued, when too many wait already."""
+        """Queue a control frame. False, with nothing queued, when too many are waiting."""
         if self._control_frames >= MAX_CONTROL_FRAMES:
             return False
         self._control_frames += 1
@@ -53,7 +55,7 @@ class SendQueue:
         return True
 
     async def take_turn(self) -> None:
-        """Waits behind other writers while the queue is full.
+        """Wait behind other writers while the queue is full.
 
         The caller then puts one frame at once, or calls `pass_turn`.
         """
@@ -65,12 +67,12 @@ class SendQueue:
         self._give_turns()
 
     async def wait_for_frames(self) -> None:
-        """To be called when `next_messages` gave none."""
+        """Wait until a frame is queued; called when `next_messages` returned none."""
         self._filled = trio.Event()
         await self._filled.wait()
 
     def next_messages(self) -> list[bytes]:
-        """The next few messages' plaintext, each of whole frames."""
+        """Return the next few messages' plaintext, each of whole frames."""
         messages: list[bytes] = []
         while (self._urgent or self._ordinary) and len(messages) < MESSAGES_PER_WRITE:
             messages.append(self._next_message())
@@ -96,7 +98,7 @@ class SendQueue:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _free_places(self) -> int:
-        """How many of the largest frames fit, beside those that writers were let in for."""
+        """Return how many of the largest frames fit, besides those of admitted writers."""
         return (CAPACITY_BYTES - self.queued_bytes) // MAX_PLAINTEXT_BYTES - self._turns_given
 
     def _give_turns(self) -> None:

@@ -1,8 +1,8 @@
 """TCP for py-libp2p's host: its transport with buffered, bounded reads.
 
-py-libp2p reads a Noise message with two system calls and more for each segment that arrives,
-gives up on one that arrives in more than a hundred pieces, and passes lengths from an
-unauthenticated remote straight to `recv`, which takes that much memory.
+py-libp2p reads a Noise message with two system calls and more for each segment that arrives, fails
+on one that arrives in more than a hundred pieces, and passes lengths from an unauthenticated remote
+straight to `recv`, which allocates that much memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiaddr import Multiaddr
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 
-# The longest thing read in one piece: a Noise message.
+# The longest read: a Noise message.
 _MAX_READ_BYTES = 65_535
 # A coordinator holds thousands of connections that carry little: buffers begin small and grow
 # on those that fill them, until four messages make system calls and task switches cheap.
@@ -33,15 +33,15 @@ _CAN_GATHER = hasattr(socket.socket, "sendmsg")
 
 
 UNACKNOWLEDGED_SECONDS = 10.0
-"""Sent bytes that the remote machine does not acknowledge for so long: cable pulled, address
-changed, router's table lost. Linux also counts the time in which the remote's socket is full
-because its process reads nothing."""
+"""Time without acknowledgement of sent bytes after which the connection is lost: cable pulled,
+address changed, router's table lost. Linux also counts the time in which the remote's socket is
+full because its process reads nothing."""
 
 
 def _reuse_port(sock: trio.socket.SocketType) -> None:
-    """For listeners, and for dials that leave from a listener's port (hole punching).
+    """Set the flags of listeners, and of dials that leave from a listener's port (hole punching).
 
-    As py-libp2p's own function, and keeps IPv6 sockets to IPv6, so that both listeners can have
+    As py-libp2p's own function, and restricts IPv6 sockets to IPv6, so that both listeners can have
     the same port.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,9 +55,9 @@ tcp_module._set_reuse_flags = _reuse_port
 
 
 class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
-    """Reads exactly as many bytes as asked for, or fewer at the end of the stream.
+    """Reads exactly as many bytes as requested, or fewer at the end of the stream.
 
-    Both ways within `bandwidth`, which all connections of a node share; by default its own.
+    Both directions obey `bandwidth`, which all connections of a node share; by default its own.
     """
 
     def __init__(self, stream: trio.SocketStream, bandwidth: Bandwidth | None = None) -> None:
@@ -73,11 +73,12 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         self._end = 0
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """py-libp2p's own says None for every IPv6 connection."""
+        """Return the remote's address; py-libp2p's own method returns None for every IPv6
+        connection."""
         if self._remote is None:
             try:
                 host, port = self.stream.socket.getpeername()[:2]
-            except (OSError, ValueError):  # it is gone, or has no such name (a Unix socket)
+            except (OSError, ValueError):  # closed, or without such a name (a Unix socket)
                 return None
             self._remote = (host, port)
         return self._remote
@@ -86,7 +87,8 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         await self.write_pieces((data,))
 
     async def write_pieces(self, pieces: Sequence[bytes]) -> None:
-        """One after the other; the kernel gathers them, so that nobody has to join them first."""
+        """Write the pieces in order; the kernel gathers them, so that they need not be joined
+        first."""
         up = self._bandwidth.up
         total = sum(map(len, pieces))
         size = max(1, up.piece(total))
@@ -118,7 +120,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
                     if sent:
                         left[0] = left[0][sent:]
             except trio.ClosedResourceError:
-                return  # closed here meanwhile, as with `write`
+                return  # closed on this side, as with `write`
             except OSError as error:
                 raise ConnectionClosedError(f"the connection is lost: {error}") from error
 
@@ -128,7 +130,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         return bytes(await self.read_view(n))
 
     async def read_view(self, n: int) -> memoryview:
-        """As `read`, without a copy: what it returns is overwritten by the next read."""
+        """Read without a copy: the returned view is overwritten by the next read."""
         if n > _MAX_READ_BYTES:
             raise ConnectionClosedError(f"the remote announces a message of {n} bytes")
         while self._end - self._start < n:
@@ -139,13 +141,13 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         return taken
 
     async def _fill(self, wanted: int) -> int:
-        """Receives what there is behind what is left. 0 at the end of the stream."""
+        """Receive behind the unread bytes. 0 at the end of the stream."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start + wanted > len(self._view):
             self._move_to_front(self._view)
         down = self._bandwidth.down
-        # What is not taken from the socket holds the sender back.
+        # Bytes left in the socket hold the sender back.
         room = self._view[self._end : self._end + down.piece(len(self._view) - self._end)]
         try:
             received: int = await self.stream.socket.recv_into(room)
@@ -184,10 +186,10 @@ class BufferedTcp(TCP):  # type: ignore[misc]
 
 
 def check_ports_are_free(addresses: Iterable[Multiaddr]) -> None:
-    """NetworkError when another program listens on one of these ports.
+    """Raise NetworkError when another program listens on one of these ports.
 
-    py-libp2p listens with SO_REUSEPORT (hole punching needs it), so that a second program
-    would share the port silently and get every other connection.
+    py-libp2p listens with SO_REUSEPORT (hole punching needs it), so that a second program would
+    share the port silently and receive every other connection.
     """
     for address in addresses:
         protocols = {protocol.name for protocol in address.protocols()}
@@ -211,7 +213,7 @@ def check_ports_are_free(addresses: Iterable[Multiaddr]) -> None:
 def _describe_bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"Port {port} on {host} is in use by another program; stop that one or choose "
+            f"Port {port} on {host} is in use by another program; stop that program or choose "
             f"another port."
         )
     if error.errno == errno.EACCES:

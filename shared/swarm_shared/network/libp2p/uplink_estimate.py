@@ -1,9 +1,9 @@
-"""What a line takes, learnt while it holds its writers up.
+"""An estimate of the uplink's rate, measured while it blocks writers.
 
-How many bytes leave says nothing about a line that could carry more. While sockets are full it
-does: between two moments at which a socket had room again it took exactly what the line carried
-away meanwhile. Such spans count, unless nobody wanted to write for a good part of them. A line
-that never holds anybody up stays unknown, which is as well: it is not what limits this peer.
+The number of bytes sent is no measure of an uplink that could carry more. While sockets are full it
+is: between two moments at which a socket had room again it took exactly what the uplink carried in
+between. Such spans count, unless no writer wanted to send for a good part of them. An uplink that
+never blocks a writer stays unknown, which is harmless: it does not limit this peer.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 BLOCKED_WRITE_SECONDS = 0.01
-"""A write that takes longer waited for room in its socket, or for the volunteer's own limit."""
+"""Duration from which a write counts as blocked: it waited for room in its socket, or for the
+volunteer's own limit."""
 MAX_IDLE_SHARE = 0.2
-"""Share of a span in which nobody wrote; beyond it the socket may have run empty."""
+"""Share of a span without a writer, beyond which the socket may have run empty."""
 WINDOW_SECONDS = 2.0
-"""Spans are put together until they are so long: one alone can be of a few pieces."""
+"""Length up to which spans are joined; a single one can consist of a few pieces."""
 RISE_WEIGHT, FALL_WEIGHT = 0.5, 0.1
-"""Weights of a window that is above what was known, and of one below it: whoever reads slowly
-at the other end holds us up as well, so that the higher rates are the line's."""
+"""Weights of a window above the estimate, and of one below it: a remote that reads slowly blocks
+writers as well, so that the higher rates are the uplink's."""
 
 
 class UplinkEstimate:
-    """One direction of a node, over all of its connections."""
+    """The estimate of one direction of a node, over all of its connections."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,7 +31,7 @@ class UplinkEstimate:
         self.forget()
 
     def forget(self) -> None:
-        """The line is another one from now on."""
+        """Discard the estimate: the limit or the uplink has changed."""
         self._known = 0.0
         self._room_at: float | None = None
         self._idle_since = self._clock()
@@ -41,11 +42,11 @@ class UplinkEstimate:
 
     @property
     def bytes_per_second(self) -> float:
-        """0 while it is unknown."""
+        """The estimated rate; 0 while it is unknown."""
         return self._known
 
     def begin(self) -> float:
-        """A writer has something to send. What this gives is to be given to `end`."""
+        """Record that a writer has something to send. The result is passed to `end`."""
         now = self._clock()
         if not self._writing:
             self._idle_seconds += now - self._idle_since
@@ -53,7 +54,7 @@ class UplinkEstimate:
         return now
 
     def end(self, begun: float, size: int) -> None:
-        """It could hand over this many bytes; 0 when it failed."""
+        """Record that the writer sent this many bytes; 0 when it failed."""
         now = self._clock()
         self._writing -= 1
         if not self._writing:

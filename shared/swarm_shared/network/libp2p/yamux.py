@@ -1,19 +1,19 @@
 """Yamux for py-libp2p's host: many streams over one encrypted connection.
 
-The protocol is yamux 1.0.0 (github.com/hashicorp/yamux/blob/master/spec.md), the same that
-py-libp2p and go-libp2p speak; the host, Noise and the transport stay py-libp2p's. Only its
-muxer is replaced, because py-libp2p 0.8.1's
+The protocol is yamux 1.0.0 (github.com/hashicorp/yamux/blob/master/spec.md), as in py-libp2p and
+go-libp2p; the host, Noise and the transport stay py-libp2p's. Only its muxer is replaced, because
+py-libp2p 0.8.1's
 
 - dead-locks: its reader waits for the write lock to answer pings, opened streams and resets,
-  so two ends that both fill their socket wait for each other for ever (24 streams with 8 MB
-  each way stop within the first megabyte);
+  so two ends that both fill their socket wait for each other (24 streams with 8 MB each way stop
+  within the first megabyte);
 - keeps whatever a remote sends: a receive window that is overrun is logged, not enforced;
 - breaks the whole connection when a task is cancelled in the middle of a write;
 - polls for send window every 10 ms and splits each frame over two Noise messages.
 
-Rules here: the reader never waits for the writer; one task writes, fed by a bounded queue,
-so a cancelled caller never cuts a frame; what a remote may make us hold is bounded by the
-windows we granted; a connection that is silent for long is closed.
+Rules here: the reader never waits for the writer; one task writes, fed by a bounded queue, so a
+cancelled caller never cuts a frame; the memory a remote can take is bounded by the granted windows;
+a connection that is silent for long is closed.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ _NORMAL_TERMINATION = 0
 EXTRA_WINDOW_BUDGET_BYTES = 64 * 1024 * 1024
 """Window beyond the initial one that a connection grants over all its streams."""
 MIN_RTT_SECONDS = 0.02
-"""Windows grow as if the link were at least so long: an idle loopback measures 1 ms, which
-says nothing about the time a busy event loop takes to answer."""
+"""Lower bound of the round trip by which windows grow: an idle loopback measures 1 ms, which does
+not include the time a busy event loop takes to answer."""
 MAX_REMOTE_STREAMS = 1024
 ACCEPT_BACKLOG = 256
 MESSAGES_PER_TURN = 16
-"""Handled before other tasks get their turn: a remote may send thousands of tiny ones."""
+"""Messages handled before other tasks run: a remote may send thousands of tiny ones."""
 COST_OF_MESSAGE, COST_OF_FRAME, COST_OF_STREAM = 1024, 256, 8192
-"""In bytes: what else takes as much of the processor's time, where that is rationed."""
+"""Processor time of a message, a frame and a new stream, expressed in bytes, where reading is
+rationed."""
 KEEPALIVE_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
-"""No byte for so long, with pings unanswered: the remote machine is gone (power, cable, NAT
-entry). Shorter would drop peers whose process is starved by its own computing."""
+"""Time without a byte, with pings unanswered, after which the remote machine counts as lost (power,
+cable, NAT entry). Shorter would drop peers whose process is starved by its own computing."""
 FLUSH_SECONDS = 1.0
-"""How long closing waits for what is queued."""
+"""Longest wait of closing for what is queued."""
 
-# What a connection that ends may raise here: nothing to report.
+# Exceptions of a connection that ends; not worth a report.
 _CONNECTION_ENDED = (
     IOException,
     RawConnError,
@@ -109,23 +110,23 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         self._ping_sent_seconds: float | None = None
         self.rtt_seconds = MIN_RTT_SECONDS
         self.measured_rtt_seconds = 0.0
-        """Of the last ping; 0 before the first answer."""
+        """Round trip of the last ping; 0 before the first answer."""
         self.relay: PeerId | None = relay_of(self._channel)
-        """The relay that this connection goes through."""
+        """The relay that carries this connection; None for a direct one."""
         end = local_end_of(self._channel)
         self.local_host = None if end is None else end[0]
         self.local_port = None if end is None else end[1]
-        """This machine's address and port at this end; None behind a relay."""
+        """With `local_host`, this machine's address and port at this end; None behind a relay."""
         self.punched = False
-        """Set by whoever punched the hole that it came through."""
+        """Whether the connection came through a punched hole."""
         self.throttle: Callable[[int], float] | None = None
-        """Asked after each message, with what it cost: how many seconds to read no more."""
+        """Called after each message with its cost; returns for how many seconds to stop reading."""
         self._cost = 0
         self.sent_bytes = 0
         self.received_bytes = 0
         self._heard = trio.Event()
 
-    # What py-libp2p's swarm asks of a muxer.
+    # The interface of a muxer that py-libp2p's swarm expects.
 
     @property
     def is_initiator(self) -> bool:
@@ -140,8 +141,8 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         return self.event_closed.is_set()
 
     async def start(self) -> None:
-        """Runs the connection. Never raises but for cancellation: one bad remote must not
-        take down the host that runs all connections."""
+        """Run the connection. Never raises but for cancellation: one bad remote must not stop the
+        host that runs all connections."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -154,7 +155,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             await self._shut_down()
 
     async def close(self, error_code: int = _NORMAL_TERMINATION) -> None:
-        """Sends what is queued, says good-bye and ends the connection, within a second."""
+        """Send what is queued and a GO_AWAY, and end the connection, within a second."""
         if not self.event_started.is_set():
             await self._shut_down()
             return
@@ -195,7 +196,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         address: tuple[str, int] | None = self.secured_conn.get_remote_address()
         return address
 
-    # What streams ask of their connection. None of these waits for the network.
+    # The interface for streams of the connection. None of these waits for the network.
 
     def queue_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> None:
         if not self._closing and not self.queue.put_control(kind, flags, stream_id, value):
@@ -203,7 +204,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             self._scope.cancel()
 
     def forget(self, stream: YamuxStream) -> None:
-        """Takes a finished stream off the table."""
+        """Remove a finished stream."""
         if self._streams.pop(stream.stream_id, None) is None:
             return
         self._window_budget += stream.extra_window_bytes
@@ -224,7 +225,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             logger.debug("the connection to %s ended: %r", self.peer_id, error)
         except YamuxViolation as error:
             logger.warning("the connection to %s is closed: %s", self.peer_id, error)
-        except Exception:  # a supervisor: one connection's trouble stays its own
+        except Exception:  # a supervisor: a failure stays in its connection
             logger.exception("the connection to %s failed", self.peer_id)
         self._scope.cancel()
 
@@ -293,12 +294,12 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
                 self._receive_flags(stream, flags)
 
     def _receive_data(self, data: memoryview, pins: int) -> None:
-        """A piece of the frame under way, out of a message of `pins` bytes."""
+        """Receive a piece of the current frame, out of a message of `pins` bytes."""
         self._missing_bytes -= len(data)
         stream = self._receiving
         if stream is not None and stream.stream_id in self._streams:
-            # A view keeps the whole message in memory: only worth it for most of a message,
-            # else a remote could make a byte of window hold a message.
+            # A view keeps the whole message in memory: used only for most of a message, else a
+            # remote could hold a whole message with a byte of window.
             stream.receive(data if 2 * len(data) > pins else memoryview(bytes(data)))
         if not self._missing_bytes:
             self._receiving = None
@@ -323,7 +324,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             self._heard.set()
 
     def _stream_of_frame(self, flags: int, stream_id: int) -> YamuxStream | None:
-        """The stream a frame is for; a new one for SYN. None: closed here, or refused."""
+        """Return the stream of a frame, a new one for SYN. None: closed here, or refused."""
         if not flags & SYN:
             return self._streams.get(stream_id)
         if stream_id == 0 or not self._is_remotes(stream_id) or stream_id in self._streams:
@@ -338,12 +339,12 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             return None
         self._streams[stream_id] = stream
         self._remote_streams += 1
-        # More than the initial window is granted by whoever serves the stream (`extend_window`).
+        # More than the initial window is granted once the stream is served (`extend_window`).
         self.queue_control(FrameType.WINDOW_UPDATE, Flag.ACK, stream_id, 0)
         return stream
 
     def _is_remotes(self, stream_id: int) -> bool:
-        """The initiator's streams are odd, the responder's even."""
+        """Whether the remote opened the stream: the initiator's are odd, the responder's even."""
         return (stream_id % 2 == 1) != self._is_initiator
 
     async def _keepalive_loop(self) -> None:

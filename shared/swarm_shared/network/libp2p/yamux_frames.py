@@ -1,9 +1,9 @@
-"""The frames of yamux 1.0.0: a header of twelve bytes, and data behind those of type DATA.
+"""The frames of yamux 1.0.0: a header of twelve bytes, followed by data for type DATA.
 
     version u8 (0) | type u8 | flags u16 | stream u32 | length u32     (big endian)
 
-The length is the data's for DATA, a credit for WINDOW_UPDATE, a number to be echoed for PING,
-and a reason for GO_AWAY (github.com/hashicorp/yamux/blob/master/spec.md).
+The length is the data's for DATA, a credit for WINDOW_UPDATE, a number to be echoed for PING, and a
+reason for GO_AWAY (github.com/hashicorp/yamux/blob/master/spec.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES
 HEADER = struct.Struct(">BBHII")
 HEADER_BYTES = HEADER.size
 MAX_FRAME_PAYLOAD_BYTES = MAX_PLAINTEXT_BYTES - HEADER_BYTES
-"""A frame that just fits one Noise message is encrypted and sent in one piece."""
+"""Payload of a frame that just fits one Noise message and is encrypted and sent in one piece."""
 
 
 class FrameType(IntEnum):
@@ -41,7 +41,7 @@ SYN, FIN, RST = int(Flag.SYN), int(Flag.FIN), int(Flag.RST)
 
 
 class YamuxViolation(MuxedStreamError):  # type: ignore[misc]
-    """The remote broke the protocol's rules."""
+    """The remote violated the protocol."""
 
 
 def control_frame(kind: FrameType, flags: Flag, stream_id: int, value: int) -> bytes:

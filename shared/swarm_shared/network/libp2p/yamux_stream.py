@@ -1,4 +1,4 @@
-"""One stream of a yamux connection: its two windows, and what has arrived and is not yet read."""
+"""One stream of a yamux connection: its two windows, and the data that is not read yet."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from swarm_shared.network.libp2p.yamux import YamuxConnection
 
 INITIAL_WINDOW_BYTES = 256 * 1024
-"""What the protocol grants on every stream before anything is said."""
+"""Window that the protocol grants on every new stream."""
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
 """Largest window granted, as in go-yamux: 100 ms of 160 MB/s."""
 FIRST_WINDOW_BYTES = 1024 * 1024
-"""Granted when a stream opens, so that a first frame of ordinary size need not wait for a
+"""Window granted when a stream opens, so that a first frame of ordinary size need not wait for the
 window to grow, which takes a round trip for each doubling."""
 
 
@@ -56,14 +56,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self.written_bytes = 0
 
     def grant_first_window(self) -> int:
-        """What to grant beyond the initial window when the stream opens."""
+        """Return what to grant beyond the initial window when the stream opens."""
         growth = self.connection.take_window_budget(FIRST_WINDOW_BYTES - INITIAL_WINDOW_BYTES)
         self._window_size += growth
         self._receive_window += growth
         return growth
 
     def extend_window(self) -> None:
-        """For a stream that the remote has opened, once it is known who may use it."""
+        """Grant the first window to a stream that the remote opened, once the remote is known."""
         growth = self.grant_first_window()
         if growth and self._error is None:
             self.connection.queue_control(
@@ -71,7 +71,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             )
 
     async def read(self, n: int | None = None) -> bytes:
-        """At least one and at most `n` bytes. Cancelling it loses nothing.
+        """Return at least one and at most `n` bytes. Cancelling it loses nothing.
 
         MuxedStreamEOF at the end, MuxedStreamReset when the stream is lost; both only after
         everything that had arrived.
@@ -86,11 +86,11 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
 
     @property
     def readable(self) -> bool:
-        """Whether `read_chunk` has something to give, or to raise, without waiting."""
+        """Whether `read_chunk` returns or raises without waiting."""
         return bool(self._chunks) or self._fin_received or self._error is not None
 
     async def read_chunk(self) -> memoryview:
-        """As `read`, without a copy. Does not yield to other tasks when there is something."""
+        """Read without a copy. Does not yield to other tasks when data is ready."""
         while not self._chunks:
             if self._fin_received:
                 raise MuxedStreamEOF("the remote ended the stream")
@@ -102,7 +102,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         return chunk
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Returns when everything is queued for sending. Cancelling it may leave a part sent."""
+        """Return when everything is queued for sending. Cancelling it may leave a part sent."""
         await trio.lowlevel.checkpoint()
         view = memoryview(data).cast("B")
         position = 0
@@ -116,7 +116,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             self.written_bytes += size
 
     async def close(self) -> None:
-        """Ends the writing side; what the remote still sends can be read."""
+        """End the writing side; what the remote still sends can be read."""
         await trio.lowlevel.checkpoint()
         if self._fin_sent or self._error is not None:
             return
@@ -127,7 +127,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             self.connection.forget(self)
 
     def stop_reading(self) -> None:
-        """Drops what has arrived; the remote is told by a reset if it sends more."""
+        """Drop what has arrived; a reset informs the remote if it sends more."""
         if self._error is None:
             self._error = MuxedStreamClosed("the stream is closed here")
         self._chunks.clear()
@@ -135,7 +135,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self.connection.forget(self)
 
     async def reset(self) -> None:
-        """Ends both directions at once; what is queued or unread is dropped."""
+        """End both directions at once; queued and unread data is dropped."""
         await trio.lowlevel.checkpoint()
         if self._error is None:
             self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, self.stream_id, 0)
@@ -144,14 +144,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self.connection.forget(self)
 
     def lose(self, error: MuxedStreamError) -> None:
-        """Ends the stream with an error that readers and writers will see."""
+        """End the stream with an error that readers and writers receive."""
         if self._error is None:
             self._error = error
         self._readable.set()
         self._writable.set()
 
     def receive(self, data: memoryview) -> None:
-        """Data from the remote. YamuxViolation when it exceeds what was granted."""
+        """Take data from the remote. YamuxViolation when it exceeds what was granted."""
         if len(data) > self._receive_window or self._fin_received:
             raise YamuxViolation(f"stream {self.stream_id} got more than was granted")
         self._receive_window -= len(data)
@@ -200,7 +200,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._writable = trio.Event()
 
     async def _wait_until_writable(self) -> None:
-        """Until one frame may be queued. Between this and queueing it nothing may wait."""
+        """Wait until one frame may be queued. Between this and queueing it nothing may wait."""
         while self._error is None and not self._fin_sent and self._send_window <= 0:
             await self._writable.wait()
         self._check_writable()
@@ -218,10 +218,10 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             raise MuxedStreamClosed("the stream is closed for writing")
 
     def _grant(self, size: int) -> None:
-        """Gives the remote credit for what was read, in steps of half a window.
+        """Grant the remote credit for what was read, in steps of half a window.
 
-        Reading half a window in less than four round trips means that the window, not the
-        reader, is what limits the stream: it doubles (go-yamux does the same).
+        Reading half a window in less than four round trips means that the window, not the reader,
+        limits the stream: it doubles (go-yamux does the same).
         """
         self._unacknowledged += size
         if self._error is not None or self._fin_received:

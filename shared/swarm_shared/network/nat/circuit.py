@@ -2,7 +2,7 @@
 
 The protocol is libp2p's (github.com/libp2p/specs/blob/master/relay/circuit-v2.md), so that go's
 p2pd can use the same relays; the messages' definitions are py-libp2p's. The relay is in
-`relay_server`, its clients in `relay_client`.
+`swarm_shared.network.nat.relay_server`, its client in `relay_client`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
 
 MAX_MESSAGE_BYTES: Final = 4096
-"""As the specification recommends."""
+"""Longest message, as the specification recommends."""
 MESSAGE_SECONDS: Final = 10.0
-"""A message that takes longer is not coming."""
+"""Longest wait for one message."""
 _MAX_VARINT_BYTES: Final = 3
 _MAX_READ_BYTES: Final = 65_535
 
@@ -50,9 +50,9 @@ MessageT = TypeVar("MessageT", bound=Message)
 async def read_message(
     stream: YamuxStream, kind: type[MessageT], max_bytes: int = MAX_MESSAGE_BYTES
 ) -> MessageT:
-    """The next message: its length as a varint, then its bytes.
+    """Return the next message: its length as a varint, then its bytes.
 
-    FrameError when it is too long or does not parse; what the stream raises when it ends.
+    FrameError when it is too long or does not parse; the stream's own errors when it ends.
     """
     size = 0
     for index in range(_MAX_VARINT_BYTES):
@@ -89,20 +89,20 @@ async def write_message(stream: YamuxStream, message: Message) -> None:
 
 
 def status_name(status: int) -> str:
-    """A relay's answer in words; a number that is not in the protocol stays one."""
+    """Return a relay's status as text; an unknown number stays a number."""
     known: dict[int, str] = {number: name for name, number in Status.items()}
     return known.get(status, str(status)).lower().replace("_", " ")
 
 
 class CircuitTransport(ReadWriteCloser):  # type: ignore[misc]
-    """A relayed stream in the place of a TCP socket, under Noise and yamux of its own."""
+    """A relayed stream in place of a TCP socket, below Noise and yamux of its own."""
 
     def __init__(self, stream: YamuxStream, relay: PeerId) -> None:
         self._stream = stream
         self.relay = relay
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly `n` bytes, or fewer at the end of the stream."""
+        """Return exactly `n` bytes, or fewer at the end of the stream."""
         if n is None:
             return await self._some(_MAX_READ_BYTES)
         if n > _MAX_READ_BYTES:
@@ -135,5 +135,5 @@ class CircuitTransport(ReadWriteCloser):  # type: ignore[misc]
             self._stream.stop_reading()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """None: the relay's address says nothing about the peer behind it."""
+        """Return None: the relay's address is not the peer's."""
         return None

@@ -1,8 +1,8 @@
-"""Dialling a peer back from nowhere: the proof that strangers can reach it.
+"""Dialling a peer back as an unknown peer: the proof that the public can reach it.
 
-py-libp2p's AutoNAT asks its own host to connect, which an existing connection satisfies. This
-dial shares nothing with the node: a new key, and so another peer ID, a socket of its own from any
-free port, and Noise as the proof that the very peer answers there. Then it hangs up.
+py-libp2p's AutoNAT asks its own host to connect, which an existing connection satisfies. This dial
+shares nothing with the node: a new key, and so another peer ID, a socket of its own from any free
+port, and Noise as the proof that the very peer answers there. Then it hangs up.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _HANG_UP_SECONDS = 0.5
 
 
 async def dial_back(address: str, peer: PeerId, timeout_seconds: float) -> None:
-    """Returns when `peer` answers at `/ip4|ip6/…/tcp/…`.
+    """Return when `peer` answers at `/ip4|ip6/…/tcp/…`.
 
-    NetworkError when nothing does or somebody else, LinkTimeout after `timeout_seconds`.
+    NetworkError when nothing answers or another peer does, LinkTimeout after `timeout_seconds`.
     """
     endpoint = Endpoint.parse(address)
     if endpoint is None:
@@ -46,7 +46,7 @@ async def dial_back(address: str, peer: PeerId, timeout_seconds: float) -> None:
 
 
 def _upgrader() -> TransportUpgrader:
-    """Noise alone, with a key made for this one dial."""
+    """Return an upgrader with Noise alone and a key made for this one dial."""
     noise = NoiseTransport(
         create_new_key_pair(), noise_privkey=create_x25519_key_pair().private_key
     )

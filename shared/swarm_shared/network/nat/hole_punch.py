@@ -1,9 +1,9 @@
 """Hole punching over TCP (DCUtR): from a relayed connection to a direct one.
 
-Both ends dial each other at the same moment from the port they listen on, so that each router
-takes the other's packets for answers (github.com/libp2p/specs/blob/master/relay/DCUtR.md; Ford,
-Srisuresh and Kegel, USENIX 2005, for why it works). The end that opens the stream is the
-responder of the Noise handshake, the other one its initiator, whichever dial gets through.
+Both ends dial each other at the same moment from the port they listen on, so that each router takes
+the other's packets for answers (github.com/libp2p/specs/blob/master/relay/DCUtR.md; Ford, Srisuresh
+and Kegel, USENIX 2005, for why it works). The end that opens the stream is the responder of the
+Noise handshake, the other one its initiator, whichever dial succeeds.
 
 Behind routers that choose a new port for each remote this cannot work: the attempt is cut short,
 and repeated ever more rarely, or when the network changes.
@@ -22,6 +22,7 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_ip_address
@@ -35,25 +36,27 @@ logger = logging.getLogger(__name__)
 
 DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
 PUNCH_SECONDS: Final = 4.0
-"""From the moment both dial: the kernel repeats a lost first packet after one and three seconds."""
+"""Duration of the dials: the kernel repeats a lost first packet after one and three seconds."""
 RETRY_SECONDS: Final = 0.2
-"""After a router has refused a packet that came too early."""
+"""Pause after a router has refused a packet that came too early."""
 PUNCH_WAIT_SECONDS: Final = 2.0
-"""How long the dialler of a relayed connection waits for a better one before it uses this one;
-streams move over when the hole is there later."""
+"""Longest wait of the dialler of a relayed connection for a direct one before it uses the relayed
+one; streams move over when the hole is punched later."""
 FIRST_PAUSE_SECONDS: Final = 30.0
 LONGEST_PAUSE_SECONDS: Final = 600.0
-"""A peer with which it did not work is tried again after a while: routers forget, people move."""
+"""Longest pause between attempts with a peer: routers forget mappings and machines move."""
 RECENT_SECONDS: Final = 10.0
-"""Both ends dial, and more than one connection may come out of it."""
+"""Time after an attempt in which further connections belong to it: both ends dial, and more than
+one connection may result."""
 MAX_ADDRESSES: Final = 8
 REMOTE_ATTEMPT_PAUSE_SECONDS: Final = 5.0
-"""Between attempts that a remote begins and that come to nothing: what it makes this node dial is
-up to it, and must not become a flood."""
+"""Pause between attempts that a remote begins and that fail: the remote decides which addresses
+this node dials, and must not cause a flood."""
 MAX_REMOTE_ATTEMPTS: Final = 32
-"""Attempts begun by remotes, at once; who comes later tries again."""
+"""Attempts begun by remotes at once; a refused remote tries again."""
 PLAIN_DIAL_DELAY_SECONDS: Final = 0.3
-"""After the punching has begun: when the other end needs no hole, any port leads there."""
+"""Delay of a plain dial after the start: when the remote needs no hole, it is reachable from any
+port."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +66,11 @@ class _Attempt:
     begun: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
     inviting: trio.CancelScope | None = None
-    """While this end's invitation is on its way."""
+    """Set while this end's invitation is being exchanged."""
 
 
 class HolePuncher:
-    """`own_addresses` are told to the other end: where this node may be reached, as it knows."""
+    """Punches holes. `own_addresses` are sent to the remote: where this node may be reached."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class HolePuncher:
         self.failed = 0
 
     def is_active(self, peer: PeerId) -> bool:
-        """Whether a connection that comes now is the fruit of an attempt."""
+        """Whether a new connection to the peer results from an attempt."""
         if self._is_running(peer):
             return True
         return trio.current_time() - self._ended.get(peer, -RECENT_SECONDS) < RECENT_SECONDS
@@ -104,12 +107,12 @@ class HolePuncher:
         return attempt is not None and attempt.begun.is_set()
 
     def network_changed(self) -> None:
-        """What failed may work from here."""
+        """Forget failures: what failed before may work from the new network."""
         self._failures.clear()
         self._failed_until.clear()
 
     def connected(self, peer: PeerId) -> None:
-        """A direct connection is there: whoever waits for one need not any more."""
+        """Record a direct connection, which ends the waiting for one."""
         if peer in self._attempts:
             self._attempts[peer].done.set()
 
@@ -117,7 +120,7 @@ class HolePuncher:
         return self._failed_until.get(peer, 0.0) <= trio.current_time()
 
     async def wait(self, peer: PeerId) -> None:
-        """For the dialler of a relayed connection: until a punch has worked or failed."""
+        """Wait, as the dialler of a relayed connection, until a punch has succeeded or failed."""
         if self._has_direct(peer) or not self.worth_trying(peer):
             return
         attempt = self._attempts.setdefault(peer, _Attempt())
@@ -127,7 +130,7 @@ class HolePuncher:
             del self._attempts[peer]
 
     async def punch(self, peer: PeerId) -> bool:
-        """Begin an attempt with a peer that is connected over a relay. False: stay relayed."""
+        """Begin an attempt with a peer that is connected over a relay. False: it stays relayed."""
         if self._has_direct(peer):
             return True
         if self._is_running(peer) or not self.worth_trying(peer):
@@ -145,7 +148,7 @@ class HolePuncher:
                 attempt.inviting = None
             if addresses is not None and not scope.cancel_called:
                 return await self._dial(peer, addresses, as_initiator=False)
-            # The other end's invitation came meanwhile, and `handle` has taken it.
+            # The remote's invitation arrived in between, and `handle` has accepted it.
             await attempt.done.wait()
             return self._has_direct(peer)
 
@@ -168,7 +171,7 @@ class HolePuncher:
         return self._candidates(theirs)
 
     async def handle(self, stream: YamuxStream) -> None:
-        """An attempt that the other end has begun."""
+        """Handle an attempt that the remote has begun."""
         peer = PeerId(stream.connection.peer_id.to_base58())
         if stream.connection.relay is None or not self._takes_invitation(peer):
             await stream.reset()
@@ -184,7 +187,7 @@ class HolePuncher:
         if attempt is not None and attempt.begun.is_set():
             if attempt.inviting is None or self._own < peer:
                 return False
-            # Both ends have begun: the one with the lower peer ID goes on.
+            # Both ends have begun: the end with the lower peer ID continues.
             attempt.inviting.cancel()
             return True
         if self._invited >= MAX_REMOTE_ATTEMPTS:
@@ -200,7 +203,7 @@ class HolePuncher:
                     await write_message(stream, self._own_message())
                     await read_message(stream, HolePunch)
             except (FrameError, MuxedStreamError, trio.TooSlowError) as error:
-                logger.debug("%s did not go on with punching a hole: %s", peer, error)
+                logger.debug("%s abandoned punching a hole: %s", peer, error)
                 return
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(1.0):
@@ -217,18 +220,18 @@ class HolePuncher:
         )
 
     def _candidates(self, message: HolePunch) -> list[str]:
-        """The other end's addresses that are worth a packet from here."""
-        told = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
-        addresses = dict.fromkeys(address for address in told if address is not None)
+        """Return the remote's addresses that are worth dialling from here."""
+        unpacked = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
+        addresses = dict.fromkeys(address for address in unpacked if address is not None)
         return direct_addresses(addresses, self._interfaces())
 
     async def _dial(self, peer: PeerId, addresses: list[str], *, as_initiator: bool) -> bool:
-        """Dial all of them over and over until one is through, or the time is up."""
+        """Dial all of the addresses repeatedly until one connects or the time is over."""
         peer_id = ID.from_base58(peer)
         places = {(str(ip_of(a)), int(a.split("/tcp/")[1])) for a in addresses}
         expected = self._swarm.expected_as_initiator
         if as_initiator:
-            # A place that another peer has named is that one's: else anybody could take it away.
+            # An endpoint named by another peer stays with it: else any peer could take it over.
             places -= expected.keys()
             expected.update(dict.fromkeys(places, peer_id))
         done = self._attempts[peer].done
@@ -253,9 +256,10 @@ class HolePuncher:
             self._failures.pop(peer, None)
             return True
         self.failed += 1
-        failures = self._failures[peer] = min(10, self._failures.get(peer, 0) + 1)
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1))
-        self._failed_until[peer] = now + pause
+        earlier = self._failures.get(peer, 0)
+        self._failures[peer] = earlier + 1
+        pause_seconds = backoff_seconds(earlier, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        self._failed_until[peer] = now + pause_seconds
         return False
 
     async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:
@@ -272,8 +276,8 @@ class HolePuncher:
                 return
 
     async def _dial_plainly(self, peer: PeerId, peer_id: ID, address: str) -> None:
-        """Once, from any port, as one dials a public address: this end's router may choose
-        another port than the other end expects, which then takes this for a stranger's dial."""
+        """Dial once from any port, as for a public address: this end's router may choose another
+        port than the remote expects, which then takes the dial for an unrelated one."""
         await trio.sleep(PLAIN_DIAL_DELAY_SECONDS)
         try:
             with dial_errors(address):
@@ -283,7 +287,7 @@ class HolePuncher:
 
 
 class _AttemptScope:
-    """Marks an attempt as begun, and as done at the end of the block."""
+    """Flags an attempt as begun, and as done at the end of the block."""
 
     def __init__(self, attempts: dict[PeerId, _Attempt], peer: PeerId) -> None:
         self._attempts = attempts

@@ -1,9 +1,8 @@
-"""Identify: who this node is and what it serves, and how the remote's address looks from here.
+"""Identify: this node's key and protocols, and the remote's address as seen from here.
 
-Libp2p's protocol (github.com/libp2p/specs/blob/master/identify), for two readers: go's p2pd asks
-a relay for it before it reserves a slot, and a volunteer learns from a relay's answer under which
-public address and port its own connection arrives. Nothing that a remote says about itself is
-kept.
+Libp2p's protocol (github.com/libp2p/specs/blob/master/identify), for two readers: go's p2pd asks a
+relay for it before it reserves a slot, and a volunteer learns from a relay's answer under which
+public address and port its own connection arrives. A remote's claims about itself are not stored.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ async def answer(
     addresses: tuple[str, ...],
     protocols: tuple[str, ...],
 ) -> None:
-    """Describes this node to the remote."""
+    """Describe this node to the remote."""
     message = Identify(
         protocol_version=_PROTOCOL_VERSION,
         agent_version=AGENT,
@@ -45,13 +44,13 @@ async def answer(
 
 
 async def read_observed(stream: YamuxStream) -> str | None:
-    """How the remote sees this end of the connection: `/ip4/203.0.113.7/tcp/4001`."""
+    """Return this end's address as the remote sees it: `/ip4/203.0.113.7/tcp/4001`."""
     message = await read_message(stream, Identify, _MAX_BYTES)
     return unpack_ip_address(message.observed_addr)
 
 
 def remote_multiaddr(address: tuple[str, int] | None) -> str | None:
-    """A socket's remote address as a multiaddr."""
+    """Format a socket's remote address as a multiaddr."""
     if address is None:
         return None
     host, port = address[0], address[1]

@@ -1,7 +1,7 @@
-"""Being reached through relays, and reaching others through them (circuit v2, client's side).
+"""The client's side of relays (circuit v2): slots held at relays, and connections through them.
 
 Owns the slots that this node holds: at least two where there are two relays, renewed before they
-lapse, replaced when one is lost. Which relays there are is said from outside (`offer`).
+expire, replaced when one is lost. The list of relays comes from outside (`offer`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_address
@@ -48,7 +49,8 @@ FIRST_RETRY_SECONDS: Final = 1.0
 LONGEST_RETRY_SECONDS: Final = 60.0
 SHORTEST_RENEWAL_SECONDS: Final = 30.0
 RESERVE_SECONDS: Final = 10.0
-"""For connecting to a relay and its answer: others may be waiting for their turn."""
+"""Time for connecting to a relay and its answer; bounded because other candidates may be
+waiting."""
 ADDRESSES_PER_RELAY: Final = 3
 
 OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
@@ -57,16 +59,19 @@ Connect = Callable[[PeerId, Sequence[str]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A reservation at one relay. `renew_at` on the event loop's clock."""
+    """A reservation at one relay. `renew_at` is a time of the event loop's clock."""
 
     relay: PeerId
     addresses: tuple[str, ...]
-    """`/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`: how others dial this node through it."""
+    """`/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`: addresses at which peers dial this node through the
+    relay."""
     renew_at: float
 
 
 @dataclass(slots=True)
 class _RelayCandidate:
+    """A relay that may be asked for a slot."""
+
     addresses: tuple[str, ...]
     preferred: bool
     retry_at: float = 0.0
@@ -92,7 +97,8 @@ class RelayClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Through the preferred relays first: whoever dials takes the first that works."""
+        """This node's addresses through its relays, the preferred relays first: a dialler takes the
+        first that works."""
         slots = sorted(self._slots.values(), key=lambda slot: self._rank(slot.relay))
         return tuple(address for slot in slots for address in slot.addresses)
 
@@ -101,7 +107,7 @@ class RelayClient:
         return tuple(self._slots)
 
     def want(self, count: int) -> None:
-        """How many slots to hold; 0 gives all up (others can dial this node directly)."""
+        """Set the number of slots to hold; 0 gives up all (this node can be dialled directly)."""
         if count != self._wanted:
             self._wanted = count
             if self._give_up_surplus():
@@ -109,7 +115,8 @@ class RelayClient:
             self._wake.set()
 
     def offer(self, relays: Mapping[PeerId, Sequence[str]], last: PeerId | None = None) -> None:
-        """The relays there are, each with addresses. `last` serves only where others do not."""
+        """Set the available relays, each with addresses. `last` is used only when the others do not
+        serve."""
         known = self._candidates
         self._candidates = {}
         for relay, addresses in relays.items():
@@ -127,17 +134,17 @@ class RelayClient:
         self._wake.set()
 
     def lost(self, peer: PeerId) -> None:
-        """The last connection to a peer is gone, and with it the slot there."""
+        """Handle the loss of the last connection to a peer, and with it of the slot there."""
         if self._slots.pop(peer, None) is not None:
             candidate = self._candidates.get(peer)
             if candidate is not None:
-                # It is dead or far away now: others come first.
+                # It is dead or unreachable now: other candidates come first.
                 candidate.retry_at = trio.current_time() + FIRST_RETRY_SECONDS
             self.on_change()
             self._wake.set()
 
     async def run(self) -> None:
-        """Hold as many slots as are wanted and can be had, until cancelled."""
+        """Hold as many slots as are wanted and available, until cancelled."""
         while True:
             self._wake = trio.Event()
             async with trio.open_nursery() as nursery:
@@ -147,7 +154,8 @@ class RelayClient:
                 await self._wake.wait()
 
     def _due(self, now: float) -> list[PeerId]:
-        """Slots to renew, candidates for those that are missing, and better ones."""
+        """Return relays to ask now: slots to renew, candidates for missing ones, and better
+        ones."""
         due = [slot.relay for slot in self._slots.values() if slot.renew_at <= now]
         free = sorted(
             (r for r in self._useful() if self._candidates[r].retry_at <= now), key=self._rank
@@ -158,7 +166,7 @@ class RelayClient:
         return due + chosen + [relay for relay in free if relay not in better][: max(0, missing)]
 
     def _useful(self) -> list[PeerId]:
-        """Candidates where a slot is missing, or better than where one is held."""
+        """Return candidates where a slot is missing, or better than where one is held."""
         return [
             relay
             for relay, candidate in self._candidates.items()
@@ -171,14 +179,14 @@ class RelayClient:
         return sum(self._candidates[relay].preferred for relay in self._slots)
 
     def _give_up_surplus(self) -> bool:
-        """Keep the best of the slots, as many as are wanted; whether one was given up."""
+        """Keep the best slots, as many as are wanted; returns whether one was given up."""
         surplus = sorted(self._slots, key=self._rank)[self._wanted :]
         for relay in surplus:
             del self._slots[relay]
         return bool(surplus)
 
     def _rank(self, relay: PeerId) -> tuple[bool, bytes]:
-        """Another order for each peer, so that peers spread over the relays."""
+        """Order the relays differently for each peer, so that peers spread over the relays."""
         text = f"{self._own} {relay}".encode()
         return not self._candidates[relay].preferred, hashlib.sha256(text).digest()
 
@@ -195,8 +203,10 @@ class RelayClient:
             slot = await self._reserve(relay, candidate.addresses)
         except (NetworkError, ProtocolError) as error:
             candidate.failures += 1
-            pause = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2**candidate.failures)
-            candidate.retry_at = trio.current_time() + pause
+            pause_seconds = backoff_seconds(
+                candidate.failures, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+            )
+            candidate.retry_at = trio.current_time() + pause_seconds
             logger.info("no slot at relay %s: %s", relay, error)
             if self._slots.pop(relay, None) is not None:
                 self.on_change()
@@ -210,13 +220,13 @@ class RelayClient:
                 self.on_change()
 
     async def _reserve(self, relay: PeerId, addresses: Sequence[str]) -> Slot:
-        """Ask for a slot. NetworkError when the relay refuses or is not there."""
+        """Request a slot. NetworkError when the relay refuses or does not answer."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(RESERVE_SECONDS):
             await self._connect(relay, addresses)
             answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE), keep=None)
-        # The ways that were known come first: a relay may know itself by other addresses.
-        told = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
-        ways = dict.fromkeys((*addresses, *(address for address in told if address is not None)))
+        # The addresses already known come first: a relay may announce different ones.
+        announced = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
+        ways = dict.fromkeys((*addresses, *(one for one in announced if one is not None)))
         seconds = max(SHORTEST_RENEWAL_SECONDS, 0.75 * (answer.reservation.expire - time.time()))
         return Slot(
             relay,
@@ -227,7 +237,8 @@ class RelayClient:
     async def _ask(
         self, relay: PeerId, request: HopMessage, keep: list[YamuxStream] | None
     ) -> HopMessage:
-        """One request to a relay and its answer; the stream goes into `keep` or is closed."""
+        """Send one request to a relay and return its answer; the stream goes into `keep` or is
+        closed."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(2 * MESSAGE_SECONDS):
             stream = await self._open_stream(relay, HOP_PROTOCOL)
             settled = False
@@ -267,7 +278,7 @@ class RelayClient:
             raise
 
     async def handle_stop(self, stream: YamuxStream) -> None:
-        """Somebody comes through a relay; returns when that connection has ended."""
+        """Handle a connection that arrives through a relay; returns when it has ended."""
         relay = PeerId(stream.connection.peer_id.to_base58())
         with trio.fail_after(MESSAGE_SECONDS):
             request = await read_message(stream, StopMessage)
@@ -279,11 +290,11 @@ class RelayClient:
         await write_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.OK))
         raw = _raw_connection(stream, relay, initiator=False)
         try:
-            # Who it is proves the handshake; what the relay says about it is not needed.
+            # The handshake proves the peer's identity; the relay's claim is not needed.
             muxer = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(CIRCUIT))
         except MuxedStreamError:
             return
-        except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)
+        except Exception as error:  # noqa: BLE001 (an unknown peer's bytes make it raise anything)
             logger.debug("a connection through %s was refused: %s", relay, summary(error))
             await raw.close()
             return

@@ -1,9 +1,9 @@
 """The relay: slots for peers that cannot be dialled, and circuits to them (circuit v2 hop).
 
-Owns who may reserve and connect, and every limit. What passes through is encrypted between the
-ends of a circuit (Noise inside Noise): the relay sees who talks to whom, and how much.
+Owns admission to slots and circuits, and every limit. The traffic is encrypted between the ends of
+a circuit (Noise inside Noise): the relay sees which peers communicate, and how much.
 
-Limits are checked before anything is kept: slots in all and per network address, circuits in all,
+Limits are checked before anything is stored: slots in all and per network address, circuits in all,
 per peer, per pair of peers and per network address, bytes and seconds per circuit.
 """
 
@@ -44,33 +44,34 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """What this node gives to others. The defaults suit a machine that was set up to serve."""
+    """The resources this node gives to relaying. The defaults suit a machine that was set up to
+    serve."""
 
     max_reservations: int = 4096
     max_reservations_per_address: int = 64
-    """A household, a dormitory or a company behind one public address."""
+    """Slots for a household, a dormitory or a company behind one public address."""
     reservation_seconds: float = 3600.0
     max_circuits: int = 1024
     max_circuits_per_peer: int = 64
     max_circuits_per_pair: int = 4
-    """In one direction. A peer that opens all it may to another one must not be able to take all
-    the circuits that the other one may have."""
+    """Circuits in one direction. A peer that opens all it may to another one must not be able to
+    use up all circuits of that peer."""
     max_circuits_per_address: int = 256
-    """Of the peers that open them: one machine can have any number of peer IDs."""
+    """Circuits opened from one address: one machine can have any number of peer IDs."""
     circuit_seconds: float = 24 * 3600.0
     circuit_bytes: int = 2**40
-    """In both directions together; a circuit that is used up is opened anew."""
+    """Bytes in both directions together; a circuit that is used up is opened anew."""
 
 
 HALF_CLOSED_SECONDS: Final = 10.0
-"""What ends one direction of a circuit is the end of a connection; the other end hears of it and
-ends the other direction. One that does not would hold the circuit for ever."""
+"""Longest life of a half-closed circuit. The end of one direction is the end of a connection, and
+the other end then closes its direction; one that does not would hold the circuit indefinitely."""
 
 OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
 
 
 class RelayServer:
-    """Answers hop streams. `allow` says whether a peer may use this relay, at either end."""
+    """Answers hop streams. `allow` decides whether a peer may use this relay, at either end."""
 
     def __init__(
         self,
@@ -90,14 +91,14 @@ class RelayServer:
         self._scopes: dict[trio.CancelScope, tuple[PeerId, PeerId]] = {}
         self.open_circuits = 0
         self.forwarded_bytes = 0
-        """Over all circuits since the start, both directions together."""
+        """Bytes over all circuits since the start, both directions together."""
 
     @property
     def reservations(self) -> int:
         return len(self._reserved_until)
 
     async def handle(self, stream: YamuxStream) -> None:
-        """One hop stream: a reservation, or a circuit for as long as it lasts."""
+        """Handle one hop stream: a reservation, or a circuit for as long as it lasts."""
         connection = stream.connection
         remote = PeerId(connection.peer_id.to_base58())
         with trio.fail_after(MESSAGE_SECONDS):
@@ -112,11 +113,11 @@ class RelayServer:
             await stream.close()
 
     def forget(self, peer: PeerId) -> None:
-        """The peer's last connection is gone: its slot cannot be used any more."""
+        """Drop the slot of a peer whose last connection is lost."""
         self._reserved_until.pop(peer, None)
 
     def revoke(self, peer: PeerId) -> None:
-        """Ends the peer's slot and circuits at once."""
+        """End the peer's slot and circuits at once."""
         self.forget(peer)
         for scope, ends in list(self._scopes.items()):
             if peer in ends:
@@ -126,7 +127,7 @@ class RelayServer:
 
     def _reserve(self, remote: PeerId, connection: YamuxConnection) -> HopMessage:
         if connection.relay is not None or not self._allow(remote):
-            # A slot over a circuit would chain relays, which nobody can reason about.
+            # A slot over a circuit would chain relays, whose limits would then multiply.
             return _status(Status.PERMISSION_DENIED)
         now = time.monotonic()
         self._reserved_until = {p: e for p, e in self._reserved_until.items() if e[0] > now}
@@ -212,7 +213,8 @@ class RelayServer:
     async def _reach(
         self, stream: YamuxStream, source: PeerId, target: PeerId
     ) -> YamuxStream | None:
-        """The target's end of a new circuit; both ends have been told. None: the source has."""
+        """Open the target's end of a new circuit and inform both ends. None: the source was
+        refused."""
         far: YamuxStream | None = None
         try:
             with trio.fail_after(MESSAGE_SECONDS):
@@ -244,7 +246,7 @@ class RelayServer:
         await stream.close()
 
     async def _splice(self, near: YamuxStream, far: YamuxStream) -> None:
-        """Carries bytes both ways until both directions have ended or a limit is reached."""
+        """Carry bytes both ways until both directions have ended or a limit is reached."""
         budget = _Budget(self._limits.circuit_bytes)
         broken = True
         try:
@@ -279,13 +281,13 @@ class RelayServer:
 
 @dataclass(slots=True)
 class _Budget:
-    """What a circuit may still carry, over both directions."""
+    """The bytes a circuit may still carry, over both directions."""
 
     left: int
 
 
 def _place_of(connection: YamuxConnection) -> str:
-    """What counts as one network address."""
+    """Return what counts as one network address."""
     address = connection.get_remote_address()
     return "" if address is None else address_group(address[0])
 

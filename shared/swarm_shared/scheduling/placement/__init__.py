@@ -1,16 +1,16 @@
-"""Who should hold which stage: pure functions of what is known, used by both sides.
+"""The assignment of peers to stages: pure functions, used by coordinator and client.
 
-    newcomer     the stage that somebody who joins should take
-    moves        whom to move to another stage while the run goes on, and why
-    swarm_rule   the rule of SWARM for the same question, to compare with
-    loads        what both of these look at: stages and peers as numbers
-    summing      who of a stage sums how much of its gradients
+    joining        the stage that a joining peer takes
+    moves          which peers move to another stage during the run, and why
+    swarm_rule     the rule of SWARM for the same question, for comparison
+    loads          stages and peers as the numbers that both rules use
+    reduce_shares  how much of its stage's gradients each member reduces
 
-The pipeline runs at its slowest stage (design: placement), so all of them work on the thinnest.
-No clock, no chance, no I/O: the coordinator, its simulator and the tests run the same code.
+The pipeline runs at its slowest stage (design: placement), so all of them improve the slowest. No
+clock, no randomness, no I/O: the coordinator, its simulator and the tests run the same code.
 """
 
-from swarm_shared.scheduling.placement.joining import covered, most_underserved_stage
+from swarm_shared.scheduling.placement.joining import most_underserved_stage
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy, choose_moves
 from swarm_shared.scheduling.placement.reduce_shares import reduce_weights, round_seconds
@@ -24,7 +24,6 @@ __all__ = [
     "StageLoad",
     "choose_moves",
     "choose_swarm_moves",
-    "covered",
     "most_underserved_stage",
     "reduce_weights",
     "round_seconds",

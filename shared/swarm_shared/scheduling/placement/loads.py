@@ -1,4 +1,4 @@
-"""Stages and peers as the numbers that placement looks at."""
+"""Stages and peers as the numbers that placement uses."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from swarm_shared.base.types import PeerId, StageIndex
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What it takes to hold one stage."""
+    """The cost of holding one stage."""
 
     stage: StageIndex
     work_flops: float
-    """Of one microbatch, forward and backward; more than 0."""
+    """FLOPs of one microbatch, forward and backward; more than 0."""
     memory_bytes: int
     state_bytes: int
-    """What somebody who takes the stage has to download."""
+    """Bytes a peer downloads to take the stage."""
     sent_bytes: int = 0
-    """What somebody who holds the stage sends for one microbatch: activation and gradient."""
+    """Bytes a peer of the stage sends for one microbatch: activation and gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """One peer, counted at the stage that it holds or is on its way to."""
+    """One peer, counted at the stage that it holds or is about to hold."""
 
     peer: PeerId
     stage: StageIndex
     flops_per_second: float
-    """Its measured rate of computing times the work of its stage."""
+    """Measured rate of computing microbatches times the work of its stage."""
     memory_bytes: int
     download_bytes_per_second: float
-    """More than 0."""
+    """Expected rate of a download; more than 0."""
     may_move: bool = True
     queued: int = 0
-    """Microbatches that it holds now; only SWARM's rule looks at it."""
+    """Microbatches at the peer now; only SWARM's rule uses it."""
     up_bytes_per_second: float = math.inf
-    """What its line takes; without an end when the line has never held it up."""
+    """Estimated rate of its uplink; infinite while the uplink has not limited sending."""
 
     def rate_at(self, stage: StageLoad) -> float:
-        """Microbatches per second that it adds to a stage: computing and sending overlap."""
+        """Return the microbatches per second that it adds to a stage: computing and sending
+        overlap."""
         return min(
             self.flops_per_second / stage.work_flops,
             self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf,
         )
 
     def speed_at(self, stage: StageLoad) -> float:
-        """What it adds to a stage, as operations per second: peers of unlike stages compare."""
+        """Return the operations per second that it adds to a stage, comparable between stages."""
         return self.rate_at(stage) * stage.work_flops
 
     def download_seconds(self, stage: StageLoad) -> float:
@@ -56,7 +57,7 @@ class PeerLoad:
 
 
 def stage_rates(stages: Sequence[StageLoad], peers: Sequence[PeerLoad]) -> list[float]:
-    """Microbatches per second of each stage: the sum of its peers' rates.
+    """Return the microbatches per second of each stage: the sum of its peers' rates.
 
     The pipeline runs at the smallest of them. `stages` are in order, one for each index.
     """

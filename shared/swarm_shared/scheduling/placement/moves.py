@@ -1,18 +1,18 @@
-"""Whom to move to another stage while the run goes on (design: placement and rebalancing).
+"""Moves of peers between stages during the run (design: placement and rebalancing).
 
-The pipeline runs at its thinnest stage, so a peer moves there from the stage that can spare it,
-the one whose going leaves both as well off as possible. One move is often not enough (three stages
-tied for the thinnest need three), so a plan of moves is made as if they all happened at once, and
-its best beginning is judged as a whole: what it adds over the horizon, from the time at which it
-takes effect, must exceed what its downloads cost by a margin. Of that plan at most one move per
-stage is carried out now, and the rest is planned anew in the next period.
+The pipeline runs at its slowest stage, so a peer moves there from the stage that can spare it: the
+one after whose loss both stages are best off. One move is often not enough (three stages tied for
+the slowest need three), so a plan of moves is made as if they all happened at once, and its best
+prefix is judged as a whole: its gain over the horizon, from the time at which it takes effect, must
+exceed the cost of its downloads by a margin. Of that plan at most one move per stage is carried out
+now, and the rest is planned anew in the next period.
 
-Where no move helps the thinnest stage, an exchange may: a faster peer comes, a slower one goes in
+Where no move helps the slowest stage, an exchange may: a faster peer comes, a slower one goes in
 its place. It costs two downloads, and both peers must have room for both stages, so that neither
 stage is without either of them in between.
 
-Cost: sorting the peers, and for each move planned a pass over the stages and a few binary
-searches (for an exchange, one for each peer of the thinnest stage). Figures are in
+Cost: sorting the peers, and for each planned move a pass over the stages and a few binary searches
+(for an exchange, one for each peer of the slowest stage). Figures are in
 docs/decisions/0014-rebalancing.md.
 """
 
@@ -24,16 +24,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.units import size_text
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 
 PLANNED_MOVES_PER_STAGE = 4
 """Moves planned per stage of the run. More would be carried out so late that the fleet has changed
-by then; fewer than one would miss what only helps when all stages that tie are helped."""
+by then; fewer than one would miss what only helps when all tied stages are helped."""
 
 MAX_PLANNED_MOVES = 256
+"""Moves planned at most, however many stages there are."""
 
 MAX_TIES_COMPARED = 16
-"""Of peers equally fast so many are compared by memory, line and download."""
+"""Equally fast peers that are compared by memory, bandwidth and download time."""
 
 RATE_TOLERANCE = 1e-9
 """Relative; sums of the same rates in another order differ by less."""
@@ -41,53 +43,54 @@ RATE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class MovePolicy:
-    """When a move is worth its while."""
+    """The conditions of a move."""
 
     period_seconds: float = 60.0
     minimum_replicas: int = 1
-    """A stage is never left with fewer peers than this."""
+    """Fewest peers that a stage is left with."""
     horizon_seconds: float = 1800.0
-    """Gains count for so long: by then the fleet has changed, and another peer would have moved."""
+    """Time over which gains count: by then the fleet has changed, and another peer would have
+    moved."""
     margin: float = 2.0
-    """So many times its cost must a plan gain."""
+    """Factor of its cost that a plan must gain."""
     minimum_gain: float = 0.03
-    """Relative; less is not worth anybody's trouble."""
+    """Smallest relative gain that is worth a move."""
     rate_noise: float = 0.03
-    """Relative error of one peer's measured rate. What a stage makes is known better, the more
-    peers it has; a gain must exceed three times the error of the thinnest stage."""
+    """Relative error of one peer's measured rate. The rate of a stage is known better, the more
+    peers it has; a gain must exceed three times the error of the slowest stage."""
     longest_download_seconds: float = math.inf
-    """Whoever would need longer for a stage's state does not move there."""
+    """Longest download of a stage's state for which a peer may move there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One peer's move to another stage, with what speaks for it. Rates in microbatches/s."""
+    """One peer's move to another stage, with its reasons. Rates are in microbatches/s."""
 
     peer: PeerId
     source: StageIndex
     destination: StageIndex
     rate: float
-    """What the peer adds to its destination."""
+    """Rate the peer adds to its destination."""
     source_rate: float
-    """Of the source without it."""
+    """Rate of the source without the peer."""
     destination_rate: float
-    """Of the destination as it is now."""
+    """Present rate of the destination."""
     pipeline_rate: float
-    """Of the whole run as it is now."""
+    """Present rate of the whole run."""
     planned_rate: float
-    """Of the whole run when the plan that this move belongs to is carried out."""
+    """Rate of the whole run once the plan that this move belongs to is carried out."""
     planned_moves: int
     state_bytes: int
     download_seconds: float
     payback_seconds: float
-    """After its downloads the plan has earned what they cost within so long."""
+    """Time after its downloads in which the plan has gained what they cost."""
     release_first: bool
     """The peer cannot hold both stages, and serves none while it downloads."""
     partner: PeerId | None = None
-    """Who goes the other way. Neither goes without the other."""
+    """The peer that moves the opposite way in an exchange; both move or neither."""
 
     def sentence(self, name: str) -> str:
-        """For a person; `name` is the peer's."""
+        """Explain the move to a person; `name` is the peer's."""
         gain = "from a standstill"
         if self.pipeline_rate > 0:
             gain = f"+{100 * (self.planned_rate / self.pipeline_rate - 1):.1f} %"
@@ -100,33 +103,33 @@ class Move:
             f"{name} moves from stage {self.source} to stage {self.destination}, which makes "
             f"{self.destination_rate:.3g} microbatches/s: it brings the run from "
             f"{self.pipeline_rate:.3g} to {self.planned_rate:.3g} ({gain}){together}; it downloads "
-            f"{_size(self.state_bytes)} in about {self.download_seconds:.0f} s, {meanwhile} with "
-            f"its old stage meanwhile ({self.source_rate:.3g} microbatches/s without it), and has "
-            f"paid for that {self.payback_seconds:.0f} s later"
+            f"{size_text(self.state_bytes)} in about {self.download_seconds:.0f} s, {meanwhile} "
+            f"with its old stage meanwhile ({self.source_rate:.3g} microbatches/s without it), "
+            f"and has paid for that {self.payback_seconds:.0f} s later"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MoveDecision:
-    """What is done now, and why no more."""
+    """The moves to carry out now, and why there are no more."""
 
     moves: tuple[Move, ...]
     pipeline_rate: float
     planned_rate: float
     reason: str
-    """Why nobody (else) moves."""
+    """Why no (other) peer moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedMove:
-    """One move of a plan, and what the pipeline makes after it."""
+    """One move of a plan, and the pipeline's rate after it."""
 
     peer: PeerLoad
     source: int
     destination: int
     rate_after: float
     back: PeerLoad | None = None
-    """Who goes from the destination to the source in exchange."""
+    """The peer that moves from the destination to the source in an exchange."""
 
 
 def choose_moves(
@@ -135,10 +138,10 @@ def choose_moves(
     policy: MovePolicy,
     resting: Collection[StageIndex] = (),
 ) -> MoveDecision:
-    """The moves to begin now. `stages` are in order, and every stage has a peer.
+    """Return the moves to begin now. `stages` are in order, and every stage has a peer.
 
-    `resting` are stages that have taken part in a move within the last period: no other one of
-    theirs begins now. A peer on its way counts at its destination and cannot move again.
+    `resting` are stages that took part in a move within the last period: none of theirs begins now.
+    A moving peer counts at its destination and cannot move again.
     """
     rates = stage_rates(stages, peers)
     now_rate = min(rates)
@@ -161,7 +164,7 @@ def choose_moves(
         pair = {step.source, step.destination}
         begun = _moves_of(stages, rates, step, planned_rate, len(chosen), payback)
         if pair & taken or begun[0].source_rate + (begun[-1].rate if step.back else 0) <= now_rate:
-            continue  # its turn comes when the moves before it have been made
+            continue  # deferred until the moves before it have been made
         taken |= pair
         carried_out += 1
         moves.extend(begun)
@@ -178,7 +181,7 @@ def _moves_of(
     planned_moves: int,
     payback_seconds: float,
 ) -> tuple[Move, ...]:
-    """One step of a plan as moves, two for an exchange."""
+    """Return one step of a plan as moves, two for an exchange."""
 
     def move(peer: PeerLoad, source: int, destination: int, partner: PeerLoad | None) -> Move:
         here, there = stages[source], stages[destination]
@@ -206,14 +209,15 @@ def _moves_of(
 
 
 def _why_no_plan(rates: list[float]) -> str:
-    thinnest = min(range(len(rates)), key=rates.__getitem__)
+    slowest = min(range(len(rates)), key=rates.__getitem__)
     return (
-        f"stage {thinnest} is the thinnest at {rates[thinnest]:.3g} microbatches/s, and nobody "
-        "with the memory and the line for it can go there without making another stage as thin"
+        f"stage {slowest} is the slowest at {rates[slowest]:.3g} microbatches/s, and no peer "
+        "with enough memory and bandwidth can move there without making another stage as slow"
     )
 
 
 def _must_release_first(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
+    """Whether the peer has no room for both stages."""
     return source.memory_bytes + destination.memory_bytes > peer.memory_bytes
 
 
@@ -226,7 +230,7 @@ def _plan(
     policy: MovePolicy,
     rates: list[float],
 ) -> list[_PlannedMove]:
-    """Moves to the thinnest stage, again and again, until none of them helps it."""
+    """Plan moves to the slowest stage, again and again, until none of them improves it."""
     pools = _Pools(stages, peers)
     counts = [0] * len(stages)
     for peer in peers:
@@ -234,28 +238,28 @@ def _plan(
     steps: list[_PlannedMove] = []
     limit = max(len(stages), min(PLANNED_MOVES_PER_STAGE * len(stages), MAX_PLANNED_MOVES))
     while len(steps) < limit:
-        thinnest = min(range(len(stages)), key=rates.__getitem__)
-        found = _best_move(stages, pools, rates, counts, thinnest, policy)
+        slowest = min(range(len(stages)), key=rates.__getitem__)
+        found = _best_move(stages, pools, rates, counts, slowest, policy)
         if found is None:
-            found = _best_exchange(stages, pools, rates, thinnest, policy)
+            found = _best_exchange(stages, pools, rates, slowest, policy)
         if found is None:
             break
         source, peer, back = found
-        here, there = stages[source], stages[thinnest]
+        here, there = stages[source], stages[slowest]
         rates[source] -= peer.rate_at(here) - (back.rate_at(here) if back is not None else 0.0)
-        rates[thinnest] += peer.rate_at(there) - (back.rate_at(there) if back is not None else 0.0)
+        rates[slowest] += peer.rate_at(there) - (back.rate_at(there) if back is not None else 0.0)
         pools.take(source, peer)
         if back is None:
             counts[source] -= 1
-            counts[thinnest] += 1
+            counts[slowest] += 1
         else:
-            pools.take(thinnest, back)
-        steps.append(_PlannedMove(peer, source, thinnest, min(rates), back))
+            pools.take(slowest, back)
+        steps.append(_PlannedMove(peer, source, slowest, min(rates), back))
     return steps
 
 
 _Found = tuple[int, PeerLoad, PeerLoad | None]
-"""From which stage who comes, and who goes there instead."""
+"""The source stage, the peer that moves, and the peer that goes to the source in exchange."""
 
 
 def _best_move(
@@ -263,20 +267,20 @@ def _best_move(
     pools: _Pools,
     rates: list[float],
     counts: list[int],
-    thinnest: int,
+    slowest: int,
     policy: MovePolicy,
 ) -> _Found | None:
-    """The source and the peer whose move leaves the thinner of the two stages best off."""
-    there, low = stages[thinnest], rates[thinnest]
-    slowest_line = there.state_bytes / policy.longest_download_seconds
+    """Return the source and the peer whose move leaves the slower of the two stages best off."""
+    there, low = stages[slowest], rates[slowest]
+    min_bytes_per_second = there.state_bytes / policy.longest_download_seconds
     best: tuple[tuple[float, bool, float], int, PeerLoad] | None = None
-    for bound, source, ideal in _sources(stages, rates, thinnest):
+    for bound, source, ideal in _sources(stages, rates, slowest):
         if best is not None and bound <= best[0][0]:
             break
         if counts[source] <= policy.minimum_replicas:
             continue
         here = stages[source]
-        for peer in pools.nearest(source, ideal, there.memory_bytes, slowest_line):
+        for peer in pools.nearest(source, ideal, there.memory_bytes, min_bytes_per_second):
             level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
             value = (
                 level,
@@ -292,24 +296,29 @@ def _best_exchange(
     stages: Sequence[StageLoad],
     pools: _Pools,
     rates: list[float],
-    thinnest: int,
+    slowest: int,
     policy: MovePolicy,
 ) -> _Found | None:
-    """The pair of peers whose exchange leaves the thinner of the two stages best off."""
-    there, low = stages[thinnest], rates[thinnest]
+    """Return the pair of peers whose exchange leaves the slower of the two stages best off."""
+    there, low = stages[slowest], rates[slowest]
     best: tuple[float, int, PeerLoad, PeerLoad] | None = None
     enough = low * (1 + max(RATE_TOLERANCE, policy.minimum_gain))
-    for bound, source, ideal in _sources(stages, rates, thinnest):
+    for bound, source, ideal in _sources(stages, rates, slowest):
         if bound <= (enough if best is None else best[0]):
             break
         here = stages[source]
         both_bytes = here.memory_bytes + there.memory_bytes
-        line = max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
-        for back in pools.of(thinnest):
-            if back.memory_bytes < both_bytes or back.download_bytes_per_second < line:
+        min_bytes_per_second = (
+            max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
+        )
+        for back in pools.of(slowest):
+            if (
+                back.memory_bytes < both_bytes
+                or back.download_bytes_per_second < min_bytes_per_second
+            ):
                 continue
             for peer in pools.nearest(
-                source, back.speed_at(there) + ideal, both_bytes, line, compared=1
+                source, back.speed_at(there) + ideal, both_bytes, min_bytes_per_second, compared=1
             ):
                 level = min(
                     low + peer.rate_at(there) - back.rate_at(there),
@@ -321,12 +330,11 @@ def _best_exchange(
 
 
 def _sources(
-    stages: Sequence[StageLoad], rates: list[float], thinnest: int
+    stages: Sequence[StageLoad], rates: list[float], slowest: int
 ) -> list[tuple[float, int, float]]:
-    """Stages that are better off, best first: how far both could come, which one, and the speed
-    that would have to go over for that.
-    """
-    low, work = rates[thinnest], stages[thinnest].work_flops
+    """Return faster stages, best first: the rate both stages could reach, the source's index, and
+    the speed that would have to move for that."""
+    low, work = rates[slowest], stages[slowest].work_flops
     found: list[tuple[float, int, float]] = []
     for source, stage in enumerate(stages):
         if rates[source] > low * (1 + RATE_TOLERANCE):
@@ -337,7 +345,7 @@ def _sources(
 
 
 class _Pools:
-    """The peers that may move, of each stage by what they add to it."""
+    """The peers that may move, per stage in the order of the speed they add to it."""
 
     def __init__(self, stages: Sequence[StageLoad], peers: Sequence[PeerLoad]) -> None:
         self._stages = stages
@@ -364,19 +372,24 @@ class _Pools:
         stage: int,
         speed: float,
         memory_bytes: int,
-        line: float,
+        min_bytes_per_second: float,
         compared: int = MAX_TIES_COMPARED,
     ) -> Iterator[PeerLoad]:
-        """Of those that can go, the fastest ones below `speed` and the slowest ones not below it.
+        """Yield the fastest fitting peers below `speed` and the slowest fitting ones not below it.
 
-        They have the memory and download at least at `line` bytes per second.
+        They have the memory and download at least at that rate.
         """
         at = bisect_left(self._speeds[stage], speed)
         for places in (range(at - 1, -1, -1), range(at, len(self._speeds[stage]))):
-            yield from self._equals(stage, places, memory_bytes, line, compared)
+            yield from self._equals(stage, places, memory_bytes, min_bytes_per_second, compared)
 
     def _equals(
-        self, stage: int, places: range, memory_bytes: int, line: float, compared: int
+        self,
+        stage: int,
+        places: range,
+        memory_bytes: int,
+        min_bytes_per_second: float,
+        compared: int,
     ) -> Iterator[PeerLoad]:
         pool, speeds = self._peers[stage], self._speeds[stage]
         fitting: float | None = None
@@ -385,7 +398,10 @@ class _Pools:
             peer = pool[place]
             if fitting is not None and speeds[place] != fitting:
                 return
-            if peer.memory_bytes >= memory_bytes and peer.download_bytes_per_second >= line:
+            if (
+                peer.memory_bytes >= memory_bytes
+                and peer.download_bytes_per_second >= min_bytes_per_second
+            ):
                 fitting = speeds[place]
                 found += 1
                 yield peer
@@ -403,7 +419,7 @@ def _best_prefix(
     rates: Sequence[float],
     steps: Sequence[_PlannedMove],
 ) -> tuple[Sequence[_PlannedMove], float, float]:
-    """The first moves of a plan that gain most beyond their cost; none if nothing is worth it.
+    """Return the first moves of a plan that gain most beyond their cost; none if none is worth it.
 
     With them the pipeline's rate after them, and the seconds in which they are paid back.
     """
@@ -417,8 +433,8 @@ def _best_prefix(
     for number, step in enumerate(steps, start=1):
         there = stages[step.destination]
         seconds = step.peer.download_seconds(there)
-        # The state comes out of the uplinks of those who serve that stage now. At worst one of
-        # them has nothing left for microbatches meanwhile.
+        # The state uses the uplinks of the stage's present peers. At worst one of them has
+        # nothing left for microbatches during the download.
         cost += rates[step.destination] / max(1, counts[step.destination]) * seconds
         longest = max(longest, seconds)
         if step.back is not None:
@@ -439,12 +455,8 @@ def _best_prefix(
 
 
 def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
-    """Relative error of the thinnest stage's rate, when that of each of its peers' is 1."""
-    thinnest = min(range(len(rates)), key=rates.__getitem__)
-    speeds = [peer.rate_at(stages[thinnest]) for peer in peers if peer.stage == thinnest]
+    """Return the relative error of the slowest stage's rate when that of each of its peers is 1."""
+    slowest = min(range(len(rates)), key=rates.__getitem__)
+    speeds = [peer.rate_at(stages[slowest]) for peer in peers if peer.stage == slowest]
     total = math.fsum(speeds)
     return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0
-
-
-def _size(count_bytes: int) -> str:
-    return f"{count_bytes / 1e9:.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:.1f} MB"

@@ -1,34 +1,37 @@
-"""Who of a stage sums how much of its gradients, so that the thinnest line is waited for least.
+"""Reduce-scatter share sizes per member, chosen so that the slowest uplink does not dominate.
 
 In a reduce-scatter and an all-gather of n members (Patarasuk & Yuan 2009, doi
-10.1016/j.jpdc.2008.09.002), whoever sums the share s of the vector sends the rest of its own part,
-1 - s, and its sums to n - 1 others: 1 + s(n - 2) vectors in all, and takes as many. Equal shares
-make that 2(n - 1)/n for everybody. A thin line sends one vector at best, when it sums nothing; with
-two members that is what each of them sends in any case.
+10.1016/j.jpdc.2008.09.002), a member that reduces the share s of the vector sends the rest of its
+own part, 1 - s, and its sums to n - 1 members: 1 + s(n - 2) vectors in all, and receives as many.
+Equal shares make that 2(n - 1)/n for every member. A slow uplink sends one vector at best, when its
+share is 0; with two members that is what each sends in any case.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 MAX_WEIGHT = 1000
+"""Weight of the largest share."""
 
 UNMEASURED_RATE_FACTOR = 4.0
-"""A line that has never held anybody up takes so much more than the best that has."""
+"""Assumed rate of an uplink that has never limited sending, over the fastest measured one."""
 
 MAX_SHARE_FACTOR = 4.0
-"""Of an equal share: what is known of a line can be wrong, and then a round takes at most 2.5 times
-as long as with equal shares."""
+"""Bound of a share over an equal one: an estimated uplink can be wrong, and then a round takes at
+most 2.5 times as long as with equal shares."""
 
 MIN_SPEEDUP = 1.05
-"""A round that is no faster than that by unequal shares has equal ones."""
+"""Unequal shares are used only where they make a round faster by more than this factor."""
 
 
 def reduce_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
-    """What each member is to sum, in proportion, 0 to `MAX_WEIGHT`; none when equal shares do.
+    """Return each member's share in proportion, 0 to `MAX_WEIGHT`; none when equal shares are as
+    good.
 
-    `up_bytes_per_second`: more than 0 each, infinite where the line has never been the limit.
+    `up_bytes_per_second`: more than 0 each, infinite where the uplink has never been the limit.
     """
     known = [rate for rate in up_bytes_per_second if math.isfinite(rate)]
     if len(up_bytes_per_second) < 3 or not known:
@@ -44,18 +47,18 @@ def reduce_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
 
 
 def round_seconds(nbytes: float, rates: Sequence[float], shares: Sequence[float]) -> float:
-    """How long a vector of so many bytes takes two or more members, which all wait for the slowest.
+    """Return the time of a vector of so many bytes with two or more members; the slowest decides.
 
-    `rates`: bytes per second of each line; `shares` of the vector add up to 1.
+    `rates`: bytes per second of each uplink; `shares` of the vector add up to 1.
     """
     others = len(rates) - 2
     return max(nbytes * (1 + s * others) / rate for rate, s in zip(rates, shares, strict=True))
 
 
 def _fastest_shares(rates: Sequence[float]) -> list[float]:
-    """The least time in which shares that members can send by then add up to the whole vector.
+    """Return the shares of the least time in which the members can reduce the whole vector.
 
-    By a time t somebody has sent t * rate vectors, and so can have summed (t * rate - 1)/(n - 2).
+    By a time t a member has sent t * rate vectors, and so can have reduced (t * rate - 1)/(n - 2).
     """
     count, others = len(rates), len(rates) - 2
     most = MAX_SHARE_FACTOR / count
@@ -63,7 +66,7 @@ def _fastest_shares(rates: Sequence[float]) -> list[float]:
     def possible(seconds: float) -> list[float]:
         return [min(most, max(0.0, (seconds * rate - 1) / others)) for rate in rates]
 
-    # Nobody is done sooner than the thinnest line has sent its one vector.
+    # No round is faster than the slowest uplink sends its one vector.
     shares = possible(1 / min(rates))
     if (total := sum(shares)) < 1:
         shares = possible(_seconds_beyond_that(sorted(rates, reverse=True), others, most))
@@ -72,15 +75,15 @@ def _fastest_shares(rates: Sequence[float]) -> list[float]:
 
 
 def _seconds_beyond_that(fastest_first: Sequence[float], others: int, most: float) -> float:
-    """When everybody has something to sum: the time at which it is the whole vector.
+    """Return the time at which the shares add up to the whole vector, when every member has one.
 
-    The first k sum the most that they may; the others' times must come out below that.
+    The first k reduce the most that they may; the other members' times must come out below that.
     """
-    rest = math.fsum(fastest_first)
+    # Added from the slowest up: subtracting a rate from the sum of all could leave nothing of it.
+    rests = list(accumulate(reversed(fastest_first)))
     for at_most, rate in enumerate(fastest_first):
         below = len(fastest_first) - at_most
-        seconds = (others * (1 - at_most * most) + below) / rest
+        seconds = (others * (1 - at_most * most) + below) / rests[below - 1]
         if seconds * rate - 1 <= most * others:
-            return seconds
-        rest -= rate
+            break
     return seconds

@@ -1,4 +1,4 @@
-"""How large a stage is, from the model's shape alone: nothing is built, no torch is needed."""
+"""The size of a stage from the model's shape alone: nothing is built, no torch is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm_shared.run.model_config import ModelConfig
 FLOAT_BYTES = 4
 TOKEN_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
-"""The weight and AdamW's two moments; a snapshot holds nothing else of weight, but for the
+"""Bytes of the weight and AdamW's two moments; a snapshot holds nothing else per weight, except the
 weight of the version before where gradients lag a step behind."""
 
 
@@ -18,19 +18,20 @@ weight of the version before where gradients lag a step behind."""
 class StageSizes:
     parameters: int
     input_bytes: int
-    """What one microbatch brings in: token ids or the activation of the stage before."""
+    """Bytes a microbatch brings in: token ids, or the activation of the stage before."""
     output_bytes: int
-    """What it sends on; 0 at the last stage."""
+    """Bytes of the activation sent on; 0 at the last stage."""
     input_gradient_bytes: int
-    """What it answers with; 0 at the first stage, whose input has no gradient."""
+    """Bytes of the gradient sent back; 0 at the first stage, whose input has no gradient."""
     output_gradient_bytes: int
-    """What comes back for what it sent on; 0 at the last stage."""
+    """Bytes of the gradient received for the output; 0 at the last stage."""
     staleness: int = 0
-    """Of the run; as many older versions of the parameters are part of the state."""
+    """The run's staleness; as many older versions of the parameters are part of the state."""
 
     @property
     def sent_bytes(self) -> int:
-        """For a microbatch: its activation to the next stage, and a gradient to the one before."""
+        """Bytes sent for a microbatch: its activation to the next stage, and a gradient to the one
+        before."""
         return self.output_bytes + self.input_gradient_bytes
 
     @property
@@ -43,19 +44,20 @@ class StageSizes:
 
     @property
     def gradient_bytes(self) -> int:
-        """What the stage's peers average at the end of a step."""
+        """Bytes that the stage's peers average at the end of a step."""
         return FLOAT_BYTES * self.parameters
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Of one transformer layer: attention, feed-forward and two norms."""
+    """Return the parameters of one transformer layer: attention, feed-forward and two norms."""
     keys = config.head_size * config.key_value_heads
     attention = 2 * config.hidden_size * (config.hidden_size + keys)
     return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
 
 
 def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Of one bottleneck: what narrows the stream, with its norm, and what widens it again."""
+    """Return the parameters of one bottleneck: the down-projection with its norm, and the
+    up-projection."""
     if not config.bottlenecks:
         return 0, 0
     matrix = config.hidden_size * config.bottleneck_size
@@ -63,7 +65,7 @@ def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
-    """Of every stage of a run."""
+    """Return the sizes of every stage of a run."""
     config = manifest.model
     tokens = manifest.tokens_per_microbatch
     activation, gradient = manifest.activation_bytes, manifest.gradient_bytes

@@ -1,8 +1,8 @@
-"""SWARM's own rebalancing, to compare ours with (Ryabinin et al. 2023, arXiv 2301.11913, 3.2).
+"""SWARM's own rebalancing, for comparison (Ryabinin et al. 2023, arXiv 2301.11913, 3.2).
 
-Every period peers publish how long their queues are; the peer with the shortest queue of the stage
-with the least load moves to the stage with the most. One move per period, no look at rates, bytes
-or memory beyond whether the stage fits. A stage's load is the sum of its peers' queues.
+Every period peers publish the length of their queues; the peer with the shortest queue of the stage
+with the least load moves to the stage with the most. One move per period, regardless of rates,
+bytes, and memory except whether the stage fits. A stage's load is the sum of its peers' queues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def choose_swarm_moves(
     policy: MovePolicy,
     resting: Collection[StageIndex] = (),
 ) -> MoveDecision:
-    """At most one move. `resting` is ignored: the rule knows no memory of earlier moves."""
+    """Return at most one move. `resting` is ignored: the rule keeps no record of earlier moves."""
     rates = stage_rates(stages, peers)
     now_rate = min(rates)
     load, count = [0] * len(stages), [0] * len(stages)
@@ -38,7 +38,8 @@ def choose_swarm_moves(
         if peer.stage == least and peer.may_move and peer.memory_bytes >= there.memory_bytes
     ]
     if count[least] <= policy.minimum_replicas or not candidates:
-        return MoveDecision((), now_rate, now_rate, f"stage {least} has nobody to spare")
+        return MoveDecision((), now_rate, now_rate, f"stage {least} has no peer to spare")
+
     peer = min(candidates, key=lambda one: (one.queued, one.peer))
     source_rate = rates[least] - peer.rate_at(here)
     others = [rate for stage, rate in enumerate(rates) if stage not in (most, least)]

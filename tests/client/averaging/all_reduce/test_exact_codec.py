@@ -87,7 +87,7 @@ def test_what_is_not_below_two_to_the_53_is_refused(bad: float) -> None:
         encode_piece(np.array([1.0, bad, 2.0]), "exact")
 
 
-def test_a_sum_that_is_not_exact_any_more_is_refused_and_names_nobody() -> None:
+def test_a_sum_that_is_not_exact_any_more_is_refused_without_a_culprit() -> None:
     large = np.full(3, float(LARGEST))
     with pytest.raises(NotFiniteError) as caught:
         reduce_piece(large, [None, encode_piece(large, "exact")], "exact", np.empty(3))

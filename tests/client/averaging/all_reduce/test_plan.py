@@ -118,7 +118,7 @@ def test_a_reducers_memory_is_bounded_whatever_the_group(spec: RoundSpec) -> Non
     assert spec.window_pieces >= 2
 
 
-def test_the_digest_tells_any_difference_between_plans() -> None:
+def test_any_difference_between_plans_changes_the_digest() -> None:
     spec = RoundSpec("r", members(3), PeerId("peer0"), 1000)
     others = [
         dataclasses.replace(spec, round_id="s"),
@@ -277,7 +277,7 @@ def test_the_reducer_keeps_exactly_what_the_others_will_decode(
 
 
 @pytest.mark.parametrize("codec", AVERAGE_CODECS)
-def test_a_header_says_no_exponent_that_its_codec_does_not_write(codec: AverageCodec) -> None:
+def test_a_header_carries_only_exponents_that_its_codec_writes(codec: AverageCodec) -> None:
     assert exponent_is_valid(0, codec)
     assert exponent_is_valid(-7, codec) == (codec == "float16")
     assert not exponent_is_valid(200, codec)
@@ -309,7 +309,7 @@ def test_a_piece_is_summed_in_group_order_wherever_the_reducer_stands(
         assert out.tobytes() == expected.tobytes() == bytes(summed.payload)
 
 
-def test_a_sum_that_overflows_names_nobody() -> None:
+def test_a_sum_that_overflows_has_no_culprit() -> None:
     big = np.full(4, 3e38, np.float32)
     with pytest.raises(NotFiniteError) as caught:
         reduce_piece(big, [None, encode_piece(big, "none")], "none", np.empty(4, np.float32))

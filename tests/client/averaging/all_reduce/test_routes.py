@@ -119,7 +119,7 @@ def test_rests_grow_with_every_fault_up_to_a_limit_and_end_when_the_route_works(
     assert memory.order(A, ALL)[0] is Route.P2PD
 
 
-def test_a_fault_of_p2pd_at_other_addresses_says_nothing_and_one_of_the_host_stays() -> None:
+def test_a_fault_of_p2pd_at_other_addresses_does_not_count_and_one_of_the_host_does() -> None:
     memory = RouteMemory(Clock())
     memory.failed(A, Route.P2PD, ("/ip4/192.0.2.1/tcp/1",))
     memory.failed(A, Route.HOST, ("/ip4/192.0.2.1/tcp/1",))
@@ -203,7 +203,7 @@ def test_a_route_that_fails_at_once_costs_nothing() -> None:
     assert opened.failed == [Route.P2PD]
 
 
-def test_a_route_on_which_nobody_answers_costs_its_head_start_and_is_remembered() -> None:
+def test_a_silent_route_costs_its_head_start_and_is_backed_off() -> None:
     opened = StreamOpened((Route.P2PD, after(1000)), (Route.HOST_RELAYED, after(0.1)))
     assert opened.seconds == pytest.approx(HEAD_START_SECONDS + 0.1)
     assert opened.failed == [Route.P2PD]
@@ -225,7 +225,7 @@ def test_a_route_that_is_not_there_now_is_no_fault() -> None:
     assert opened.failed == []
 
 
-def test_when_no_route_leads_there_the_reasons_of_all_are_told_in_bounded_time() -> None:
+def test_when_no_route_works_the_error_has_all_reasons_in_bounded_time() -> None:
     opened = StreamOpened(*((route, after(1000)) for route in ALL))
     assert opened.error is not None
     assert opened.seconds <= MAX_OPENING_SECONDS

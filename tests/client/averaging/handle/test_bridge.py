@@ -1,7 +1,6 @@
-"""Streams of the daemon's host on their way to and from the averaging worker.
+"""Streams of the daemon's host to and from the averaging worker.
 
-The worker's end is played by a plain unix socket that says what a worker says; the real worker's
-end goes through the same bridge in test_averager.
+A plain unix socket plays the worker's end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from swarm_client.averaging.handle import bridge as bridge_module
 from swarm_client.averaging.handle.bridge import PIECE_BYTES, Bridge
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     WORKER_SOCKET,
     OpenStream,
     StreamArrived,
@@ -36,6 +34,7 @@ from swarm_client.averaging.protocol.bridge import (
     open_answers,
 )
 from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length
 from swarm_shared.base.types import PeerId
 
 REMOTE = PeerId("remote")
@@ -92,7 +91,7 @@ async def read_exactly(stream: trio.SocketStream, size: int) -> bytes:
 
 
 async def read_head(stream: trio.SocketStream, adapter: Any) -> Any:
-    (length,) = HEAD_LENGTH.unpack(await read_exactly(stream, HEAD_LENGTH.size))
+    length = decode_length(await read_exactly(stream, LENGTH_BYTES))
     return adapter.validate_json(await read_exactly(stream, length))
 
 
@@ -134,12 +133,12 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
-        await d.remote_end.send(b"late_abort_frame")
+        await d.remote_end.send(b"farewell")
         await d.remote_end.aclose()
-        # The worker writes before it has read; a reset here would cost it the late_abort_frame.
+        # The worker writes before it has read; a reset here would lose it the remote's last bytes.
         for _ in range(8):
             await stream.send_all(bytes(PIECE_BYTES))
-        assert await read_exactly(stream, 8) == b"late_abort_frame"
+        assert await read_exactly(stream, 8) == b"farewell"
         assert await stream.receive_some(1) == b""
 
 
@@ -224,7 +223,7 @@ async def test_without_a_worker_a_stream_that_has_come_is_dropped(tmp_path: Path
 
 @pytest.mark.parametrize(
     "head",
-    [b"", b"\x05", HEAD_LENGTH.pack(2**31), HEAD_LENGTH.pack(2) + b"{}"],
+    [b"", b"\x05", (2**31).to_bytes(4, "little"), (2).to_bytes(4, "little") + b"{}"],
     ids=["nothing", "cut short", "too long", "no request"],
 )
 async def test_a_head_that_is_none_ends_the_connection_and_opens_nothing(

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.5
 
 
 class Life:
-    """A policy that is asked twice a second; remembers when it said yes, and why."""
+    """A policy that is asked twice a second; records its reasons."""
 
     def __init__(self) -> None:
         self.policy = RestartPolicy()
@@ -34,7 +34,7 @@ class Life:
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK_SECONDS
-            reason = self.policy.look(
+            reason = self.policy.restart_reason(
                 self.now, differs=differs, misses_relay=misses_relay, busy=busy
             )
             if reason:
@@ -47,7 +47,7 @@ def test_another_way_to_run_it_takes_effect_once_it_has_settled() -> None:
     life = Life()
     life.go(100)
     life.go(100, differs=True, until_restart=True)
-    assert [why for _, why in life.restarts] == ["p2pd is to be run in another way"]
+    assert [why for _, why in life.restarts] == ["the options of p2pd have changed"]
     assert life.restarts[0][0] - 100 <= SETTLE_SECONDS + 2 * LOOK_SECONDS
 
 

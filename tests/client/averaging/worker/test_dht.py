@@ -1,4 +1,4 @@
-"""hivemind's DHT among real p2pds: members find one another's records, strangers find nobody."""
+"""hivemind's DHT among real p2pds: members find one another's records, non-members find none."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
     async with volunteers(tmp_path, 3) as all_three:
         first, *others = all_three
         for each in all_three:
-            await each.worker.set_membership(organiser.membership(each.key, each.p2pd))
+            each.worker.set_membership(organiser.membership(each.key, each.p2pd))
         for each in others:
             assert await each.worker.directory.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
@@ -87,17 +87,17 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
 
 
 @pytest.mark.process
-async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
+async def test_non_members_and_members_of_other_runs_can_neither_store_nor_find(
     tmp_path: Path,
 ) -> None:
     organiser = Organiser()
     other_run = Organiser(RunId("cd" * 32))
     async with volunteers(tmp_path, 4) as (first, second, stranger, foreigner):
-        await first.worker.set_membership(organiser.membership(first.key, first.p2pd))
-        await second.worker.set_membership(organiser.membership(second.key, second.p2pd))
-        await foreigner.worker.set_membership(other_run.membership(foreigner.key, foreigner.p2pd))
-        # The stranger has copied a certificate and its binding; but not the key of that p2pd.
-        await stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
+        first.worker.set_membership(organiser.membership(first.key, first.p2pd))
+        second.worker.set_membership(organiser.membership(second.key, second.p2pd))
+        foreigner.worker.set_membership(other_run.membership(foreigner.key, foreigner.p2pd))
+        # The non-member has copied a certificate and its binding, but not the key of that p2pd.
+        stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
         assert await second.worker.directory.bootstrap((first.entrance,)) == 1
         assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
@@ -106,21 +106,21 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
             assert await outsider.worker.directory.lookup("stage 0") == {}
             await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
         assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
-        # A member that is revoked finds nobody any more either.
-        await first.worker.set_membership(
+        # A revoked member finds no other member either.
+        first.worker.set_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
         )
         assert await second.worker.directory.bootstrap((first.entrance,)) == 0
 
 
 @pytest.mark.process
-async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: Path) -> None:
+async def test_a_peer_without_admission_neither_asks_nor_answers(tmp_path: Path) -> None:
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):
-        await member.worker.set_membership(organiser.membership(member.key, member.p2pd))
+        member.worker.set_membership(organiser.membership(member.key, member.p2pd))
         assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
-        await newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
+        newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
 
 
@@ -161,10 +161,12 @@ class Scene:
         self.organiser = Organiser()
         self.member, self.p2pd = Identity.generate(), Identity.generate()
         self.sender = RunAuthorizer(self.p2pd, lambda: self.now)
-        self.sender.show(self.organiser.membership(self.member, self.p2pd.peer_id, **changes))
+        self.sender.set_membership(
+            self.organiser.membership(self.member, self.p2pd.peer_id, **changes)
+        )
         checker, checker_p2pd = Identity.generate(), Identity.generate()
         self.checker = RunAuthorizer(checker_p2pd, lambda: self.now)
-        self.checker.show(self.organiser.membership(checker, checker_p2pd.peer_id))
+        self.checker.set_membership(self.organiser.membership(checker, checker_p2pd.peer_id))
 
     async def signed(self) -> Any:
         request = ping()
@@ -224,23 +226,25 @@ async def test_a_certificate_that_lapses_is_not_believed_for_having_been_seen_be
     assert not await scene.checker.validate_request(await scene.signed())
 
 
-async def test_what_holds_in_another_run_holds_nothing_here() -> None:
+async def test_a_membership_of_another_run_is_refused() -> None:
     scene = Scene(run=RunId("cd" * 32))
     assert not await scene.checker.validate_request(await scene.signed())
 
 
 async def test_a_binding_to_another_p2pd_does_not_let_this_one_sign() -> None:
     scene = Scene()
-    scene.sender.show(scene.organiser.membership(scene.member, Identity.generate().peer_id))
+    scene.sender.set_membership(
+        scene.organiser.membership(scene.member, Identity.generate().peer_id)
+    )
     assert not await scene.checker.validate_request(await scene.signed())
 
 
-async def test_a_binding_by_somebody_else_is_worth_nothing() -> None:
+async def test_a_binding_by_another_key_is_refused() -> None:
     scene = Scene()
     thief = Identity.generate()
     stolen = scene.organiser.membership(scene.member, scene.p2pd.peer_id)
     own = scene.organiser.membership(thief, scene.p2pd.peer_id)
-    scene.sender.show(stolen.model_copy(update={"binding": own.binding}))
+    scene.sender.set_membership(stolen.model_copy(update={"binding": own.binding}))
     assert not await scene.checker.validate_request(await scene.signed())
 
 
@@ -249,7 +253,7 @@ async def test_a_revoked_member_is_refused() -> None:
     assert await scene.checker.validate_request(await scene.signed())
     checker = Identity.generate()
     revoked: tuple[PeerId, ...] = (scene.member.peer_id,)
-    scene.checker.show(
+    scene.checker.set_membership(
         scene.organiser.membership(checker, Identity.generate().peer_id, revoked=revoked)
     )
     assert not await scene.checker.validate_request(await scene.signed())
@@ -264,6 +268,6 @@ async def test_rubbish_in_place_of_a_token_is_refused_and_not_an_error() -> None
         assert not await scene.checker.validate_request(request)
 
 
-async def test_who_has_no_certificate_signs_nothing() -> None:
+async def test_a_peer_without_certificate_signs_nothing() -> None:
     with pytest.raises(NetworkError, match="not admitted"):
         await RunAuthorizer(Identity.generate()).sign_request(ping(), None)

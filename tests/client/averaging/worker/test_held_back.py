@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from kits.averaging.group import LOOPBACK, group
+from kits.averaging.group import LOOPBACK, group, wait_available
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 
@@ -42,7 +42,7 @@ async def test_a_limit_ends_p2pd_and_the_averages_stay_exact_over_the_host(tmp_p
         assert {route for _, route in limited.carried()} == {"p2pd", "host"}
 
         limited.worker.hold_back("")
-        await limited.worker.wait_until_available()
+        await wait_available(limited.worker)
         g.publish()
         assert await g.round() == {}
         g.check_exact()
@@ -57,5 +57,5 @@ async def test_a_worker_that_is_held_back_from_the_start_is_never_run(tmp_path: 
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert (worker.pid, worker.reason) == (None, "a limit is set")
         worker.hold_back("")
-        assert await worker.wait_until_available()
+        assert await wait_available(worker)
         nursery.cancel_scope.cancel()

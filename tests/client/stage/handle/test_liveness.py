@@ -40,17 +40,17 @@ def answered(*seconds: float) -> Liveness:
     return liveness
 
 
-def test_a_worker_that_owes_nothing_never_hangs() -> None:
+def test_a_worker_without_outstanding_requests_never_hangs() -> None:
     assert hung_after(answered(0.1), Outstanding.NOTHING) is None
 
 
-def test_a_quick_worker_that_says_nothing_for_seconds_has_hung() -> None:
+def test_a_fast_worker_that_is_silent_for_seconds_has_hung() -> None:
     assert hung_after(answered(0.1, 0.05), Outstanding.COMPUTING) == HUNG_SECONDS
 
 
 def test_a_slow_worker_is_given_many_times_its_slowest_computation() -> None:
     assert hung_after(answered(0.1, 2.0), Outstanding.COMPUTING) == 2.0 * HUNG_FACTOR
-    # The first one of a process is slow and tells little of the others.
+    # The first computation of a process is slow and does not predict the others.
     assert hung_after(answered(2.0, *[0.1] * 20), Outstanding.COMPUTING) == HUNG_SECONDS
 
 

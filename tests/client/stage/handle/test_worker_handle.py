@@ -153,7 +153,7 @@ def put_result(worker: StageWorker, values: np.ndarray) -> None:
 
 
 def segments_of(namespace: str) -> list[Path]:
-    return [p for folder in shared_memory.folders() for p in folder.glob(f"{namespace}*")]
+    return [p for folder in shared_memory.segment_folders() for p in folder.glob(f"{namespace}*")]
 
 
 def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_an_error_in_the_callers_block_comes_out_as_it_is(namespace: str, tmp_pa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_worker_whose_device_is_missing_says_so(namespace: str, tmp_path: Path) -> None:
+def test_a_missing_device_is_reported(namespace: str, tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(RequestFailed, match="cuda:0 is not there") as caught:
             async with open_worker(

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from swarm_client.ipc.child_process import SyncLink, encode_frame
+from swarm_client.ipc.child_process import SyncLink
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.worker.compute_loop import ComputeLoop, _answer, serve
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import encode_prefixed
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.manifest import (
     DataConfig,
@@ -77,7 +78,7 @@ class Rig:
 
     def ask(self, *requests: FrozenModel) -> None:
         """All in one write, so that the loop sees them all before it computes."""
-        self.socket.sendall(b"".join(encode_frame(request) for request in requests))
+        self.socket.sendall(b"".join(encode_prefixed(request) for request in requests))
 
     def forward(self, number: int, slot: int, step: int = 1) -> messages.RunForward:
         nbytes = self.runner.sizes.input_bytes
@@ -111,7 +112,7 @@ def stale_rig() -> Iterator[Rig]:
 
 
 class Halfway:
-    """Stops a computation before one of its layers, so that a test can say something meanwhile."""
+    """Stops a computation before one of its layers, so that a test can send a message meanwhile."""
 
     def __init__(self, rig: Rig, passes: int) -> None:
         self._look, self._passes = rig.runner.between_layers, passes
@@ -277,7 +278,7 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
     ).model_copy(update=change)  # fmt: skip
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(encode_frame(configure))
+        ours.sendall(encode_prefixed(configure))
         serve(SyncLink(theirs, messages.worker_requests))
         daemon = SyncLink(ours, messages.worker_answers)
         assert isinstance(daemon.receive(), messages.Awake)

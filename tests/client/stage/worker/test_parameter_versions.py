@@ -46,7 +46,7 @@ def with_staleness(manifest: Manifest, staleness: int = 1) -> Manifest:
 
 
 class Pipeline:
-    """All stages of a run, one peer each, and whoever drives and closes."""
+    """All stages of a run, one peer each, and the trainer that drives and closes them."""
 
     def __init__(self, manifest: Manifest, graph_budget: int = PLENTY) -> None:
         self.manifest = manifest
@@ -171,7 +171,7 @@ def test_a_state_saved_in_the_middle_goes_on_elsewhere_to_the_bit(
     manifest = with_staleness(make_manifest(2))
     first, second = Pipeline(manifest), Pipeline(manifest)
     in_order(first, 1, version)
-    # What the other one has accumulated and begun, of both steps, is gone when it loads.
+    # What the other one has accumulated and begun, of both steps, is dropped when it loads.
     second.microbatch(1, 0)
     second.microbatch(2, 0)
     under_way = second.begin(2, 1)

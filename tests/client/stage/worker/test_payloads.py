@@ -147,7 +147,7 @@ def test_what_crosses_has_the_bytes_that_were_promised(activation: str, gradient
 
 
 def test_a_replica_answers_with_the_same_bytes() -> None:
-    """A hedge, or a peer that takes over: the next stage cannot tell who computed it."""
+    """A hedge, or a peer that takes over: the next stage cannot detect which peer computed it."""
     manifest = with_codecs(make_manifest(3), "int8", "int4")
     first, second = runners_of(manifest), runners_of(manifest, graph_budget=0)
     through(first, 7)
@@ -165,7 +165,7 @@ def test_what_is_taken_out_again_is_what_was_decoded() -> None:
         torch.testing.assert_close(runner.accumulator.flat, flat, rtol=1e-5, atol=1e-6)
 
 
-def test_payloads_of_another_codec_or_of_nobody_are_refused() -> None:
+def test_payloads_of_another_codec_or_without_meaning_are_refused() -> None:
     manifest = with_codecs(make_manifest(2), "int8", "int4")
     first, last = runners_of(manifest)
     inputs, targets = tokens_of(manifest, 0)

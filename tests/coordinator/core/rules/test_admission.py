@@ -1,4 +1,4 @@
-"""The core and admission: who is revoked is gone like a dead peer, and all are told at once."""
+"""Admission in the core: a revoked peer is removed, and members are notified at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ A0, A1, B0, B1 = (PeerId(name) for name in ("a0", "a1", "b0", "b1"))
 
 
 def staffed(**options: object) -> Bench:
-    """Two peers at either of two stages, and the first step under way."""
+    """Two peers at each of two stages, and the first step in progress."""
     bench = Bench(**options)
     bench.join_all("a0", "b0", "a1", "b1")
     assert bench.run.phase is RunPhase.COLLECT
@@ -73,7 +73,7 @@ def where(address: str = "new", **changes: object) -> AddressUpdate:
 # ---------------------------------------------------------------- revoked
 
 
-def test_a_revoked_peer_is_told_why_and_its_session_ends() -> None:
+def test_a_revoked_peer_receives_the_reason_and_its_session_ends() -> None:
     bench = staffed()
     revoke(bench, "a1", reason="the organiser has banned this peer from the run: it cheats")
     [refused] = bench.sent("a1", Refused)
@@ -86,7 +86,7 @@ def test_a_revoked_peer_is_told_why_and_its_session_ends() -> None:
     assert any("it cheats" in note.text for note in bench.commands(Note))
 
 
-def test_everybody_else_is_told_at_once_whom_not_to_serve() -> None:
+def test_all_other_members_are_notified_of_a_revocation_at_once() -> None:
     bench = staffed()
     revoke(bench, "a1")
     for peer in ("a0", "b0", "b1"):
@@ -106,11 +106,11 @@ def test_what_a_revoked_peer_had_counted_is_leased_again_to_others() -> None:
     commands = bench.tick(3.0)
     leases = [m for p in ("a0", "b0", "b1") for m in bench.sent(p, Lease, commands)]
     leased = {item.microbatch: item.accumulate for m in leases for item in m.microbatches}
-    # Only the stage that lost them counts them again.
+    # Only the stage that lost the cells counts them again.
     assert leased == {MicrobatchIndex(0): (StageIndex(1),), MicrobatchIndex(1): (StageIndex(1),)}
 
 
-def test_a_receipt_of_a_revoked_peer_that_others_bring_does_not_count() -> None:
+def test_a_receipt_of_a_revoked_peer_in_another_report_does_not_count() -> None:
     bench = staffed()
     receipt = bench.receipt("a1", 0)
     revoke(bench, "a1")
@@ -133,7 +133,7 @@ def test_a_revocation_in_the_middle_of_a_close_aborts_the_attempt() -> None:
     assert not bench.sent("a1", Close)
 
 
-def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end() -> None:
+def test_a_revocation_while_a_step_is_applied_reaches_every_member_before_its_end() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
@@ -143,7 +143,7 @@ def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end()
     for peer in ("a0", "a1", "b0"):
         [roster] = rosters(bench, peer)
         assert roster.revoked == ("b1",)
-        # Those that have not applied yet are at another version, and still everybody's peers.
+        # Members that have not applied yet are at another version, and still in the roster.
         assert peers_of(roster) == {"a0", "a1", "b0"}
     for peer in ("a1", "b0"):
         bench.apply(peer)
@@ -151,7 +151,7 @@ def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end()
     assert peers_of(rosters(bench, "a0")[-1]) == {"a0", "a1", "b0"}
 
 
-def test_whoever_attaches_while_a_step_is_applied_hears_of_the_revoked_at_once() -> None:
+def test_a_peer_that_attaches_while_a_step_is_applied_receives_the_revocations_at_once() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
@@ -182,7 +182,7 @@ def test_many_that_are_not_attached_are_one_line_in_the_log() -> None:
     bench = staffed()
     revoke(bench, *(f"x{number}" for number in range(1000)))
     assert [note.text for note in bench.commands(Note)] == [
-        "1000 peers, not attached now, may not take part any more: banned"
+        "1000 peers, not attached now, may no longer take part: banned"
     ]
 
 
@@ -206,7 +206,7 @@ def test_a_reinstated_peer_may_be_served_again_and_comes_back() -> None:
     assert A1 in peers_of(rosters(bench, "a0")[-1])
 
 
-def test_reinstating_somebody_who_was_not_revoked_tells_nobody_anything() -> None:
+def test_reinstating_a_peer_that_was_not_revoked_sends_nothing() -> None:
     bench = staffed()
     assert bench.event(PeersReinstated((A1,))) == []
 
@@ -218,7 +218,7 @@ def test_a_peer_that_the_shell_lets_in_again_is_not_revoked_any_more() -> None:
     assert rosters(bench, "a0")[-1].revoked == ()
 
 
-def test_a_restarted_coordinator_goes_on_telling_of_the_revoked() -> None:
+def test_a_restarted_coordinator_still_publishes_revocations() -> None:
     bench = Bench()
     run = begin(
         bench.manifest, "manifest", COORDINATOR, Restored(2, Version(0), None, None, False, None),
@@ -242,14 +242,14 @@ def test_a_roster_carries_the_newest_of_more_revoked_peers_than_it_can_hold() ->
 # ---------------------------------------------------------------- certificates
 
 
-def test_a_newer_certificate_reaches_its_peer_at_once_and_the_others_within_a_while() -> None:
+def test_a_renewed_certificate_reaches_its_peer_at_once_and_the_roster_later() -> None:
     bench = staffed()
     bench.tick(2 * RENEWED_ROSTER_SECONDS)
     bench.event(CertificateIssued(A1, "newer"))
     assert [m.certificate for m in bench.sent("a1", CertificateRenewed)] == ["newer"]
     certificates = {r.peer: r.certificate for r in rosters(bench, "a0")[0].peers}
     assert certificates == {"a0": "cert", "a1": "newer", "b0": "cert", "b1": "cert"}
-    # The next one must not cost everybody another roster so soon.
+    # The next certificate must not cause another roster so soon.
     bench.event(CertificateIssued(A0, "newer"))
     assert [m.certificate for m in bench.sent("a0", CertificateRenewed)] == ["newer"]
     assert rosters(bench, "b0") == []
@@ -258,7 +258,7 @@ def test_a_newer_certificate_reaches_its_peer_at_once_and_the_others_within_a_wh
     assert {r.peer: r.certificate for r in roster.peers}["a0"] == "newer"
 
 
-def test_a_certificate_for_a_peer_that_has_left_is_nobodys() -> None:
+def test_a_certificate_for_a_peer_that_has_left_is_ignored() -> None:
     bench = staffed()
     bench.lose("a1")
     assert bench.event(CertificateIssued(A1, "newer")) == []
@@ -270,10 +270,10 @@ def test_the_coordinators_own_certificate_is_renewed_where_it_is_named_as_a_hold
     assert bench.run.coordinator == COORDINATOR.model_copy(update={"certificate": "newer"})
 
 
-# ---------------------------------------------------------------- where a peer is
+# ---------------------------------------------------------------- addresses
 
 
-def test_a_hello_says_how_a_peer_is_reached_and_the_roster_passes_it_on() -> None:
+def test_the_roster_carries_the_reachability_of_a_hello() -> None:
     bench = Bench()
     bench.join("a0", 0, reachability=Reachability.MAPPED, offers_relay=True, addresses=("x",))
     bench.join("b0", 1)
@@ -282,11 +282,11 @@ def test_a_hello_says_how_a_peer_is_reached_and_the_roster_passes_it_on() -> Non
     assert (records[B0].reachability, records[B0].offers_relay) == (Reachability.UNKNOWN, False)
 
 
-def test_a_peer_that_moves_is_known_to_all_at_its_new_place() -> None:
+def test_a_peer_s_new_address_reaches_all_members() -> None:
     bench = staffed()
     bench.tick(5.0)
     carrier = CarrierAddress(peer="p2pd-2", addresses=("c",), binding="b")
-    bench.say("a1", where("new", carrier=carrier))
+    bench.send("a1", where("new", carrier=carrier))
     for peer in ("a0", "a1", "b0", "b1"):
         [roster] = rosters(bench, peer)
         record = next(r for r in roster.peers if r.peer == A1)
@@ -297,13 +297,13 @@ def test_a_peer_that_moves_is_known_to_all_at_its_new_place() -> None:
         )  # fmt: skip
 
 
-def test_a_peer_that_says_the_same_again_costs_nobody_a_roster() -> None:
+def test_an_unchanged_address_update_causes_no_roster() -> None:
     bench = staffed()
     bench.tick(5.0)
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0")
     bench.tick(5.0)
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0") == []
 
 
@@ -313,7 +313,7 @@ def test_a_peer_whose_addresses_flicker_costs_one_roster_a_second_at_most() -> N
     sent = 0
     for number in range(100):  # over five seconds
         bench.now += 0.05
-        bench.say("a1", where(f"address-{number}"))
+        bench.send("a1", where(f"address-{number}"))
         sent += len(rosters(bench, "a0"))
     assert 4 <= sent <= 6
     commands = bench.tick(ADDRESS_ROSTER_SECONDS)
@@ -321,20 +321,20 @@ def test_a_peer_whose_addresses_flicker_costs_one_roster_a_second_at_most() -> N
     assert {r.peer: r.addresses for r in newest.peers}[A1] == ("address-99",)
 
 
-def test_a_newcomer_without_a_stage_moves_without_a_word_to_others() -> None:
+def test_a_new_address_of_a_peer_without_a_stage_is_not_published() -> None:
     bench = staffed()
     bench.tick(5.0)
     bench.attach("c")
-    bench.say("c", where())
+    bench.send("c", where())
     assert rosters(bench, "a0") == []
     assert bench.run.peers[PeerId("c")].addresses == ("new",)
 
 
-def test_a_peer_that_moves_while_a_step_is_applied_is_found_after_it() -> None:
+def test_a_new_address_during_an_apply_is_published_after_it() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0") == []
     for peer in ("a0", "a1", "b0", "b1"):
         bench.apply(peer)

@@ -1,8 +1,6 @@
-"""Volunteers that leave: they get away soon, and nothing goes with them."""
+"""Leaving volunteers: they are released soon, and nothing is lost with them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import CheckpointFailed, CloseSession, Command
@@ -14,31 +12,18 @@ from swarm_shared.protocol import (
     Lease,
     Leaving,
     Roster,
-    SaveSnapshot,
     StageRequest,
 )
 
 ALL = ("a0", "b0", "a1", "b1")
 
 
-def trained(done: int, /, names: tuple[str, ...] = ALL, **options: Any) -> Bench:
-    bench = Bench(**options)
-    bench.join_all(*names)
-    for _ in range(done):
-        bench.one_step()
-    return bench
-
-
-def savers(bench: Bench, commands: list[Command] | None = None) -> list[str]:
-    return [p for p in sorted(bench.run.peers) if bench.sent(p, SaveSnapshot, commands)]
-
-
 def leave(bench: Bench, peer: str) -> list[Command]:
-    return bench.say(peer, Leaving())
+    return bench.send(peer, Leaving())
 
 
 def test_a_leaver_that_holds_nothing_of_the_step_goes_at_once() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.resolve_all()
     commands = leave(bench, "b0")
     assert bench.sent("b0", Goodbye, commands)
@@ -46,24 +31,24 @@ def test_a_leaver_that_holds_nothing_of_the_step_goes_at_once() -> None:
 
 
 def test_a_leaver_without_a_stage_goes_at_once() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.attach("new")
     assert bench.sent("new", Goodbye, leave(bench, "new"))
 
 
 def test_a_leaver_gets_no_stage_any_more() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.fill()
     bench.attach("new")
     leave(bench, "new")
     assert PeerId("new") in bench.run.peers, "nobody goes in the middle of a close"
-    commands = bench.say("new", StageRequest(stage=StageIndex(0)))
+    commands = bench.send("new", StageRequest(stage=StageIndex(0)))
     assert not bench.sent("new", AssignStage, commands)
     assert bench.run.peers[PeerId("new")].stage is None
 
 
 def test_a_leaver_that_holds_part_of_the_step_stays_for_its_end_and_gets_no_more_work() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.resolve_all()
     bench.report("b0", 0)
     commands = leave(bench, "b0")
@@ -86,39 +71,39 @@ def test_a_leaver_that_holds_part_of_the_step_stays_for_its_end_and_gets_no_more
 
 
 def test_the_last_peer_of_a_stage_keeps_working_and_leaves_a_checkpoint_behind() -> None:
-    bench = trained(1, names=("a0", "a1"))
+    bench = Bench.trained(1, names=("a0", "a1"))
     bench.resolve_all()
     commands = leave(bench, "a1")
     assert not bench.sent("a1", Goodbye, commands)
-    assert not savers(bench, commands), "the step ends first"
+    assert not bench.savers(commands), "the step ends first"
     assert all(p.accepts_work for p in bench.sent("a0", Roster, commands)[0].peers)
     commands = bench.one_step()
-    assert savers(bench, commands) == ["a0", "a1"]
+    assert bench.savers(commands) == ["a0", "a1"]
     assert bench.run.phase is RunPhase.WAITING, "no step begins that the leaver is needed for"
     assert not bench.sent("a1", Goodbye, commands)
     commands = bench.checkpoint()
     assert bench.sent("a1", Goodbye, commands)
     bench.attach("c1", wanted_stage=1)
-    commands = bench.say("c1", StageRequest(stage=StageIndex(1)))
+    commands = bench.send("c1", StageRequest(stage=StageIndex(1)))
     assert bench.sent("c1", AssignStage, commands)[0].item == "checkpoint/2/1"
 
 
 def test_when_both_peers_of_a_stage_leave_they_leave_a_checkpoint_behind() -> None:
-    bench = trained(1, names=("a0", "b0", "a1"))
+    bench = Bench.trained(1, names=("a0", "b0", "a1"))
     bench.resolve_all()
     bench.report("a0", 0)
     bench.report("b0", 1)
     leave(bench, "a0")
     leave(bench, "b0")
     commands = bench.one_step()
-    assert savers(bench, commands)
+    assert bench.savers(commands)
     commands = bench.checkpoint()
     assert bench.sent("a0", Goodbye, commands)
     assert bench.sent("b0", Goodbye, commands)
 
 
-def test_when_everybody_leaves_everybody_gets_away_and_the_version_is_stored() -> None:
-    bench = trained(1)
+def test_when_all_peers_leave_all_are_released_and_the_version_is_stored() -> None:
+    bench = Bench.trained(1)
     bench.report("a0", 0)
     for peer in ALL:
         leave(bench, peer)
@@ -129,14 +114,14 @@ def test_when_everybody_leaves_everybody_gets_away_and_the_version_is_stored() -
 
 
 def test_a_leaver_is_not_kept_by_a_checkpoint_that_cannot_be_had() -> None:
-    bench = trained(1, names=("a0", "a1"))
+    bench = Bench.trained(1, names=("a0", "a1"))
     bench.lose("a1")
     assert not bench.sent("a0", Goodbye, leave(bench, "a0"))
     assert bench.sent("a0", Goodbye, bench.tick(11.0))
 
 
 def test_a_leaver_is_not_kept_by_a_disk_that_is_full() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     for peer in ALL:
         leave(bench, peer)
     for _ in range(3):
@@ -147,7 +132,7 @@ def test_a_leaver_is_not_kept_by_a_disk_that_is_full() -> None:
 
 
 def test_a_leaver_is_not_kept_by_a_step_that_does_not_end() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.report("b0", 0)
     leave(bench, "b0")
     assert not bench.sent("b0", Goodbye, bench.tick(119.0))

@@ -1,4 +1,4 @@
-"""Who takes part and with which stage: attaching, syncing, dying, coming back."""
+"""Membership and stages: attaching, syncing, losing and returning peers."""
 
 from __future__ import annotations
 
@@ -57,31 +57,31 @@ def training() -> Bench:
 # ---- joining
 
 
-def test_a_newcomer_is_welcomed_and_gets_the_stage_that_it_asks_for() -> None:
+def test_a_joining_peer_is_welcomed_and_gets_the_stage_that_it_requests() -> None:
     bench = Bench()
     bench.attach("a")
     [welcome] = bench.sent("a", Welcome)
     assert not welcome.keep
     assert welcome.generation == 1
     assert [row.peers for row in welcome.stages] == [0, 0]
-    bench.say("a", StageRequest(stage=StageIndex(0)))
+    bench.send("a", StageRequest(stage=StageIndex(0)))
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.stage, assigned.version, assigned.source) == (0, 0, "fresh")
 
 
-def test_of_two_newcomers_that_choose_the_same_stage_one_is_corrected() -> None:
+def test_of_two_joining_peers_that_choose_the_same_stage_one_is_corrected() -> None:
     bench = Bench()
     bench.attach("a")
     bench.attach("b")
-    bench.say("a", StageRequest(stage=StageIndex(0)))
-    bench.say("b", StageRequest(stage=StageIndex(0)))
+    bench.send("a", StageRequest(stage=StageIndex(0)))
+    bench.send("b", StageRequest(stage=StageIndex(0)))
     assert bench.sent("b", AssignStage)[0].stage == 1
 
 
 def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
     bench = Bench()
     bench.attach("small", memory_bytes=99)
-    bench.say("small", StageRequest(stage=StageIndex(0)))
+    bench.send("small", StageRequest(stage=StageIndex(0)))
     [refused] = bench.sent("small", Refused)
     assert refused.code == "capacity"
     assert "GiB" in refused.reason
@@ -92,7 +92,7 @@ def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
 def test_a_stage_that_was_asked_for_by_number_must_fit_too() -> None:
     bench = Bench()
     bench.attach("small", memory_bytes=99, wanted_stage=1)
-    bench.say("small", StageRequest(stage=StageIndex(1)))
+    bench.send("small", StageRequest(stage=StageIndex(1)))
     assert bench.sent("small", Refused)[0].code == "capacity"
     assert not bench.run.peers
 
@@ -101,7 +101,7 @@ def test_a_stage_that_was_asked_for_by_number_must_fit_too() -> None:
 def test_a_stage_that_does_not_exist_is_refused(stage: int) -> None:
     bench = Bench()
     bench.attach("a", wanted_stage=stage)
-    bench.say("a", StageRequest(stage=StageIndex(stage)))
+    bench.send("a", StageRequest(stage=StageIndex(stage)))
     assert "stages 0 to 1" in bench.sent("a", Refused)[0].reason
 
 
@@ -123,16 +123,16 @@ def test_rosters_come_before_the_work_that_relies_on_them() -> None:
     bench = Bench()
     bench.join("a0", 0)
     bench.attach("a1", wanted_stage=1)
-    bench.say("a1", StageRequest(stage=StageIndex(1)))
+    bench.send("a1", StageRequest(stage=StageIndex(1)))
     commands = bench.ready("a1")
     assert kinds(commands, "a0") == ["roster", "lease"]
     assert {p.peer for p in bench.sent("a0", Roster)[0].peers} == {"a0", "a1"}
 
 
-def test_a_newcomer_in_mid_run_gets_its_stage_from_the_replicas() -> None:
+def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
     assert bench.sent("b0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
     bench.save("a0")
@@ -145,21 +145,21 @@ def test_a_newcomer_in_mid_run_gets_its_stage_from_the_replicas() -> None:
     assert PeerId("c0") in [p.peer for p in bench.run.ready_peers(0)]
 
 
-def test_a_holder_that_does_not_answer_keeps_a_newcomer_waiting_for_two_seconds_only() -> None:
+def test_a_holder_that_does_not_answer_delays_a_joining_peer_for_two_seconds_only() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     assert not bench.sent("c0", AssignStage)
     [assigned] = bench.sent("c0", AssignStage, bench.tick(2.0))
     assert [h.peer for h in assigned.holders] == ["a0"]
 
 
-def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
-    """Saving a large stage takes everybody about as long, and longer than two seconds."""
+def test_a_holder_that_saves_a_little_later_than_the_first_is_a_source_too() -> None:
+    """Saving a large stage takes all holders about as long, and longer than two seconds."""
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     bench.tick(8.0)
     bench.save("a0")
     assert not bench.sent("c0", AssignStage)
@@ -170,11 +170,11 @@ def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
 
 
 def waiting_for_stage_0(*newcomers: str) -> Bench:
-    """They have come in this order; a0 alone has saved the stage's state."""
+    """Peers that joined in this order; a0 alone has saved the stage's state."""
     bench = training()
     for newcomer in newcomers:
         bench.attach(newcomer, wanted_stage=0)
-        bench.say(newcomer, StageRequest(stage=StageIndex(0)))
+        bench.send(newcomer, StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     return bench
 
@@ -183,7 +183,7 @@ def told(commands: list[Command], *newcomers: str) -> list[str]:
     return [newcomer for newcomer in newcomers if "assign_stage" in kinds(commands, newcomer)]
 
 
-def test_one_source_gives_a_stage_to_one_newcomer_after_the_other() -> None:
+def test_one_source_serves_one_joining_peer_after_the_other() -> None:
     bench = waiting_for_stage_0("c0", "d0", "e0")
     assert told(bench.tick(2.0), "c0", "d0", "e0") == ["c0"]
     assert told(bench.tick(5.0), "d0", "e0") == []
@@ -196,7 +196,7 @@ def test_two_sources_give_a_stage_to_two_at_once() -> None:
     assert told(bench.save("b0"), "c0", "d0", "e0") == ["c0", "d0"]
 
 
-def test_a_newcomer_that_never_manages_lets_the_others_go_first_the_next_time() -> None:
+def test_a_joining_peer_that_failed_to_finish_goes_last_the_next_time() -> None:
     bench = waiting_for_stage_0("c0", "d0")
     assert told(bench.tick(2.0), "c0", "d0") == ["c0"]
     bench.fill()
@@ -213,10 +213,10 @@ def test_a_newcomer_that_never_manages_lets_the_others_go_first_the_next_time() 
 def test_holders_that_cannot_save_are_asked_again_later() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     for holder in ("a0", "b0"):
         failed = SnapshotFailed(version=Version(1), stage=StageIndex(0), reason="disk full")
-        assert not bench.sent(holder, SaveSnapshot, bench.say(holder, failed))
+        assert not bench.sent(holder, SaveSnapshot, bench.send(holder, failed))
     assert bench.sent("a0", SaveSnapshot, bench.tick(16.0))
 
 
@@ -228,29 +228,29 @@ def test_the_majority_s_file_is_the_one_to_fetch_and_only_its_holders_are_named(
     bench.ready("c0")
     bench.attach("d0", wanted_stage=0)
     bench.run.snapshots.clear()
-    bench.say("d0", StageRequest(stage=StageIndex(0)))
+    bench.send("d0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("c0")
     odd = SnapshotReady(version=1, stage=0, item="item-0", bytes=5, sha256="b" * 64)
-    bench.say("b0", odd)
+    bench.send("b0", odd)
     [assigned] = bench.sent("d0", AssignStage)
     assert assigned.sha256 == SHA
     assert [h.peer for h in assigned.holders] == ["a0", "c0"]
 
 
-def test_a_newcomer_gets_its_stage_from_the_checkpoint_if_that_is_the_run_s_version() -> None:
+def test_a_joining_peer_gets_its_stage_from_a_checkpoint_of_the_run_s_version() -> None:
     bench = Bench.restarted(3, checkpoint=3)
     bench.attach("a", wanted_stage=1)
-    bench.say("a", StageRequest(stage=StageIndex(1)))
+    bench.send("a", StageRequest(stage=StageIndex(1)))
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.item, assigned.version) == ("checkpoint/3/1", 3)
     assert [h.peer for h in assigned.holders] == ["coordinator"]
 
 
-def test_the_close_waits_for_a_download_but_not_for_ever() -> None:
+def test_the_close_waits_for_a_download_for_a_bounded_time() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     bench.fill()
     assert bench.run.phase is RunPhase.COLLECT
     bench.tick(5.5)
@@ -261,7 +261,7 @@ def test_the_close_waits_for_a_download_but_not_for_ever() -> None:
 def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_version() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("b0")
     bench.fill()
@@ -270,16 +270,16 @@ def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_ve
     for peer in bench.closing():
         bench.apply(peer)
     assert bench.run.version == 2
-    # At once: it has most of the step's time for it then.
+    # At once, so that most of the step's time is left for it.
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
-    bench.say("c0", Ready(stage=0, version=1, digest="d"))
+    bench.send("c0", Ready(stage=0, version=1, digest="d"))
     assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
 
 
 def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
-    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("b0")
     bench.fill()
@@ -292,13 +292,13 @@ def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
 def test_a_source_that_failed_is_not_named_again_at_once() -> None:
     bench = Bench.restarted(3, checkpoint=3)
     bench.attach("a", wanted_stage=1)
-    bench.say("a", StageRequest(stage=StageIndex(1)))
+    bench.send("a", StageRequest(stage=StageIndex(1)))
     failed = SyncFailed(stage=StageIndex(1), version=Version(3), reason="hash")
-    assert not bench.sent("a", AssignStage, bench.say("a", failed))
+    assert not bench.sent("a", AssignStage, bench.send("a", failed))
     assert len(bench.sent("a", AssignStage, bench.tick(2.0))) == 1
 
 
-# ---- dying and coming back
+# ---- loss and return
 
 
 def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> None:
@@ -317,7 +317,7 @@ def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> Non
     ]
 
 
-def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_noticed_in_time(
+def test_a_large_run_assigns_the_longest_heartbeat_interval_that_detects_a_death_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = training()
@@ -332,7 +332,7 @@ def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_no
     assert 2 * welcome.heartbeat_seconds < limits.dead_after_seconds
 
 
-def test_words_of_an_older_session_are_not_listened_to() -> None:
+def test_messages_of_an_older_session_are_ignored() -> None:
     bench = training()
     bench.attach("b0", stage=0, version=1)
     bench.now += 100.0
@@ -344,33 +344,33 @@ def test_words_of_an_older_session_are_not_listened_to() -> None:
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
 
 
-def test_a_rate_holds_until_another_one_is_told_and_not_beyond_its_session() -> None:
+def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session() -> None:
     bench = training()
     told = bench.run.peers[PeerId("b0")]
-    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
-    bench.say("b0", Heartbeat(queued=2))
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.send("b0", Heartbeat(queued=2))
     assert (told.microbatches_per_second, told.queued) == (3.0, 2)
     for _ in range(40):
-        bench.say("b0", Heartbeat())
+        bench.send("b0", Heartbeat())
     work = bench.run.rebalancing.stages[0].work_flops
     assert told.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
     bench.attach("b0", stage=0, version=1)
-    bench.say("b0", Heartbeat())
+    bench.send("b0", Heartbeat())
     assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
 
 
 def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
     bench = training()
-    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
     before, row = bench.run.roster()[0], bench.run.stage_rows()[0]
-    bench.say("b0", Heartbeat(microbatches_per_second=9.0))
+    bench.send("b0", Heartbeat(microbatches_per_second=9.0))
     after = {record.peer: record.microbatches_per_second for record in bench.run.roster()[0]}
     assert after["b0"] == 9.0
     assert bench.run.roster()[0] != before
     assert bench.run.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
 
 
-def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> None:
+def test_a_member_is_admitted_by_the_p2pd_id_that_it_reports_while_it_is_attached() -> None:
     bench = training()
     peers = bench.run.peers
     assert peers.admits(PeerId("p2pd-b0"))
@@ -379,7 +379,7 @@ def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> 
 
     def moves_to(peer: str, carrier: str | None) -> None:
         address = CarrierAddress(peer=carrier, addresses=(), binding="b") if carrier else None
-        bench.say(
+        bench.send(
             peer,
             AddressUpdate(
                 addresses=(), carrier=address, reachability=Reachability.UNKNOWN,
@@ -396,7 +396,7 @@ def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> 
     assert not peers.admits(PeerId("another"))
 
 
-def test_whoever_attaches_again_is_not_told_to_enter_the_directory_through_itself() -> None:
+def test_a_peer_that_attaches_again_is_not_its_own_dht_entry_point() -> None:
     bench = training()
     bench.lose("b0")
     bench.attach("b0", stage=0, version=1)
@@ -429,7 +429,7 @@ def test_receipts_of_others_in_a_hello_do_not_count() -> None:
     assert not bench.step().table
 
 
-def test_receipts_told_while_the_run_waits_after_a_restart_count_when_the_step_begins() -> None:
+def test_receipts_reported_while_the_run_waits_after_a_restart_count_when_the_step_begins() -> None:
     bench = Bench.restarted(3)
     receipts = tuple(bench.receipt("a0", m, stage=0) for m in (0, 1))
     bench.attach("a0", receipts, stage=0, version=3)
@@ -441,7 +441,7 @@ def test_receipts_told_while_the_run_waits_after_a_restart_count_when_the_step_b
     assert masks == {0: (1,), 1: (1,)}
 
 
-def test_a_peer_that_missed_the_word_to_apply_hears_it_when_it_is_back() -> None:
+def test_a_peer_that_missed_the_apply_receives_it_when_it_returns() -> None:
     bench = Bench.restarted(3, attempt=7)
     commands = bench.attach("a0", stage=0, version=2, averaged_attempt=7)
     assert kinds(commands, "a0") == ["welcome", "apply"]
@@ -450,14 +450,14 @@ def test_a_peer_that_missed_the_word_to_apply_hears_it_when_it_is_back() -> None
     assert (apply.step, apply.attempt, apply.global_norm, apply.learning_rate) == (3, 7, 3.0, 0.1)
     bench.attach("a1", stage=1, version=3)
     assert bench.run.phase is RunPhase.WAITING
-    bench.say("a0", Applied(step=Step(3), digest="d", norm=1.0))
+    bench.send("a0", Applied(step=Step(3), digest="d", norm=1.0))
     assert bench.run.phase is RunPhase.COLLECT
 
 
 @pytest.mark.parametrize(
     "hello", [{"averaged_attempt": 6}, {}, {"averaged_attempt": 7, "stage": 9}]
 )
-def test_a_peer_that_did_not_average_the_applied_attempt_is_a_newcomer(
+def test_a_peer_that_did_not_average_the_applied_attempt_joins_anew(
     hello: dict[str, int],
 ) -> None:
     bench = Bench.restarted(3, attempt=7)
@@ -466,7 +466,7 @@ def test_a_peer_that_did_not_average_the_applied_attempt_is_a_newcomer(
     assert not bench.sent("a0", Apply)
 
 
-def test_a_peer_ahead_of_the_run_is_a_newcomer() -> None:
+def test_a_peer_ahead_of_the_run_joins_anew() -> None:
     bench = Bench.restarted(3)
     bench.attach("a0", stage=0, version=4)
     assert not bench.sent("a0", Welcome)[0].keep

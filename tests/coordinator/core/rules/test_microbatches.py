@@ -53,7 +53,7 @@ def test_a_peer_that_is_no_trainer_gets_no_lease() -> None:
     assert {peer for peer, *_ in leased(bench)} == {"a1"}
 
 
-def test_without_a_trainer_the_run_waits_and_says_so() -> None:
+def test_without_a_trainer_the_run_waits_and_reports_it() -> None:
     bench = Bench()
     bench.join("a0", 0, trainer=False)
     bench.join("a1", 1, trainer=False)
@@ -86,7 +86,7 @@ def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:
 )
 def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) -> None:
     bench = collecting()
-    # Past the check at the edge, which refuses some of these already.
+    # Past the parser's check, which refuses some of these already.
     bad = bench.receipt("a1", 0).model_copy(update=changes)
     bench.resolve("a0", 0, lease=0, receipts=(bad,))
     assert not bench.step().table
@@ -170,7 +170,7 @@ def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() 
     assert [microbatch for *_, microbatch, _ in expired] == [m for _, m in driven["b1"]]
 
 
-def test_a_trainer_that_says_it_delivered_and_did_not_loses_its_leases() -> None:
+def test_a_trainer_that_falsely_reports_delivery_loses_its_leases() -> None:
     bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
     bench.join_all("a0", "b0", "a1", "b1")
     (trainer, lease, first, _), (*_, second, _) = [x for x in leased(bench) if x[0] == "a0"]
@@ -208,7 +208,7 @@ def test_lease_numbers_of_another_generation_are_never_used_again() -> None:
     )
 
 
-def test_nothing_is_leased_while_a_stage_has_nobody() -> None:
+def test_nothing_is_leased_while_a_stage_has_no_peer() -> None:
     bench = collecting()
     bench.resolve_all()
     bench.lose("a1")
@@ -232,7 +232,7 @@ def test_a_leaving_trainer_gets_no_new_lease() -> None:
     bench = Bench(starting=2, limits={"lease_seconds": 20.0})
     bench.join_all("a0", "b0", "a1", "b1")
     bench.report("a0", 0)
-    bench.say("a0", Leaving())
+    bench.send("a0", Leaving())
     commands = bench.tick(25.0)
     assert leased(bench, commands)
     assert "a0" not in {peer for peer, *_ in leased(bench, commands)}
@@ -242,7 +242,7 @@ def test_a_leaving_trainer_gets_no_new_lease() -> None:
 
 
 def ask(bench: Bench, peer: str, microbatch: int, step: int = 1) -> list[Command]:
-    return bench.say(
+    return bench.send(
         peer,
         MaskRequest(request=5, step=Step(step), microbatch=MicrobatchIndex(microbatch)),
     )
@@ -257,7 +257,7 @@ def test_a_mask_waits_out_one_reporting_interval_and_knows_what_came_in_meanwhil
     assert (mask.request, mask.step, mask.microbatch, mask.accumulate) == (5, 1, 1, (0,))
 
 
-def test_a_mask_for_a_step_that_is_over_lets_nobody_count() -> None:
+def test_a_mask_for_a_step_that_is_over_is_empty() -> None:
     bench = collecting()
     ask(bench, "a0", 1)
     bench.one_step()

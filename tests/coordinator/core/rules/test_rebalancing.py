@@ -1,13 +1,15 @@
-"""What the coordinator says and does about a move, word for word."""
+"""The coordinator's decisions on moves, their texts, and their execution."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
 from swarm_coordinator.core.rules.rebalancing import LOSS_REACTION_SECONDS, rebalancing_of
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
@@ -32,8 +34,8 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
     for stage, peers in enumerate(("abc", at_stage_1)):
         for peer in peers:
             bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
-            bench.say(peer, StageRequest(stage=StageIndex(stage)))
-            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would go elsewhere, too
+            bench.send(peer, StageRequest(stage=StageIndex(stage)))
+            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would be moved, too
     for peer in ("a", "b", "c", *at_stage_1):
         bench.ready(peer)
     bench.one_step()
@@ -42,31 +44,29 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
 
 
 def decided(bench: Bench) -> str:
-    """The peer that is on its way, after a period."""
+    """The moving peer, after one period."""
     bench.tick(PERIOD + 1.0)
     (mover,) = bench.run.peers.movers
     return mover
 
 
-def told(bench: Bench) -> dict[str, object]:
-    document = status_of(bench.run, bench.now)["rebalancing"]
-    assert isinstance(document, dict)
-    return document
+def told(bench: Bench) -> dict[str, Any]:
+    return document_of(bench.run, bench.now).rebalancing.model_dump()
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:
-    """The mover is told where the next stage's state is; who holds it has saved it."""
+    """Send the moving peer its source for the next stage, whose holder has saved the state."""
     (asked,) = bench.sent("d", SaveSnapshot, bench.log)
     assert asked.stage == 1
     ready = SnapshotReady(version=asked.version, stage=asked.stage, item="x", bytes=10, sha256=SHA)
-    (assigned,) = bench.sent(mover, AssignStage, bench.say("d", ready))
+    (assigned,) = bench.sent(mover, AssignStage, bench.send("d", ready))
     return assigned
 
 
-def test_a_decision_says_why_this_peer_what_it_gains_and_what_it_costs() -> None:
+def test_a_decision_names_its_peer_its_gain_and_its_cost() -> None:
     bench = lopsided()
     mover = decided(bench)
-    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    (decision,) = told(bench)["decisions"]
     text = decision["text"]
     assert decision["peer"] == mover
     assert f"{mover} (…{mover}) moves from stage 0 to stage 1, which makes 1 microbatches/s" in text
@@ -83,7 +83,7 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assigned = fetch_beside(bench, mover)
     assert (assigned.prepare, assigned.stage, assigned.version) == (True, 1, 1)
     assert bench.run.peers[PeerId(mover)].stage == 0
-    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
     assert mover in {record.peer for record in bench.run.roster()[0]}
 
     bench.fill()
@@ -102,11 +102,22 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert told(bench)["made"] == 1
 
 
+def test_a_joining_peer_takes_a_lost_stage_that_another_peer_is_moving_to() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    bench.lose(next(peer for peer in "abc" if peer != mover))
+    bench.lose("d")
+    assert bench.run.peers[PeerId(mover)].moving is not None
+    bench.attach("new")
+    bench.send("new", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("new")].stage == 1
+
+
 def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
     bench = lopsided()
     mover = decided(bench)
     fetch_beside(bench, mover)
-    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
     bench.fill()
     assert bench.close_of(mover).moving
     bench.failed(mover)
@@ -121,7 +132,7 @@ def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
 def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -> None:
     bench = lopsided(memory_bytes=150)
     mover = decided(bench)
-    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    (decision,) = told(bench)["decisions"]
     assert "cannot go on with its old stage meanwhile" in decision["text"]
     assert not bench.sent(mover, AssignStage, bench.log[-50:])
     bench.one_step()
@@ -143,27 +154,27 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers
 
 
-def test_a_run_in_balance_says_why_nobody_moves() -> None:
+def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
     bench = lopsided()
     for peer, rate in zip("abcd", (1.0, 1.0, 1.0, 3.0), strict=True):
         for _ in range(40):
-            bench.say(peer, Heartbeat(microbatches_per_second=rate, queued=0))
+            bench.send(peer, Heartbeat(microbatches_per_second=rate, queued=0))
     bench.run.rebalancing.due_at = bench.now
     bench.event(Tick())
     assert not bench.run.peers.movers
-    assert "is the thinnest" in str(told(bench)["reason"])
+    assert "is the slowest" in str(told(bench)["reason"])
 
 
-def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:
+def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
     bench = lopsided()
     sent = bench.run.rebalancing.stages[0].sent_bytes
     assert sent > 0
     bench.tick(1.0)
     beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
-    bench.say("a", beat)
+    bench.send("a", beat)
     assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
     assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
-    bench.say("a", Heartbeat())
+    bench.send("a", Heartbeat())
     assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25, "nothing new was said"
-    bench.say("a", Heartbeat(up_bytes_per_second=0.0))
+    bench.send("a", Heartbeat(up_bytes_per_second=0.0))
     assert bench.run.stage_rows()[0].microbatches_per_second == 3.0

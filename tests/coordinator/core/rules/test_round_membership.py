@@ -1,4 +1,4 @@
-"""Stages close apart: who goes when the others have averaged costs nothing, and else one round."""
+"""Loss of a member during a close: free once the other members have averaged, else one round."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shares(bench: Bench) -> dict[tuple[str, int], int]:
 
 
 def stage_0_alone_again(bench: Bench) -> None:
-    """A death has ended the round of stage 0; its share is counted anew, and it closes again."""
+    """A death has ended the round of stage 0; its share is counted again, and it closes again."""
     averaged(bench, "a1", "b1")
     bench.averaged("b0")
     bench.lose("b0")
@@ -61,7 +61,7 @@ def stage_0_alone_again(bench: Bench) -> None:
     assert bench.run.phase is RunPhase.CLOSING
 
 
-# ---- deaths
+# ---- lost members
 
 
 def test_a_death_when_the_others_have_averaged_costs_nothing_and_its_work_counts() -> None:
@@ -161,7 +161,7 @@ def test_one_that_has_averaged_and_then_holds_another_stage_counts_in_both() -> 
     assert shares(bench) == {("a0", 0): 1, ("b0", 0): 1, ("b0", 1): 2}
 
 
-# ---- those that come back, and those that come
+# ---- returning and joining peers
 
 
 def test_one_that_comes_back_with_its_average_applies_it_with_the_others() -> None:
@@ -196,7 +196,7 @@ def test_one_that_comes_back_without_its_average_is_synced_after_the_step(
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
-def test_a_newcomer_to_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
+def test_a_peer_that_joins_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
     bench = closing(limits={"join_hold_seconds": 60.0})
     stage_0_alone_again(bench)
     bench.failed("a0")
@@ -222,7 +222,7 @@ def test_a_coordinator_that_comes_back_while_a_step_is_applied_knows_each_stage_
     assert not bench.sent("b1", Welcome, commands)[0].keep
 
 
-# ---- what fails
+# ---- failures
 
 
 def test_a_failed_member_ends_its_own_round_and_the_others_keep_what_they_have() -> None:
@@ -251,8 +251,8 @@ def test_a_norm_of_the_whole_that_is_not_finite_ends_all_rounds() -> None:
         report = RoundReport(
             step=bench.step().step, attempt=bench.step().attempt, ok=True, own_squared=1.0
         )
-        # Past the check at the edge, which refuses it already.
-        commands = bench.say(peer, report.model_copy(update={"own_squared": 1.7e308}))
+        # Past the parser's check, which refuses it already.
+        commands = bench.send(peer, report.model_copy(update={"own_squared": 1.7e308}))
     assert told(bench, AbortRound, commands) == set(ALL)
     assert bench.step().closing is None
 
@@ -267,7 +267,7 @@ def test_a_round_that_takes_too_long_ends_alone() -> None:
 
 def test_a_late_failure_of_one_whose_part_is_averaged_takes_nothing_back() -> None:
     bench = closing(limits={"lease_seconds": 20.0})
-    averaged(bench, "a0", "a1")  # b0 and b1 are silent; b1 goes on being waited for
+    averaged(bench, "a0", "a1")  # b0 and b1 are silent; b1 is still awaited
     bench.tick(21.0)
     assert bench.step().excluded == {"b0", "b1"}
     assert bench.run.phase is RunPhase.APPLYING
@@ -284,7 +284,7 @@ def test_what_is_not_finite_at_one_that_has_averaged_changes_nothing() -> None:
     stage_0_alone_again(bench)
     bench.failed("a0", missing=(0,))
     assert bench.run.phase is RunPhase.COLLECT
-    bench.say("a1", NotFinite(step=bench.step().step, microbatch=0))
+    bench.send("a1", NotFinite(step=bench.step().step, microbatch=0))
     assert bench.run.peers[PeerId("a1")].phase is PeerPhase.READY
     assert {cell for cell in bench.step().table if cell[1] == 1} == {(0, 1), (1, 1)}
 
@@ -293,7 +293,7 @@ def test_a_leaver_that_has_averaged_applies_the_step_before_it_goes() -> None:
     bench = closing()
     stage_0_alone_again(bench)
     bench.failed("a0")
-    bench.say("b1", Leaving())
+    bench.send("b1", Leaving())
     bench.tick(2.0)
     assert PeerId("b1") in bench.run.peers
     bench.averaged("a0")
@@ -327,14 +327,14 @@ def test_the_tied_ends_wait_for_each_other_before_a_death_costs_nothing() -> Non
 
 
 def moving(bench: Bench, peer: str, stage: int) -> None:
-    """It has its next stage's state."""
+    """Give a peer its next stage's state."""
     way = StageMove(StageIndex(stage), False, bench.now)
     way.version, way.source_assigned, way.ready = bench.run.version, True, True
     bench.run.peers[PeerId(peer)].moving = way
 
 
 def switching() -> Bench:
-    """c0 goes over to stage 1 in this close, and stage 2 has nothing to do with it."""
+    """c0 switches to stage 1 in this close; stage 2 is not involved."""
     bench = Bench(stages=3)
     bench.join_all("a0", "b0", "c0", "a1", "b1", "a2", "b2")
     moving(bench, "c0", 1)
@@ -344,7 +344,7 @@ def switching() -> Bench:
     return bench
 
 
-def test_stages_between_which_somebody_switches_fail_together() -> None:
+def test_stages_between_which_a_peer_switches_fail_together() -> None:
     bench = switching()
     commands = bench.failed("a1")
     assert told(bench, AbortRound, commands) == {"a0", "b0", "c0", "a1", "b1"}
@@ -359,7 +359,7 @@ def test_a_switching_member_that_dies_when_all_others_have_averaged_costs_nothin
     assert bench.closing() == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
+def test_a_stage_is_not_left_to_members_that_switch_away_from_it() -> None:
     bench = switching()
     averaged(bench, "a0", "b0", "c0", "a1", "b1")
     bench.lose("a0")
@@ -368,8 +368,8 @@ def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
     assert told(bench, AbortRound, commands) == {"c0", "a1", "b1"}
 
 
-def test_a_stage_whose_own_members_are_gone_is_not_applied_by_those_who_come_to_it() -> None:
-    """Who switches says nothing of the norm of the stage that it comes to."""
+def test_a_stage_without_its_own_members_is_not_applied_by_members_that_switch_to_it() -> None:
+    """A switching member does not report the norm of its destination."""
     bench = switching()
     averaged(bench, "a0", "b0", "c0", "a2", "b2", "a1")
     bench.lose("b1")

@@ -1,4 +1,4 @@
-"""Checkpoints, leaving, stopping, finishing: nothing is lost, and nobody is kept for long."""
+"""Checkpoints, stopping and finishing: nothing is lost, and no peer is kept for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from swarm_coordinator.core.events import (
     CheckpointFailed,
     CheckpointRecord,
     CloseSession,
-    Command,
     EvaluationRecord,
     FetchSnapshot,
     Persist,
@@ -23,14 +22,14 @@ from swarm_coordinator.core.events import (
     ShutDown,
     StopRequested,
 )
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
+from swarm_coordinator.status.status_file import encode_document
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
-    SaveSnapshot,
     SnapshotFailed,
     StageRequest,
 )
@@ -38,24 +37,12 @@ from swarm_shared.protocol import (
 ALL = ("a0", "b0", "a1", "b1")
 
 
-def trained(done: int, /, names: tuple[str, ...] = ALL, **options: Any) -> Bench:
-    bench = Bench(**options)
-    bench.join_all(*names)
-    for _ in range(done):
-        bench.one_step()
-    return bench
-
-
-def savers(bench: Bench, commands: list[Command] | None = None) -> list[str]:
-    return [p for p in sorted(bench.run.peers) if bench.sent(p, SaveSnapshot, commands)]
-
-
 # ---- checkpoints
 
 
 def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes_on() -> None:
-    bench = trained(2, checkpoint_steps=2)
-    assert savers(bench) == ["a0", "a1"]
+    bench = Bench.trained(2, checkpoint_steps=2)
+    assert bench.savers() == ["a0", "a1"]
     assert bench.run.phase is RunPhase.COLLECT
     bench.save("a0")
     [fetch] = bench.commands(FetchSnapshot)
@@ -68,50 +55,50 @@ def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes
     assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
 
 
-def test_a_checkpoint_under_way_is_not_given_up_because_the_next_one_is_due() -> None:
-    bench = trained(2, checkpoint_steps=2)
+def test_a_pending_checkpoint_is_not_given_up_because_the_next_one_is_due() -> None:
+    bench = Bench.trained(2, checkpoint_steps=2)
     bench.save("a0")
     bench.save("a1")
     bench.one_step()
-    assert not savers(bench, bench.one_step())
+    assert not bench.savers(bench.one_step())
     bench.stored(2)
     assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
 
 
 @pytest.mark.parametrize("word", ["the shell's", "the holder's"])
 def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
-    bench = trained(2, checkpoint_steps=2)
+    bench = Bench.trained(2, checkpoint_steps=2)
     if word == "the shell's":
         bench.event(CheckpointFailed(Version(2), "the disk is full"))
     else:
         reason = "the disk is full"
-        bench.say("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
+        bench.send("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
     assert bench.run.pending_checkpoint is None
-    assert not savers(bench, bench.tick(10.0))
+    assert not bench.savers(bench.tick(10.0))
     bench.one_step()
-    assert savers(bench, bench.one_step()), "the next one is tried as usual"
+    assert bench.savers(bench.one_step()), "the next one is tried as usual"
 
 
 def test_a_holder_that_dies_before_it_answers_is_replaced() -> None:
-    bench = trained(2, checkpoint_steps=2)
-    assert savers(bench, bench.lose("a0")) == ["b0"]
+    bench = Bench.trained(2, checkpoint_steps=2)
+    assert bench.savers(bench.lose("a0")) == ["b0"]
     bench.save("b0")
     assert [c.holder.peer for c in bench.commands(FetchSnapshot)] == ["b0"]
 
 
-def test_a_holder_that_lost_its_link_before_it_was_told_is_asked_again() -> None:
-    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
-    assert savers(bench, bench.attach("a0", stage=0, version=2)) == ["a0"]
+def test_a_holder_that_lost_its_link_before_the_request_is_asked_again() -> None:
+    bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    assert bench.savers(bench.attach("a0", stage=0, version=2)) == ["a0"]
 
 
 def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None:
-    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
     bench.lose("a0")
     assert bench.run.pending_checkpoint is None
 
 
-def test_a_checkpoint_of_a_history_that_was_given_up_is_never_recorded() -> None:
-    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
+def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
+    bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
     bench.save("a0")
     bench.save("a1")
     bench.lose("a1")
@@ -124,7 +111,7 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_never_recorded() -> None
 
 
 def test_files_that_are_not_the_ones_asked_for_are_no_checkpoint() -> None:
-    bench = trained(2, checkpoint_steps=2)
+    bench = Bench.trained(2, checkpoint_steps=2)
     bench.save("a0")
     bench.save("a1")
     bench.stored(2, sha="b" * 64)
@@ -135,7 +122,7 @@ def test_files_that_are_not_the_ones_asked_for_are_no_checkpoint() -> None:
 
 
 def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
-    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=2)
+    bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=2)
     assert bench.run.phase is RunPhase.EVALUATING
     leases = [lease for p in ("a0", "a1") for lease in bench.sent(p, Lease)]
     assert {lease.mode for lease in leases} == {"evaluate"}
@@ -158,7 +145,7 @@ def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
 
 
 def test_an_evaluation_that_failed_is_leased_again() -> None:
-    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=1)
+    bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
     state = bench.step().leases[MicrobatchIndex(0)]
     bench.resolve(state.trainer, 0, state.lease, ok=False, reason="gone")
     bench.tick(1.5)
@@ -166,10 +153,10 @@ def test_an_evaluation_that_failed_is_leased_again() -> None:
 
 
 def test_the_last_checkpoint_is_tried_again_with_another_holder() -> None:
-    bench = trained(1, steps=1)
-    assert savers(bench) == ["a0", "a1"]
+    bench = Bench.trained(1, steps=1)
+    assert bench.savers() == ["a0", "a1"]
     bench.event(CheckpointFailed(Version(1), "the disk is full"))
-    assert savers(bench, bench.tick(6.0)) == ["b0", "b1"]
+    assert bench.savers(bench.tick(6.0)) == ["b0", "b1"]
     bench.save("b0")
     bench.save("b1")
     bench.stored(1)
@@ -177,7 +164,7 @@ def test_the_last_checkpoint_is_tried_again_with_another_holder() -> None:
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_stored_ends_and_is_not_called_finished() -> None:
-    bench = trained(1, names=("a0", "a1"), steps=1)
+    bench = Bench.trained(1, names=("a0", "a1"), steps=1)
     for _ in range(100):
         if bench.run.phase is RunPhase.FINISHED:
             break
@@ -189,11 +176,11 @@ def test_a_run_whose_last_checkpoint_cannot_be_stored_ends_and_is_not_called_fin
 
 
 def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> None:
-    bench = trained(2, names=("a0", "a1"), steps=2, evaluation=1)
+    bench = Bench.trained(2, names=("a0", "a1"), steps=2, evaluation=1)
     assert bench.run.phase is RunPhase.EVALUATING
     bench.lose("a1")
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     commands = bench.tick(11.0)
     assert [r.version for r in bench.records(RolledBack, commands)] == [0]
     assert bench.sent("c1", AssignStage, commands)
@@ -203,7 +190,7 @@ def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> N
 
 
 def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() -> None:
-    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=1)
+    bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
     state = bench.step().leases[MicrobatchIndex(0)]
     bench.resolve(state.trainer, 0, state.lease, evaluation_loss_sum=6.0, evaluation_tokens=4)
     assert bench.run.heldout_loss == 1.5
@@ -216,7 +203,7 @@ def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() ->
     assert bench.run.phase is RunPhase.EVALUATING
 
 
-def test_a_run_that_is_finished_already_says_so_and_stops() -> None:
+def test_a_run_that_is_finished_already_stops_at_once() -> None:
     last = Bench.applied_step(1, 7)
     restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), True, 2.0)
     bench = Bench(restored, steps=1, evaluation=1)
@@ -238,10 +225,10 @@ def test_a_run_whose_steps_were_raised_goes_on_and_is_evaluated_at_its_new_end()
 
 
 def test_a_stop_in_mid_step_writes_a_checkpoint_of_the_version_and_says_goodbye() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.report("a0", 0)
     commands = bench.event(StopRequested())
-    assert savers(bench, commands) == ["a0", "a1"]
+    assert bench.savers(commands) == ["a0", "a1"]
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 1)]
     assert all(not m.finished for p in ALL for m in bench.sent(p, Goodbye, commands))
@@ -250,7 +237,7 @@ def test_a_stop_in_mid_step_writes_a_checkpoint_of_the_version_and_says_goodbye(
 
 
 def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.fill()
     bench.event(StopRequested())
     assert bench.run.phase is RunPhase.CLOSING
@@ -263,43 +250,45 @@ def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
     assert isinstance(commands[-1], ShutDown)
 
 
-def test_a_stop_with_nobody_there_ends_at_once() -> None:
+def test_a_stop_without_peers_ends_at_once() -> None:
     bench = Bench.restarted(3)
     assert isinstance(bench.event(StopRequested())[-1], ShutDown)
 
 
-def test_a_stop_does_not_wait_for_ever() -> None:
-    bench = trained(1)
+def test_a_stop_waits_for_a_bounded_time() -> None:
+    bench = Bench.trained(1)
     bench.event(StopRequested())
     assert not bench.commands(ShutDown, bench.tick(29.0))
     assert bench.commands(ShutDown, bench.tick(2.0))
 
 
 def test_a_second_stop_changes_nothing() -> None:
-    bench = trained(1)
+    bench = Bench.trained(1)
     bench.event(StopRequested())
     bench.now += 20.0
     bench.event(StopRequested())
     assert bench.commands(ShutDown, bench.tick(11.0))
 
 
-# ---- what people see
+# ---- the status
 
 
-def test_the_status_is_plain_json_in_every_phase() -> None:
+def test_the_status_document_is_complete_in_every_phase() -> None:
     bench = Bench(steps=1)
     phases = set()
 
     def look() -> dict[str, Any]:
-        status = status_of(bench.run, bench.now)
-        phases.add(status["phase"])
-        return dict(json.loads(json.dumps(status)))
+        status = document_of(bench.run, bench.now)
+        phases.add(status.phase)
+        assert json.loads(encode_document(status)) == status.model_dump(mode="json")
+        return status.model_dump(mode="json")
 
     assert look()["waiting_for"] == ""
     bench.join_all(*ALL)
     bench.report("a0", 0)
     status = look()
-    assert (status["cells_done"], status["cells_total"], status["healthy"]) == (1, 4, True)
+    assert (status["cells_done"], status["cells_total"]) == (1, 4)
+    assert status["health"]["state"] == "healthy"
     assert status["stages"] == [
         {"stage": stage, "peers": 2, "microbatches_per_second": 0.0} for stage in (0, 1)
     ]

@@ -1,4 +1,4 @@
-"""Stragglers at the end of a step: sent again elsewhere, the first receipt counts."""
+"""Stragglers at the end of a step: leased a second time, the first receipt counts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_second_lease_takes_the_place_of_a_first_one_that_failed() -> None:
     bench.resolve(first.trainer, 3, first.lease, ok=False, reason="nobody answers")
     assert bench.step().leases[3] == second
     assert not bench.step().speculative_leases
-    assert granted(bench, bench.tick(6.0))[first.trainer] == [3]  # it lags again, elsewhere
+    assert granted(bench, bench.tick(6.0))[first.trainer] == [3]  # it lags again, at another peer
 
 
 def test_a_second_lease_takes_the_place_of_that_of_a_trainer_that_died() -> None:
@@ -110,7 +110,7 @@ def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None
 
 
 def longest_step(options: Options, seed: int, faults: tuple[Fault, ...]) -> tuple[float, int]:
-    """Virtual seconds of the slowest step, and how many microbatches were hedged."""
+    """Virtual seconds of the slowest step, and the number of hedged microbatches."""
     world = World(options, seed, faults)
     world.run(2000.0)
     check_end(world)
@@ -121,7 +121,7 @@ def longest_step(options: Options, seed: int, faults: tuple[Fault, ...]) -> tupl
 @pytest.mark.parametrize("kind", ["slow", "stall", "stick"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_peer_that_is_slow_or_stuck_never_holds_a_step_hostage(kind: str, seed: int) -> None:
-    """A slow one takes a hundred times as long for good, a stalled one drives nothing for good."""
+    """A slow peer takes a hundred times as long for good; a stalled one drives nothing for good."""
     options = Options(stages=2, peers=6, steps=6, microbatches=6, busy=0.0, uncommit_fails=0.0)
     calm, _ = longest_step(options, seed, ())
     seconds, _ = longest_step(options, seed, (Fault(2.5, kind, seed, 500.0),))

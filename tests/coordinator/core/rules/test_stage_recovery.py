@@ -1,4 +1,4 @@
-"""A stage that has lost everybody: who takes it over, and from which version the run goes on."""
+"""A stage that has lost every holder: its new holder, and the version to continue from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.rules.step_close import MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     Applied,
@@ -29,7 +29,7 @@ from swarm_shared.protocol import (
 
 
 def lost_stage() -> Bench:
-    """Version 3, checkpoint at 2, and nobody left at stage 1."""
+    """Version 3, checkpoint at 2, and no peer left at stage 1."""
     bench = Bench(checkpoint_steps=2, steps=9)
     bench.join_all("a0", "b0", "a1")
     bench.one_step()
@@ -45,7 +45,7 @@ def lost_stage() -> Bench:
 def test_a_lost_stage_is_waited_for_before_the_run_goes_back_to_its_checkpoint() -> None:
     bench = lost_stage()
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(9.0)
     assert not bench.records(RolledBack)
     commands = bench.tick(2.0)
@@ -60,7 +60,7 @@ def test_a_lost_stage_is_waited_for_before_the_run_goes_back_to_its_checkpoint()
     assert bench.step().step == 3
 
 
-def test_the_roll_back_is_durable_before_anybody_hears_of_it() -> None:
+def test_the_roll_back_is_durable_before_any_peer_receives_it() -> None:
     bench = lost_stage()
     bench.join("c1", 1)
     commands = bench.tick(11.0)
@@ -78,7 +78,7 @@ def test_after_a_restart_peers_have_longer_to_come_back() -> None:
     bench = Bench.restarted(3, checkpoint=2)
     bench.attach("a0", stage=0, version=3)
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(19.0)
     assert not bench.records(RolledBack)
     bench.tick(2.0)
@@ -89,7 +89,7 @@ def test_a_mask_that_was_asked_before_a_roll_back_is_answered_after_it() -> None
     bench = lost_stage()
     bench.join("c1", 1)
     bench.tick(9.8)
-    bench.say("a0", MaskRequest(request=5, step=Step(4), microbatch=MicrobatchIndex(0)))
+    bench.send("a0", MaskRequest(request=5, step=Step(4), microbatch=MicrobatchIndex(0)))
     assert bench.records(RolledBack, bench.tick(0.3))
     [mask] = bench.sent("a0", Mask, bench.tick(0.5))
     assert (mask.request, mask.accumulate) == (5, ())
@@ -104,10 +104,10 @@ def test_a_peer_that_comes_back_in_time_saves_the_run_from_going_back() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_the_words_of_an_assignment_that_was_taken_back_are_ignored() -> None:
+def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
     bench = lost_stage()
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(11.0)
     assert bench.run.version == 2
     for stale in (
@@ -115,7 +115,7 @@ def test_the_words_of_an_assignment_that_was_taken_back_are_ignored() -> None:
         SyncFailed(stage=0, version=3, reason="?"),
         Applied(step=3, digest="d", norm=1.0),
     ):
-        assert not bench.sent("a0", AssignStage, bench.say("a0", stale))
+        assert not bench.sent("a0", AssignStage, bench.send("a0", stale))
     assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
 
 
@@ -153,7 +153,7 @@ def test_a_coordinator_that_finds_no_recent_checkpoint_makes_one_at_once(
         assert not bench.run.checkpoint_overdue
 
 
-def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
+def test_a_restart_keeps_track_of_the_abandoned_history() -> None:
     last = Bench.applied_step(3, attempt=7)
     bench = Bench(
         Restored(2, Version(3), last, None, False, None, True, frozenset({PeerId("a0")}))
@@ -164,11 +164,11 @@ def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
     assert bench.sent("a0", Welcome)[0].keep
 
 
-def test_a_stage_that_nobody_holds_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
+def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
     bench = Bench(checkpoint_steps=100)
     for name in ("x", "y", "z"):
         bench.attach(name)
-        bench.say(name, StageRequest(stage=StageIndex(0)))
+        bench.send(name, StageRequest(stage=StageIndex(0)))
         bench.ready(name)
     assert [len(bench.run.ready_peers(s)) for s in (0, 1)] == [2, 1]
     bench.one_step()
@@ -188,7 +188,7 @@ def stages_of(bench: Bench) -> dict[str, int | None]:
 
 def newcomer(bench: Bench, name: str, **hello: Any) -> None:
     bench.attach(name, **hello)
-    bench.say(name, StageRequest(stage=StageIndex(0)))
+    bench.send(name, StageRequest(stage=StageIndex(0)))
 
 
 def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages() -> None:
@@ -228,7 +228,7 @@ def test_a_peer_that_downloads_goes_to_an_empty_stage_before_the_last_holder_doe
     assert (bench.run.peers[PeerId("z")].phase is PeerPhase.READY) is stored
 
 
-def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None:
+def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
     bench = Bench(microbatches=1)
     newcomer(bench, "x")
     bench.ready("x")
@@ -248,7 +248,7 @@ def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None
     assert not bench.run.unheld()
 
 
-def test_who_chose_its_stage_or_has_paused_or_leaves_is_not_moved() -> None:
+def test_a_peer_that_chose_its_stage_or_pauses_or_leaves_is_not_moved() -> None:
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
     bench.one_step()
@@ -267,7 +267,7 @@ def test_who_chose_its_stage_or_has_paused_or_leaves_is_not_moved() -> None:
 
 
 def lost_and_back() -> Bench:
-    """Version 3 after a restart; stage 1 overdue, and its peer back with step 3 averaged."""
+    """Version 3 after a restart; stage 1 overdue, and its peer returned with step 3 averaged."""
     bench = Bench.restarted(3, checkpoint=2)
     bench.attach("a0", stage=0, version=3)
     bench.tick(30.0)
@@ -280,7 +280,7 @@ def test_a_peer_that_is_back_with_the_last_step_averaged_saves_the_run_from_goin
     bench = lost_and_back()
     bench.tick(5.0)
     assert not bench.records(RolledBack)
-    bench.say("a1", Applied(step=Step(3), digest="d", norm=1.0))
+    bench.send("a1", Applied(step=Step(3), digest="d", norm=1.0))
     bench.tick(1.0)
     assert bench.run.phase is RunPhase.COLLECT
     assert (bench.run.version, bench.records(RolledBack)) == (3, [])
@@ -302,14 +302,14 @@ def test_a_peer_that_never_applies_the_step_that_it_missed_is_synced_anew() -> N
 def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once() -> None:
     bench = lost_and_back()
     report = RoundReport(step=Step(3), attempt=7, ok=False, reset=True, reason="no memory")
-    commands = bench.say("a1", report)
+    commands = bench.send("a1", report)
     assert [r.version for r in bench.records(RolledBack, commands)] == [2]
     assert bench.sent("a1", AssignStage, commands)
-    assert "could not apply step 3" in bench.run.marks[PeerId("a1")].reason
+    assert "could not apply step 3" in bench.run.flags[PeerId("a1")].reason
 
 
-def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left() -> None:
-    """Its stage goes on without it meanwhile, and then has only it."""
+def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_recovery() -> None:
+    """Its stage goes on without it, and is then left with only this peer."""
     bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
     bench.attach("a0", stage=0, version=3)
     bench.attach("a1", stage=1, version=3)
@@ -321,7 +321,7 @@ def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left
     for peer in bench.closing():
         bench.apply(peer)
     bench.checkpoint()
-    assert (bench.run.version, bench.run.peers[PeerId("b1")].catching_up) == (4, 3)
+    assert (bench.run.version, bench.run.peers[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
     commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
     [assigned] = bench.sent("b1", AssignStage, commands)
@@ -330,20 +330,20 @@ def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left
     assert not bench.run.unheld()
 
 
-def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
+def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:
     bench = lost_stage()
     bench.tick(0.5)
-    assert "stage 1" in str(status_of(bench.run, bench.now)["waiting_for"])
+    assert "stage 1" in str(document_of(bench.run, bench.now).waiting_for)
     bench.attach("a1", stage=1, version=3)
     bench.tick(0.5)
-    assert status_of(bench.run, bench.now)["waiting_for"] == ""
+    assert document_of(bench.run, bench.now).waiting_for == ""
     notes = [note.text for note in bench.commands(Note, bench.log)]
-    assert "stage 1 has lost every peer: the run waits for somebody to hold it" in notes
+    assert "stage 1 has lost every peer: the run waits for a peer to hold it" in notes
     assert "stage 1 is held again" in notes
 
 
 def test_what_the_other_stages_have_counted_is_not_counted_again_for_a_lost_stage() -> None:
-    """At a version that is stored, a newcomer takes the stage and only its cells are open."""
+    """At a stored version, a joining peer takes the stage and only its cells are open."""
     bench = Bench(checkpoint_steps=1, steps=9)
     bench.join_all("a0", "a1")
     bench.one_step()

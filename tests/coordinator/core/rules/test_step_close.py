@@ -1,4 +1,4 @@
-"""Close, norm, apply: when a step counts, when an attempt is given up, and who sits it out."""
+"""Close, norm, apply: when a step counts, and which attempts and members fail."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import pytest
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
+from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES, MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import AbortRound, Apply, Close, Heartbeat, Lease, Roster, RoundReport
+from swarm_shared.protocol import (
+    AbortRound,
+    Apply,
+    AssignStage,
+    Close,
+    Heartbeat,
+    Lease,
+    Roster,
+    RoundReport,
+)
 from swarm_shared.run.schedule import learning_rate
 
 ALL = ("a0", "b0", "a1", "b1")
@@ -44,7 +54,7 @@ def applied(bench: Bench) -> Bench:
 # ---- closing
 
 
-def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
+def test_each_member_is_sent_its_group_and_its_commit_set() -> None:
     bench = closing()
     closes = {peer: bench.close_of(peer) for peer in ALL}
     assert {peer: close.committed for peer, close in closes.items()} == {
@@ -59,12 +69,12 @@ def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
         assert own.members == (("a0", "b0") if peer[1] == "0" else ("a1", "b1"))
 
 
-def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_same() -> None:
+def test_a_member_with_a_slow_uplink_sums_less_and_its_stage_receives_equal_weights() -> None:
     bench = Bench()
     thick, thin = Heartbeat(up_bytes_per_second=12.5e6), Heartbeat(up_bytes_per_second=6e5)
     bench.join_all("a0", "b0", "c0", "a1")
     for peer, beat in {"a0": thick, "b0": thin, "c0": thick, "a1": thin}.items():
-        bench.say(peer, beat)
+        bench.send(peer, beat)
     bench.report("a0", 0, 1)
     bench.report("a1", 0, 1)
     of_first = [bench.close_of(peer).reductions for peer in ("a0", "b0", "c0")]
@@ -73,7 +83,7 @@ def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_
     assert bench.close_of("a1").reductions[0].weights == ()
 
 
-def test_a_step_is_durable_before_anybody_is_told_to_apply_it() -> None:
+def test_a_step_is_durable_before_any_member_is_sent_its_apply() -> None:
     bench = closing()
     for peer in ("a0", "b0", "a1"):
         assert not bench.commands(Persist, bench.averaged(peer, own=4.0 if peer[1] == "0" else 5.0))
@@ -155,7 +165,7 @@ def test_one_stage_alone_has_nothing_to_reduce_a_second_time() -> None:
 # ---- attempts that fail
 
 
-def test_a_carrier_that_fails_is_nobodys_fault_and_the_step_closes_the_next_time() -> None:
+def test_a_carrier_failure_counts_against_no_member_and_the_step_closes_the_next_time() -> None:
     bench = closing()
     commands = bench.failed("a0", culprit="b0", carrier_failed=True)
     assert all(bench.sent(peer, AbortRound, commands) for peer in ("a0", "b0"))
@@ -180,7 +190,7 @@ def test_what_a_member_lacks_is_leased_again_for_its_stage_alone() -> None:
     assert bench.close_of("b1").committed == (0,)
 
 
-def test_nobody_can_say_that_another_s_microbatch_is_missing() -> None:
+def test_no_peer_can_report_another_peer_s_microbatch_as_missing() -> None:
     bench = closing()
     bench.failed("a1", missing=(0, 1))
     assert len(bench.step().table) == 4
@@ -192,7 +202,7 @@ def test_a_member_that_emptied_its_accumulator_holds_nothing_any_more() -> None:
     assert {cell for cell in bench.step().table if cell[1] == 1} == set()
 
 
-def test_what_a_second_member_says_about_the_same_failed_attempt_counts_as_well() -> None:
+def test_a_second_member_s_report_of_the_same_failed_attempt_counts_as_well() -> None:
     bench = closing()
     bench.failed("a0", culprit="b0")
     assert bench.run.phase is RunPhase.COLLECT
@@ -200,7 +210,7 @@ def test_what_a_second_member_says_about_the_same_failed_attempt_counts_as_well(
     assert {cell for cell in bench.step().table if cell[1] == 1} == set()
 
 
-def test_a_report_of_an_earlier_attempt_is_not_listened_to() -> None:
+def test_a_report_of_an_earlier_attempt_is_ignored() -> None:
     bench = closing()
     old = bench.step().attempt
     bench.failed("a0")
@@ -271,10 +281,158 @@ def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> 
     step = bench.step()
     sound = RoundReport(step=step.step, attempt=step.attempt, ok=True, own_squared=1.0)
     for peer in ALL:
-        # Past the check at the edge, which refuses it already.
-        bench.say(peer, sound.model_copy(update={"own_squared": 1.7e308}))
+        # Past the parser's check, which refuses it already.
+        bench.send(peer, sound.model_copy(update={"own_squared": 1.7e308}))
     assert not bench.records(AppliedStep)
     assert bench.run.phase is RunPhase.COLLECT
+
+
+# ---- members that die, hang or fail repeatedly
+
+
+def stage_1_has_averaged(bench: Bench) -> Bench:
+    bench.averaged("a1")
+    bench.averaged("b1")
+    return bench
+
+
+def test_a_member_that_dies_before_the_others_have_averaged_ends_the_attempt() -> None:
+    bench = closing()
+    bench.averaged("b0")
+    commands = bench.lose("b0")
+    assert bench.sent("a0", AbortRound, commands)
+    assert not any(bench.sent(peer, AbortRound, commands) for peer in ("b0", "a1", "b1"))
+    assert bench.run.phase is RunPhase.COLLECT
+    assert (1, 0) not in bench.step().table
+
+
+def test_a_member_that_dies_after_the_decision_does_not_hold_up_the_others() -> None:
+    bench = closing()
+    bench.average_all()
+    bench.apply("a0")
+    bench.apply("a1")
+    bench.apply("b1")
+    bench.lose("b0")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.step().step == 2
+
+
+def test_a_member_that_applies_and_then_dies_does_not_hold_up_the_others() -> None:
+    bench = closing()
+    bench.average_all()
+    bench.apply("b0")
+    bench.lose("b0")
+    for peer in ("a0", "a1", "b1"):
+        bench.apply(peer)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.step().step == 2
+
+
+def test_a_peer_named_for_three_failed_attempts_is_excluded_and_synced_after_the_step() -> None:
+    bench = stage_1_has_averaged(closing())
+    for _ in range(3):
+        bench.failed("a0", culprit="b0")
+        bench.tick(1.0)
+        bench.report("a0", 1)
+        bench.tick(6.0)
+    assert bench.closing() == ["a0", "a1", "b1"]
+    assert not bench.sent("b0", Close)
+    bench.averaged("a0")
+    applied(bench)
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+    assert {p.peer for p in bench.run.ready_peers(0)} == {"a0"}
+    bench.save("a0")
+    assert len(bench.sent("b0", AssignStage)) == 1
+
+
+def test_carrier_failures_beyond_the_limit_count_against_their_reporter() -> None:
+    bench = stage_1_has_averaged(closing())
+    for _ in range(MAX_CARRIER_FAILURES + MAX_FAILED_ATTEMPTS):
+        assert "b0" not in bench.step().excluded
+        bench.failed("a0", culprit="b0", carrier_failed=True)
+        bench.tick(6.0)
+    assert bench.step().excluded == {"b0"}
+    assert bench.step().carrier_failures == MAX_CARRIER_FAILURES
+
+
+def test_the_last_peer_of_a_stage_is_never_excluded() -> None:
+    bench = stage_1_has_averaged(closing())
+    bench.lose("a0")
+    for _ in range(5):
+        bench.tick(6.0)
+        bench.report("b0", 0, 1)
+        assert PeerId("b0") in bench.closing()
+        bench.failed("b0")
+
+
+def test_an_excluded_peer_is_readmitted_when_its_stage_has_no_other_peer() -> None:
+    bench = closing()
+    for _ in range(3):
+        bench.failed("a0", culprit="b0")
+        bench.tick(6.0)
+        bench.report("a0", 1)
+        bench.tick(6.0)
+    assert not any(p.peer == "b0" for p in bench.run.ready_peers(0))
+    bench.lose("a0")
+    assert [p.peer for p in bench.run.ready_peers(0)] == ["b0"]
+    bench.tick(1.0)
+    bench.report("b0", 0, 1)
+    closed_again(bench)
+    assert bench.close_of("b0").committed == (0, 1)
+
+
+def test_an_overdue_close_goes_on_without_its_silent_members() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    for peer in ("a0", "a1", "b1"):
+        bench.averaged(peer)
+    bench.tick(19.0)
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.tick(2.0)
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.closing() == ["a0", "a1", "b1"]
+    assert {share.peer for share in bench.records(AppliedStep)[0].shares} == {"a0", "b0", "b1"}
+    applied(bench)
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+
+
+def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_no_member() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    bench.averaged("a0")
+    bench.averaged("b0")
+    bench.tick(21.0)
+    closed_again(bench, 1.0)
+    assert bench.closing() == ["a0", "b0", "a1", "b1"]
+    bench.tick(30.0)
+    assert bench.run.phase is RunPhase.CLOSING
+
+
+@pytest.mark.parametrize("named", ["a1", "stranger"])
+def test_a_peer_that_keeps_naming_one_that_cannot_be_excluded_is_excluded_itself(
+    named: str,
+) -> None:
+    bench = Bench()
+    bench.join_all("a0", "b0", "a1")
+    bench.fill()
+    for _ in range(6):
+        if PeerId("b0") not in bench.closing():
+            break
+        bench.failed("b0", culprit=named)
+        bench.tick(6.0)
+    assert bench.closing() == ["a0", "a1"]
+    bench.average_all()
+    assert len(bench.records(AppliedStep)) == 1
+
+
+def test_a_member_that_does_not_apply_in_time_is_left_behind_and_synced() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    bench.average_all()
+    for peer in ("a0", "a1", "b1"):
+        bench.apply(peer)
+    bench.tick(19.0)
+    assert bench.run.phase is RunPhase.APPLYING
+    bench.tick(2.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
 # ---- fingerprints

@@ -1,16 +1,16 @@
-"""When training begins, and when it goes on after a restart of the coordinator."""
+"""The start of training, and its continuation after a restart of the coordinator."""
 
 from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AssignStage, StageRequest
 
 
 def waiting_for(bench: Bench) -> str:
-    return str(status_of(bench.run, bench.now)["waiting_for"])
+    return str(document_of(bench.run, bench.now).waiting_for)
 
 
 def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wants() -> None:
@@ -32,7 +32,7 @@ def test_a_run_that_has_begun_goes_on_with_one_peer_a_stage() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_after_a_restart_those_that_were_there_before_are_waited_for_but_not_for_ever() -> None:
+def test_after_a_restart_earlier_peers_are_waited_for_for_a_bounded_time() -> None:
     bench = Bench.restarted(3, starting=2)
     for peer, stage in (("a0", 0), ("b0", 0), ("c0", 0), ("a1", 1)):
         bench.attach(peer, stage=stage, version=3)
@@ -51,12 +51,12 @@ def test_after_a_restart_a_run_goes_on_at_once_when_all_are_back() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_training_begins() -> None:
+def test_a_surplus_peer_moves_to_a_stage_that_lacks_one_before_training_begins() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0)
     bench.join("c0", 0)
-    # It held this stage before the coordinator went away, and finds a newcomer in its place.
+    # It held this stage before the restart; another peer has taken its place since.
     bench.attach("b0", stage=0, version=0)
     [moved] = [p for p in ("a0", "b0", "c0") if bench.sent(p, AssignStage)]
     assert [a.stage for a in bench.sent(moved, AssignStage)] == [1]
@@ -65,7 +65,7 @@ def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_trainin
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_nobody_is_moved_who_chose_its_stage_or_does_not_fit_or_is_needed_where_it_is() -> None:
+def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0, wanted_stage=0)
@@ -94,11 +94,11 @@ def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() 
     assert found == ["0", "0", "2"]
 
 
-def test_nobody_is_moved_while_a_newcomer_is_on_its_way_to_the_stage_that_is_short() -> None:
+def test_no_peer_is_moved_while_another_one_downloads_the_stage_that_lacks_one() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("n1", wanted_stage=1)
-    bench.say("n1", StageRequest(stage=StageIndex(1)))
+    bench.send("n1", StageRequest(stage=StageIndex(1)))
     for peer in ("a0", "b0", "c0"):
         bench.attach(peer, stage=0, version=0)
     assert [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0")] == [0, 0, 0]

@@ -1,12 +1,12 @@
-"""Peers that compute wrongly: marked, shown as such, and synced anew where somebody else can."""
+"""Peers that compute wrongly: flagged, shown in the status, and synced anew where possible."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
 
@@ -22,15 +22,12 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 
 
 def marked(bench: Bench) -> dict[str, Any]:
-    status = status_of(bench.run, bench.now)
-    peers: Any = status["peers"]
-    return {
-        p["peer"]: (p["flagged_times"], p["flagged_reason"]) for p in peers if "flagged_reason" in p
-    }
+    peers = document_of(bench.run, bench.now).peers
+    return {p.peer: (p.flagged_times, p.flagged_reason) for p in peers if p.flagged_times}
 
 
 def applied_by_all(bench: Bench, **digests: str) -> None:
-    """One step, in which these tell another digest than the rest."""
+    """One step, in which these peers report another digest than the rest."""
     bench.fill()
     bench.average_all()
     for peer in bench.closing():
@@ -39,10 +36,10 @@ def applied_by_all(bench: Bench, **digests: str) -> None:
 
 def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
     step = Step(bench.run.version + 1)
-    bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
+    bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
 
 
-def test_a_peer_that_computes_no_numbers_is_marked_and_synced_anew() -> None:
+def test_a_peer_that_computes_no_numbers_is_flagged_and_synced_anew() -> None:
     bench = collecting()
     bench.report("b0", 1)
     say_not_finite(bench, "b0")
@@ -59,16 +56,16 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     assert set(marked(bench)) == {"b0"}
 
 
-def test_the_last_peer_of_a_stage_is_marked_and_keeps_its_stage() -> None:
+def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
     bench = collecting()
     say_not_finite(bench, "a1")
     assert phase(bench, "a1") is PeerPhase.READY
     assert set(marked(bench)) == {"a1"}
 
 
-def test_a_word_about_another_step_marks_nobody() -> None:
+def test_a_report_about_another_step_flags_no_peer() -> None:
     bench = collecting()
-    bench.say("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
+    bench.send("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
     assert marked(bench) == {}
 
 
@@ -90,7 +87,7 @@ def test_a_result_that_is_not_finite_at_one_member_is_tried_again_with_it() -> N
     assert set(marked(bench)) == {"b0"}
 
 
-def test_who_averaged_to_something_else_than_most_is_marked() -> None:
+def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None:
     bench = collecting()
     bench.fill()
     for peer in bench.closing():
@@ -99,7 +96,7 @@ def test_who_averaged_to_something_else_than_most_is_marked() -> None:
     assert set(marked(bench)) == {"b0"}
 
 
-def test_who_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
+def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
     bench = collecting()
     bench.fill()
     bench.average_all()
@@ -112,7 +109,7 @@ def test_who_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
     assert set(marked(bench)) == {"b0"}
 
 
-def test_who_was_equal_to_the_bit_and_is_not_any_more_is_synced_anew() -> None:
+def test_a_replica_that_is_no_longer_bitwise_equal_is_synced_anew() -> None:
     bench = collecting()
     applied_by_all(bench)
     applied_by_all(bench, b0="odd")
@@ -120,7 +117,7 @@ def test_who_was_equal_to_the_bit_and_is_not_any_more_is_synced_anew() -> None:
     assert set(marked(bench)) == {"b0"}
 
 
-def test_who_was_never_equal_to_the_bit_is_of_another_kind_and_stays() -> None:
+def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() -> None:
     bench = collecting()
     for _ in range(3):
         applied_by_all(bench, b0="of another kind")
@@ -128,7 +125,7 @@ def test_who_was_never_equal_to_the_bit_is_of_another_kind_and_stays() -> None:
     assert marked(bench) == {}
 
 
-def test_two_that_differ_are_both_kept_for_nobody_knows_who_is_right() -> None:
+def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
     applied_by_all(bench)
@@ -136,16 +133,16 @@ def test_two_that_differ_are_both_kept_for_nobody_knows_who_is_right() -> None:
     assert phase(bench, "a0") is phase(bench, "b0") is PeerPhase.READY
 
 
-def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again() -> None:
+def test_a_joining_peer_with_another_state_than_the_holders_fetches_it_again() -> None:
     bench = collecting()
     applied_by_all(bench)
     bench.attach("n0", wanted_stage=0)
-    bench.say("n0", StageRequest(stage=StageIndex(0)))
+    bench.send("n0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("b0")
     bench.save("c0")
     assert bench.sent("n0", AssignStage)
-    bench.say("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
+    bench.send("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
     assert phase(bench, "n0") is PeerPhase.SYNCING
     assert set(marked(bench)) == {"n0"}
     commands = bench.tick(1.5)
@@ -156,7 +153,7 @@ def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again()
     assert phase(bench, "n0") is PeerPhase.READY
 
 
-def test_a_mark_outlasts_the_attachment() -> None:
+def test_a_flag_outlasts_the_attachment() -> None:
     bench = collecting()
     say_not_finite(bench, "b0")
     bench.lose("b0")

@@ -1,4 +1,4 @@
-"""How busy stages are, how long microbatches take, and what was rejected: sums of bounded size."""
+"""Utilisation of stages, service times of microbatches, and rejections: sums of bounded size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import ReceiptsVerified
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.utilisation import (
     BOUNDS,
     MAX_UNREPORTED_SECONDS,
@@ -16,20 +15,21 @@ from swarm_coordinator.core.state.utilisation import (
     Rejection,
     UtilisationStats,
     quantile,
-    status_section,
 )
+from swarm_coordinator.status.builder import document_of
+from swarm_coordinator.status.builder import figures_of as figures_of_stats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Heartbeat, NotFinite
 
 ZERO = StageIndex(0)
 WITHIN = 2**0.5 - 1
-"""How far a quantile may be off: a bucket's width."""
+"""Allowed relative error of a quantile: a bucket's width."""
 
 
 def heard(
     figures: UtilisationStats, seconds: int, busy: float, microbatches: int, start: int = 0
 ) -> None:
-    """One peer at stage 0 that beats every second."""
+    """One peer at stage 0 with a heartbeat every second."""
     beat = LastHeartbeat()
     for second in range(start, start + seconds + 1):
         figures.record(beat, ZERO, busy, microbatches, float(second))
@@ -42,7 +42,7 @@ def test_a_stage_is_idle_for_the_time_that_its_peers_did_not_compute() -> None:
     first, second = figures.recent()
     assert first.idle_share == pytest.approx(0.5)
     assert second.idle_share is None
-    assert status_section(figures)["bubble_share"] == pytest.approx(0.5)
+    assert figures_of_stats(figures).bubble_share == pytest.approx(0.5)
 
 
 def test_quantiles_are_those_of_the_microbatches_within_a_buckets_width() -> None:
@@ -82,7 +82,7 @@ def test_a_microbatch_that_takes_longer_than_a_heartbeat_counts_whole_when_it_is
     assert quantile(tally.buckets, 0.5) == pytest.approx(6.0, rel=WITHIN)
 
 
-def test_who_claims_more_time_than_there_was_gets_what_there_was() -> None:
+def test_a_claimed_time_is_cut_to_the_time_that_has_passed() -> None:
     figures = UtilisationStats(1)
     heard(figures, 10, 1e9, 1)
     heard(figures, 10, 0.0, 0)
@@ -107,7 +107,7 @@ def test_the_figures_of_a_long_run_take_no_more_room_than_those_of_a_short_one()
     assert len(figures.rejected) == 0
 
 
-# ---------------------------------------------------------------- what the core takes for a figure
+# ---------------------------------------------------------------- what the core records
 
 
 def stepping() -> Bench:
@@ -117,12 +117,11 @@ def stepping() -> Bench:
 
 
 def beat(bench: Bench, peer: str, **told: Any) -> None:
-    bench.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, **told))
+    bench.send(peer, Heartbeat(microbatches_per_second=1.0, queued=0, **told))
 
 
 def figures_of(bench: Bench) -> dict[str, Any]:
-    figures: Any = status_of(bench.run, bench.now)["figures"]
-    return figures
+    return document_of(bench.run, bench.now).figures.model_dump()
 
 
 def idle(bench: Bench, stage: int) -> Any:
@@ -149,7 +148,7 @@ def test_a_stage_that_waits_for_others_to_be_held_is_not_idle() -> None:
     assert idle(bench, 0) is None
 
 
-def test_a_peer_that_does_not_say_how_long_it_computed_is_left_out() -> None:
+def test_a_peer_without_a_reported_computing_time_is_left_out() -> None:
     bench = stepping()
     for _ in range(5):
         bench.now += 1.0
@@ -196,8 +195,8 @@ def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
 def test_gradients_that_are_not_finite_and_parameters_that_differ_are_counted() -> None:
     bench = stepping()
     step = Step(bench.run.version + 1)
-    for peer in ("b0", "a0"):  # the second one is not marked: it is the model's doing
-        bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
+    for peer in ("b0", "a0"):  # the second one is not flagged: the model is the cause
+        bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
     assert rejected(bench) == {Rejection.NOT_FINITE: 2}
     bench = stepping()
     bench.one_step()

@@ -50,7 +50,7 @@ MEGABYTE = 2**20
 @pytest.fixture(autouse=True)
 def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """These nodes do not listen: no hole can be punched, and nobody should wait for one."""
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
 
 
 async def echo_for_ever(stream: FramedStream) -> None:

@@ -33,7 +33,7 @@ from swarm_shared.protocol import AddressUpdate
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
 
 
 def offered(*relays: Node) -> dict[PeerId, tuple[str, ...]]:

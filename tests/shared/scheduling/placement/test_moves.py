@@ -84,7 +84,7 @@ def test_a_peer_goes_from_the_richest_stage_to_the_thinnest() -> None:
 def test_a_balanced_run_is_left_alone() -> None:
     decision = choose_moves([stage(0), stage(1)], fleet(3, 4), FREE)
     assert decision.moves == ()
-    assert "thinnest" in decision.reason
+    assert "slowest" in decision.reason
 
 
 def test_stages_that_tie_for_the_thinnest_are_helped_one_after_the_other() -> None:
@@ -220,7 +220,7 @@ def test_a_decision_says_why_who_gains_what_for_how_much() -> None:
     (move,) = choose_moves(stages, peers, MovePolicy()).moves
     assert move.sentence("bert") == (
         "bert moves from stage 0 to stage 1, which makes 2 microbatches/s: it brings the run from "
-        "2 to 4 (+100.0 %), together with 1 more move; it downloads 2.00 GB in about 20 s, cannot "
+        "2 to 4 (+100.0 %), together with 1 more move; it downloads 2 GB in about 20 s, cannot "
         "go on with its old stage meanwhile (5 microbatches/s without it), and has paid for that "
         "20 s later"
     )

@@ -76,6 +76,11 @@ def test_whatever_peers_say_of_their_lines_there_are_weights_or_none(rates: list
     assert any(weights) or not weights
 
 
+def test_an_extreme_rate_among_tiny_ones_does_not_cancel_them() -> None:
+    """The remainder of a sum from which its dominant rate is subtracted would be 0."""
+    assert any(reduce_weights([1e15, 1e-7, 1e-7, 1e-7, 1e-7]))
+
+
 @pytest.mark.parametrize(
     ("mbit", "why"),
     [

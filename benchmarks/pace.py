@@ -1,8 +1,7 @@
-"""A worker that computes slower than its machine could: for measurements on one machine.
+"""A process that computes slower than its machine could, for measurements on one machine.
 
-Off unless the environment says how fast. A computation that is done sooner waits for the rest of
-its time, so that machines of unlike speeds can be put beside each other on cores that they share.
-What is computed is the same.
+Off unless the environment sets a speed. A computation that ends sooner waits for the rest of its
+time, so that machines of different speeds can be compared on shared cores. Results are unchanged.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from collections.abc import Callable
 from swarm_shared.base.errors import ConfigurationError
 
 PACE_VARIABLE = "SWARM_PACE_FLOPS"
-"""Floating-point operations a second at most."""
+"""Environment variable: most floating-point operations per second."""
 
 FORWARD_SHARE = 1 / 3
-"""Of a microbatch's work; the backward pass computes two gradients per product."""
+"""Fraction of a microbatch's work in the forward pass; the backward pass computes two gradients per
+product."""
 
 
 class Pace:
@@ -30,19 +30,19 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._seconds = work_flops / flops_per_second
-        """Of a microbatch in this stage, forward and backward."""
+        """Seconds of a microbatch in this stage, forward and backward."""
         self._clock = clock
         self._sleep = sleep
 
     def keep(self, started: float, share: float) -> None:
-        """Return when this share of a microbatch's work would be done that began at `started`."""
+        """Wait until this share of a microbatch's work, begun at `started`, may be done."""
         left = started + share * self._seconds - self._clock()
         if left > 0:
             self._sleep(left)
 
 
 def pace_from_environment(work_flops: float, clock: Callable[[], float]) -> Pace:
-    """ConfigurationError when the variable is set to something else than a speed."""
+    """The pace that the environment sets. ConfigurationError if the variable is not a speed."""
     text = os.environ.get(PACE_VARIABLE, "")
     try:
         flops_per_second = float(text) if text else math.inf

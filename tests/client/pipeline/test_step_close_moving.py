@@ -1,6 +1,6 @@
 """Closing a step in two stages at once: the old one counts, the new one is held from then on.
 
-Workers and the averager are replaced by ones that remember what they were told.
+Workers and the averager are replaced by ones that record their calls.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import trio
 
+from client.pipeline.test_step_close import Handler
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.stage_move import MovingStepCloser
-from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.pipeline.step_close import AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import AbortRound, Applied, Apply, Close, Reduction, RoundReport
@@ -69,25 +69,11 @@ class Scene:
             book.add(1, microbatch, 1, 4, None)
         self.holding = Holding(0, self.old, 0, book, False)  # type: ignore[arg-type]
         empty = ReceiptBook(identity, "ab" * 32, 1, lambda: 1)
-        self.prepared: Holding | None = Holding(1, self.new, 0, empty, True)  # type: ignore[arg-type]
-        self.switched: list[Holding] = []
-        self.outdated = 0
-        self.counted: list[int] = []
-        self.out_of_step = trio.Event()
-        self._put, self._said = trio.open_memory_channel[object](100)
-
-        async def save(_holding: Holding, _request: object) -> None:
-            raise AssertionError("nobody asked for a snapshot")
-
-        self.rounds = MovingStepCloser(
-            self.holding, SimpleNamespace(tokens_per_step=8), self.averager,
-            self._put.send_nowait, save,
-            lambda _holding, _apply, counted: self.counted.append(counted),
-            self.out_of_step.set, lambda: self.prepared, self.switched.append, self._outdate,
-        )  # type: ignore[arg-type]  # fmt: skip
-
-    def _outdate(self) -> None:
-        self.outdated += 1
+        self.handler = Handler()
+        self.handler.next_stage = Holding(1, self.new, 0, empty, True)  # type: ignore[arg-type]
+        self.rounds = StepCloser(
+            self.holding, SimpleNamespace(tokens_per_step=8), self.averager, self.handler
+        )  # type: ignore[arg-type]
 
     def close(self, attempt: int = 1, moving: bool = True) -> None:
         reduction = Reduction(part="own", members=(self.me,))
@@ -102,12 +88,12 @@ class Scene:
         self.rounds.put(Apply(step=1, attempt=attempt, global_norm=2.0, learning_rate=0.1))
 
     async def report(self) -> RoundReport:
-        message = await self._said.receive()
+        message = await self.handler.sent()
         assert isinstance(message, RoundReport)
         return message
 
     async def applied(self) -> Applied:
-        message = await self._said.receive()
+        message = await self.handler.sent()
         assert isinstance(message, Applied)
         return message
 
@@ -129,10 +115,10 @@ async def test_both_stages_are_averaged_and_the_new_one_is_applied_and_held() ->
         s.apply()
         assert (await s.applied()).digest == "of 0 held"  # the fingerprint is of the new stage
         assert (s.old.applied, s.new.applied) == ([], [1])
-        assert s.switched == [s.prepared]
-        assert s.prepared is not None
-        assert s.prepared.version == 1
-        assert s.counted == [2]  # what it did in the old stage is its contribution
+        assert s.handler.switched == [s.handler.next_stage]
+        assert s.handler.next_stage is not None
+        assert s.handler.next_stage.version == 1
+        assert s.handler.counted == [2]  # what it did in the old stage is its contribution
 
 
 async def test_the_new_stage_does_not_wait_for_the_old_one() -> None:
@@ -160,8 +146,8 @@ async def test_when_one_of_the_averages_fails_nothing_is_applied_in_either() -> 
             assert (await s.report()).ok
             s.apply(attempt=2)
             await s.applied()
-            assert (s.old.applied, s.new.applied, s.switched) == ([1], [], [])
-            assert s.outdated == 1
+            assert (s.old.applied, s.new.applied, s.handler.switched) == ([1], [], [])
+            assert s.handler.outdated == 1
 
 
 async def test_an_attempt_that_is_aborted_is_not_switched_with() -> None:
@@ -173,15 +159,15 @@ async def test_an_attempt_that_is_aborted_is_not_switched_with() -> None:
         assert (await s.report()).ok
         s.apply(attempt=2)
         await s.applied()
-        assert (s.old.applied, s.new.applied, s.switched) == ([1], [], [])
+        assert (s.old.applied, s.new.applied, s.handler.switched) == ([1], [], [])
 
 
 async def test_a_close_with_what_is_not_prepared_fails_and_counts_nothing() -> None:
     async with scene() as s:
-        s.prepared = None
+        s.handler.next_stage = None
         s.close()
         answer = await s.report()
-        assert (answer.ok, answer.reason) == (False, "nothing is prepared here")
+        assert (answer.ok, answer.reason) == (False, "no stage is prepared for this move")
         assert s.averager.averaged == []
 
 
@@ -201,5 +187,5 @@ async def test_a_worker_that_dies_when_it_should_apply_is_out_of_step() -> None:
         s.new.dead = True
         s.apply()
         with trio.fail_after(10):
-            await s.out_of_step.wait()
-        assert s.switched == []
+            await s.handler.rejoined.wait()
+        assert s.handler.switched == []

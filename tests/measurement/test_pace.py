@@ -1,4 +1,4 @@
-"""A worker that is told to be slow takes as long as it is told, and no longer."""
+"""A paced process takes as long as its pace demands, and no longer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm_client.stage.worker.pace import PACE_VARIABLE, Pace, pace_from_environment
+from benchmarks.pace import PACE_VARIABLE, Pace, pace_from_environment
 from swarm_shared.base.errors import ConfigurationError
 
 
@@ -30,7 +30,7 @@ def test_what_is_done_sooner_waits_for_its_share_of_the_time() -> None:
     assert len(time.slept) == 1  # what took longer anyway does not wait
 
 
-def test_without_a_word_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pace_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PACE_VARIABLE, raising=False)
     pace_from_environment(1e12, lambda: 0.0).keep(0.0, 1.0)
 

@@ -7,7 +7,6 @@ import base64
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
 
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId
@@ -18,6 +17,7 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))

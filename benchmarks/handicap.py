@@ -1,0 +1,87 @@
+"""A volunteer with a fixed pace, or with equal shares, for measurements on one machine.
+
+    python -m benchmarks.handicap PYTHON -m MODULE WORDS...
+
+runs MODULE with WORDS as PYTHON -m would, with the handicaps that the environment asks for:
+PACE_VARIABLE (`benchmarks.pace`) and EQUAL_SHARES_VARIABLE. `benchmarks.inside.prefix_of` makes the
+prefix. Without these variables the program is unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from benchmarks.inside import run_module, wrapped
+from benchmarks.pace import PACE_VARIABLE
+from swarm_client.pipeline import stage_links
+from swarm_client.stage.handle import warm_worker
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Reduction
+from swarm_shared.scheduling.routing import ShortestExpectedDelay
+
+INSTRUMENT = "benchmarks.handicap"
+PACED_WORKER_MODULE = "benchmarks.paced_worker"
+
+EQUAL_SHARES_VARIABLE = "SWARM_EQUAL_SHARES"
+"""Set to any value: every peer of a stage gets as many microbatches as the others, and sums as much
+of its gradients. Either all volunteers of a run have it or none."""
+
+
+class EqualShares(ShortestExpectedDelay):
+    """Routing by turns: each peer in its turn, whatever its rate, and no other while it is full.
+
+    The baseline against which routing by rates is measured.
+    """
+
+    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
+        turns = {peer: candidate.turn for peer, candidate in self._candidates.items()}
+        peer = super().choose(now, dict.fromkeys(self.peers, 0))
+        if peer is not None and peer not in in_flight:
+            self._candidates[peer].turn = turns[peer]
+            return None
+        return peer
+
+    def _delay(self, candidate: Any, in_flight: int, unmeasured: float, now: float) -> float:
+        return 1.0
+
+
+@contextmanager
+def handicapped() -> Iterator[None]:
+    """Apply the handicaps of the environment to the volunteer that this process runs."""
+    with ExitStack() as stack:
+        if os.environ.get(PACE_VARIABLE):
+            stack.enter_context(
+                mock.patch.object(warm_worker, "WORKER_MODULE", PACED_WORKER_MODULE)
+            )
+        if os.environ.get(EQUAL_SHARES_VARIABLE):
+            stack.enter_context(
+                mock.patch.object(stage_links, "ShortestExpectedDelay", EqualShares)
+            )
+            stack.enter_context(wrapped([(GroupAverager, "reduce", _without_weights)]))
+        yield
+
+
+def _without_weights(reduce: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def unweighted(
+        averager: GroupAverager, holding: Any, step: int, attempt: int, reduction: Reduction
+    ) -> None:
+        equal = reduction.model_copy(update={"weights": ()})
+        await reduce(averager, holding, step, attempt, equal)
+
+    return unweighted
+
+
+def main() -> None:
+    _python, _dash_m, module, *arguments = sys.argv[1:]
+    with handicapped():
+        run_module(module, arguments)
+
+
+if __name__ == "__main__":
+    main()

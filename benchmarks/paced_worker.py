@@ -1,0 +1,53 @@
+"""The stage worker at the pace that PACE_VARIABLE sets; started in its place by a volunteer that
+runs under `benchmarks.handicap`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.inside import run_module, wrapped
+from benchmarks.pace import FORWARD_SHARE, pace_from_environment
+from swarm_client.stage.handle.warm_worker import WORKER_MODULE
+from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
+
+Method = Callable[..., Any]
+
+
+def paced(share_of: Callable[[Any], float]) -> Callable[[Method], Method]:
+    """Make a computation take its share of a microbatch's time, given its result."""
+
+    def wrap(compute: Method) -> Method:
+        def slowed(runner: StageRunner, *arguments: Any) -> Any:
+            cut = runner.manifest.stages[runner.stage_index]
+            pace = pace_from_environment(cut.work_flops, time.perf_counter)
+            started = time.perf_counter()
+            result = compute(runner, *arguments)
+            pace.keep(started, share_of(result))
+            return result
+
+        return slowed
+
+    return wrap
+
+
+def forward_share(result: object) -> float:
+    """The share of a forward; on the last stage the backward pass is part of it."""
+    return 1.0 if isinstance(result, BackwardResult) else FORWARD_SHARE
+
+
+def main() -> None:
+    with wrapped(
+        [
+            (StageRunner, "forward", paced(forward_share)),
+            (StageRunner, "backward", paced(lambda _: 1.0 - FORWARD_SHARE)),
+            (StageRunner, "evaluate", paced(lambda _: FORWARD_SHARE)),
+        ]
+    ):
+        run_module(WORKER_MODULE, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Makes the status document from the core's state. Reads a RunState, changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+from swarm_coordinator.core.rules.status_view import waiting_for
+from swarm_coordinator.core.state.run import PeerState, RunState
+from swarm_coordinator.core.state.utilisation import (
+    Rejection,
+    StageUtilisation,
+    UtilisationStats,
+    quantile,
+)
+from swarm_coordinator.status.document import (
+    MoveDecisionRow,
+    PeerRow,
+    RebalancingStatus,
+    RunFigures,
+    StageFigures,
+    StageStatusRow,
+    StatusDocument,
+    WorkCounts,
+    health_of,
+)
+from swarm_shared.base.types import Step
+
+
+def document_of(run: RunState, now: float) -> StatusDocument:
+    """Everything that the core has for the document, with the health that follows from it."""
+    peers = tuple(peer_row(run, peer, now) for peer in run.peers.values())
+    document = document_without_peers(run, now).model_copy(update={"peers": peers})
+    health = health_of(document, run.manifest.limits.dead_after_seconds)
+    return document.model_copy(update={"health": health})
+
+
+def document_without_peers(run: RunState, now: float) -> StatusDocument:
+    step, last = run.step, run.last_applied
+    return StatusDocument(
+        run=run.manifest.name,
+        phase=run.phase.value,
+        waiting_for=waiting_for(run),
+        generation=run.generation,
+        version=run.version,
+        steps=run.manifest.training.steps,
+        step=step.step if step is not None else Step(run.version),
+        cells_done=len(step.table) if step is not None else 0,
+        cells_total=run.manifest.training.microbatches_per_step * run.manifest.stage_count,
+        loss=last.loss if last is not None else None,
+        diverged=last is not None and not math.isfinite(last.loss),
+        tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
+        heldout_loss=run.heldout_loss,
+        work=WorkCounts(
+            counted=run.work.counted,
+            duplicated=run.work.duplicated,
+            cleared=run.work.cleared,
+        ),
+        checkpoint_version=run.checkpoint.version if run.checkpoint else None,
+        uptime_seconds=now - run.started_at,
+        coordinator=run.coordinator.peer,
+        stages=tuple(
+            StageStatusRow(
+                stage=row.stage,
+                peers=len(run.ready_peers(row.stage)),
+                microbatches_per_second=row.microbatches_per_second,
+            )
+            for row in run.stage_rows()
+        ),
+        figures=figures_of(run.utilisation),
+        rebalancing=_rebalancing(run, now),
+    )
+
+
+def peer_row(run: RunState, peer: PeerState, now: float) -> PeerRow:
+    flag = run.flags.get(peer.peer)
+    return PeerRow(
+        peer=peer.peer,
+        name=peer.name,
+        stage=peer.stage,
+        phase=peer.phase.value,
+        version=peer.version,
+        leaving=peer.leaving,
+        paused=peer.paused,
+        device=peer.device,
+        reachability=peer.reachability.value,
+        offers_relay=peer.offers_relay,
+        microbatches_per_second=peer.microbatches_per_second,
+        queued=peer.queued,
+        silent_seconds=round(now - peer.last_heard, 1),
+        flagged_times=0 if flag is None else flag.times,
+        flagged_reason="" if flag is None else flag.reason,
+    )
+
+
+def figures_of(utilisation: UtilisationStats) -> RunFigures:
+    recent = utilisation.recent()
+    whole = StageUtilisation(
+        sum(stage.held_seconds for stage in recent), sum(stage.busy_seconds for stage in recent)
+    )
+    return RunFigures(
+        bubble_share=whole.idle_share,
+        stages=tuple(
+            StageFigures(
+                idle_share=now.idle_share,
+                p50_seconds=quantile(now.buckets, 0.50),
+                p95_seconds=quantile(now.buckets, 0.95),
+                held_seconds=total.held_seconds,
+                busy_seconds=total.busy_seconds,
+                microbatches=tuple(total.buckets),
+            )
+            for now, total in zip(recent, utilisation.totals, strict=True)
+        ),
+        rejected={reason.value: utilisation.rejected[reason] for reason in Rejection},
+    )
+
+
+def _rebalancing(run: RunState, now: float) -> RebalancingStatus:
+    state = run.rebalancing
+    return RebalancingStatus(
+        rule=state.settings.rule.value,
+        period_seconds=state.settings.policy.period_seconds,
+        decided=state.decided,
+        made=state.made,
+        dropped=state.dropped,
+        bytes_moved=state.bytes_moved,
+        on_the_way=len(run.peers.movers),
+        decisions=tuple(
+            MoveDecisionRow(seconds_ago=now - note.at, peer=note.peer, text=note.text)
+            for note in state.decisions
+        ),
+        reason=state.reason,
+    )

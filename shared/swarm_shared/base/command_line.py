@@ -1,0 +1,124 @@
+"""The shell around a click program: lazily imported commands, and errors as one sentence.
+
+Owns what `swarm-client` and `swarm-coordinator` have in common: importing a command's module only
+when it is used, the translation of exceptions to one sentence and an exit code, and the file that
+keeps the traceback of an unexpected error. The commands belong to the two programs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import platformdirs
+
+from swarm_shared.base.error_groups import expected_error
+
+UNEXPECTED_EXIT_CODE = 1
+USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C; by the shell's convention 128 + SIGINT."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when the command is used or listed."""
+
+    def __init__(self, *arguments: Any, modules: Mapping[str, str], **settings: Any) -> None:
+        """`modules` maps names of commands, in the order of the help, to `module:attribute`."""
+        super().__init__(*arguments, **settings)
+        self._modules = modules
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self._modules)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in self._modules:
+            return None
+        module, _, attribute = self._modules[name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+def run_command_line(
+    group: click.Group,
+    program: str,
+    arguments: Sequence[str],
+    log_folders: Callable[[], Sequence[Path]] = tuple,
+) -> int:
+    """Execute one command line and return its exit code.
+
+    Every error is printed as at most one sentence. The traceback of an unexpected one is kept in
+    the first writable one of `log_folders` and the user's log folder.
+    """
+    try:
+        result = group.main(list(arguments), prog_name=program, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return USAGE_EXIT_CODE
+    except click.ClickException as error:
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f" (see `{error.ctx.command_path} --help`)"
+        return _print_error(program, f"{error.format_message()}{hint}", USAGE_EXIT_CODE)
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        # The reader of the output has ended (`history | head`); Python must not report it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except BaseExceptionGroup as error:
+        return _fail(program, error, log_folders)
+    except Exception as error:  # noqa: BLE001 (the outermost supervisor keeps the traceback)
+        return _fail(program, error, log_folders)
+
+
+def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence[Path]]) -> int:
+    known = expected_error(error)
+    if known is not None:
+        return _print_error(program, str(known), known.exit_code)
+    if _is_interrupt(error):
+        return INTERRUPTED_EXIT_CODE
+    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    return _print_error(
+        program,
+        f"unexpected error: {kind}: {text}; details are in "
+        f"{_keep_traceback(program, error, log_folders())}, please report them",
+        UNEXPECTED_EXIT_CODE,
+    )
+
+
+def _print_error(program: str, sentence: str, exit_code: int) -> int:
+    print(f"{program}: error: {sentence}", file=sys.stderr)
+    return exit_code
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_is_interrupt(one) for one in error.exceptions)
+    return isinstance(error, KeyboardInterrupt)
+
+
+def _keep_traceback(
+    program: str, error: BaseException, folders: Sequence[Path]
+) -> Path | Literal["the lines above"]:
+    """Append the traceback to `PROGRAM-error.log`; print it where no folder is writable."""
+    for folder in (*folders, Path(platformdirs.user_log_dir("swarmtrain", appauthor=False))):
+        path = folder / f"{program}-error.log"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(traceback.format_exception(error)))
+            return path
+        except OSError:
+            continue
+    traceback.print_exception(error)
+    return "the lines above"

@@ -1,0 +1,170 @@
+"""Contributions summed over applied steps: by peer and stage, and by owner.
+
+Owns the one summation of a run's shares. The coordinator's leaderboard, the dashboard, the terminal
+view and the ledger feed it and read it, so all of them report the same numbers. Tokens are integers
+summed by stage; credit follows from these sums exactly, in whatever order the shares arrive.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.credit import RecentCredit, credit_of
+from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
+
+
+@dataclass(slots=True)
+class PeerSums:
+    """One peer's contribution over all steps added."""
+
+    steps: int = 0
+    microbatches: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By stage."""
+    recent: RecentCredit = field(default_factory=RecentCredit)
+    _last_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerSums:
+    """The contribution of all devices of one owner; most owners have one device."""
+
+    owner: PeerId
+    devices: tuple[PeerId, ...]
+    """The peers that have counted, the owner's own key included if it has; sorted."""
+    parts: tuple[PeerSums, ...]
+    """Of each device."""
+    name: str | None
+    team: str | None
+    work_shares: Sequence[float]
+
+    @property
+    def credit(self) -> float:
+        parts = (share for part in self.parts for share in part.tokens.items())
+        return credit_of(parts, self.work_shares)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted({stage for part in self.parts for stage in part.tokens}))
+
+    @property
+    def steps(self) -> int:
+        """Of the device that counted in the most steps."""
+        return max(part.steps for part in self.parts)
+
+    @property
+    def microbatches(self) -> int:
+        return sum(part.microbatches for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(sum(part.tokens.values()) for part in self.parts)
+
+    def credit_per_day(self, now: float) -> float:
+        return math.fsum(part.recent.per_day(now) for part in self.parts)
+
+
+class ContributionSums:
+    """The shares of applied steps, summed as they are added. Removes nothing: after a rollback the
+    sums are made anew."""
+
+    def __init__(self, work_shares: Sequence[float] = ()) -> None:
+        """`work_shares` of the stages are needed for credit only."""
+        self._work_shares = work_shares
+        self.peers: dict[PeerId, PeerSums] = {}
+        self.owners: dict[PeerId, PeerId] = {}
+        """Devices to the owners that they are bound to, chains included."""
+        self._names: dict[PeerId, str | None] = {}
+        self._teams: dict[PeerId, str | None] = {}
+
+    def add(
+        self,
+        peer: PeerId,
+        stage: int,
+        microbatches: int,
+        tokens: int,
+        *,
+        step: int | None = None,
+        applied_at: float | None = None,
+    ) -> None:
+        """Add a share of a step, or a total over several steps.
+
+        `step` counts the peer's steps; the shares of one step are added one after the other.
+        `applied_at` enters the share into the recent credit.
+        """
+        sums = self.peers.get(peer)
+        if sums is None:
+            sums = self.peers[peer] = PeerSums()
+        if step is not None and step != sums._last_step:
+            sums.steps += 1
+            sums._last_step = step
+        sums.microbatches += microbatches
+        sums.tokens[stage] = sums.tokens.get(stage, 0) + tokens
+        if applied_at is not None:
+            credit = tokens * self._work_shares[stage]
+            sums.recent = sums.recent.with_credit(credit, applied_at)
+
+    def clear(self) -> None:
+        """Forget the sums. Names and owners stay: a rollback does not change them."""
+        self.peers = {}
+
+    def describe(
+        self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None
+    ) -> None:
+        """Set what a peer states about itself now, and the owner that it is bound to."""
+        self._names[peer], self._teams[peer] = name or None, team or None
+        self.owners.pop(peer, None)
+        if owner is not None:
+            self.owners[peer] = owner
+
+    def by_owner(self) -> Iterator[OwnerSums]:
+        """The sums of every owner, in no particular order."""
+        bindings = effective_bindings(self.owners)
+        for owner, devices in group_by_owner(self.peers, bindings).items():
+            yield self._owner_sums(owner, devices)
+
+    def ranked(self, most: int | None = None) -> list[OwnerSums]:
+        """The owners with the most credit, the first `most` of them or all.
+
+        Most peers have no owner but themselves: only the bound ones are looked up.
+        """
+        credits = {peer: self._credit(sums) for peer, sums in self.peers.items()}
+        bound = {
+            device: owner
+            for device, owner in effective_bindings(self.owners).items()
+            if device in self.peers
+        }
+        groups = group_by_owner(
+            {*bound, *(owner for owner in bound.values() if owner in self.peers)}, bound
+        )
+        for device in bound:
+            del credits[device]
+        for owner, devices in groups.items():
+            credits[owner] = self._owner_sums(owner, devices).credit
+
+        def rank(owner: PeerId) -> tuple[float, PeerId]:
+            return -credits[owner], owner
+
+        first = sorted(credits, key=rank) if most is None else heapq.nsmallest(most, credits, rank)
+        return [self._owner_sums(owner, groups.get(owner, [owner])) for owner in first]
+
+    def _credit(self, sums: PeerSums) -> float:
+        if len(sums.tokens) == 1:
+            # The sum of one product, ten times as fast: most peers hold one stage.
+            [(stage, tokens)] = sums.tokens.items()
+            return tokens * self._work_shares[stage]
+        return credit_of(sums.tokens.items(), self._work_shares)
+
+    def _owner_sums(self, owner: PeerId, devices: Sequence[PeerId]) -> OwnerSums:
+        return OwnerSums(
+            owner=owner,
+            devices=tuple(devices),
+            parts=tuple(self.peers[one] for one in devices),
+            name=owner_display(owner, devices, self._names),
+            team=owner_display(owner, devices, self._teams),
+            work_shares=self._work_shares,
+        )

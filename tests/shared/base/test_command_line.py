@@ -1,0 +1,73 @@
+"""The shell of both command lines: one sentence and an exit code for every error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from swarm_shared.base.command_line import LazyGroup, run_command_line
+from swarm_shared.base.errors import NetworkError, StorageError
+
+
+def shell(error: BaseException | None = None) -> click.Group:
+    @click.group()
+    def group() -> None: ...
+
+    @group.command("work")
+    def work() -> None:
+        if error is not None:
+            raise error
+        click.echo("done")
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (StorageError("the disk is full"), StorageError.exit_code, "the disk is full"),
+        (
+            BaseExceptionGroup("tasks", [NetworkError("no route"), NetworkError("no port")]),
+            NetworkError.exit_code,
+            "no route",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+        (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
+        (click.BadParameter("seven is needed"), 2, "seven is needed"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_an_error_is_one_sentence_and_its_exit_code(
+    error: BaseException, code: int, sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command_line(shell(error), "program", ["work"]) == code
+    written = capfd.readouterr().err
+    assert sentence in written
+    assert written.count("program: error:") == bool(sentence)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("the bug"), ExceptionGroup("tasks", [ZeroDivisionError("the bug")])]
+)
+def test_the_traceback_of_an_unexpected_error_is_kept(
+    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def folders() -> list[Path]:
+        return [tmp_path / "file" / "log", tmp_path / "log"]
+
+    (tmp_path / "file").write_text("not a folder")
+    assert run_command_line(shell(error), "program", ["work"], folders) == 1
+    log = tmp_path / "log" / "program-error.log"
+    assert str(log) in capsys.readouterr().err
+    assert "ZeroDivisionError: the bug" in log.read_text()
+
+
+def test_a_module_is_imported_when_its_command_is_used() -> None:
+    group = LazyGroup("group", modules={"there": "math:pi", "lost": "no_such_module:command"})
+    context = click.Context(group)
+    assert group.list_commands(context) == ["there", "lost"]
+    assert group.get_command(context, "other") is None
+    with pytest.raises(ModuleNotFoundError):
+        group.get_command(context, "lost")
