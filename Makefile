@@ -6,11 +6,12 @@
 PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
-# Tests of two files at a time: most wait for something now and then, and two cores are enough.
-TWO = -n 2 --dist loadfile
+# Two workers, each with whole files or the groups that tests name; the longest tests first.
+TWO = -n 2 --no-loadscope-reorder --dist
+RECORD = --durations=30 --durations-min=2 --junitxml=build/junit/$@.xml
+PYTEST = $(PY) -m pytest $(RECORD)
 
-.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
-        test-installers fuzz \
+.PHONY: help setup setup-dev demo test test-process test-lab test-nightly fuzz \
         check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
@@ -20,21 +21,18 @@ TWO = -n 2 --dist loadfile
 help:
 	@echo "make setup    virtual environment and packages into .venv"
 	@echo "make demo     train a small model across processes of this machine (ARGS=\"--volunteers 4 --stages 2\")"
-	@echo "make test     unit and integration tests (ARGS are pytest's)"
-	@echo "make test-runs whole runs under churn, minutes each"
-	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
-	@echo "make test-attacks attackers against a run, the dashboard in Chromium (sh tools/install_chromium.sh), other slow tests"
-	@echo "make test-durability coordinators killed at every commit, and standbys on PostgreSQL"
-	@echo "make test-faults injected faults: a table of them, random ones, a lost stage"
-	@echo "make test-installers the installers, run for real; needs sh tools/install_installer_tools.sh"
+	@echo "make test     unit tests and one whole run (ARGS are pytest's)"
+	@echo "make test-process real programs: runs under churn, injected faults, attacks, killed coordinators"
+	@echo "make test-lab real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
+	@echo "make test-nightly what not each run needs: more runs and faults, all labs, the .deb under a real systemd"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   apply the formatting"
 	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
-	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
-	@echo "make bench-wan train over emulated home links, compared with torch and hivemind; needs what test-nat needs"
+	@echo "make bench-net measure links behind NAT; needs what test-lab needs"
+	@echo "make bench-wan train over emulated home links, compared with torch and hivemind; needs what test-lab needs"
 	@echo "make bench-wan-timeline how each machine spends the seconds of a step over such links"
 	@echo "make bench-all-reduce the all-reduce of a stage over such links, compared with its bound"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
@@ -64,27 +62,19 @@ demo: setup
 	@$(PY) -m swarm_coordinator demo $(ARGS)
 
 test: setup-dev
-	@$(PY) -m pytest $(TWO) $(ARGS)
+	@$(PYTEST) $(TWO) loadfile $(ARGS)
 
-test-runs: setup-dev
-	@$(PY) -m pytest -m runs $(TWO) $(ARGS)
+# Random tests print their seed; KILL_SEED=N or SWARM_CHAOS_SEED=N repeats it.
+test-process: setup-dev
+	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
 
-test-attacks: setup-dev
-	@$(PY) -m pytest -m attacks $(TWO) $(ARGS)
+# One worker: two labs cannot run at once.
+test-lab: setup-dev
+	@$(PYTEST) --tier lab $(ARGS)
 
-# The seed of a failing run is printed: KILL_SEED=N make test-durability repeats it.
-test-durability: setup-dev
-	@$(PY) -m pytest -m durability $(ARGS)
-
-test-faults: setup-dev
-	@$(PY) -m pytest -m faults $(ARGS)
-
-test-nat: setup-dev
-	@$(PY) -m pytest -m nat $(ARGS)
-
-# As root also the .deb and both services, in a throwaway system of their own.
-test-installers: setup-dev
-	@$(PY) -m pytest -m installers $(ARGS)
+# Needs what test-lab needs, and sh tools/install_installer_tools.sh.
+test-nightly: setup-dev
+	@$(PYTEST) --tier nightly $(TWO) loadgroup $(ARGS)
 
 fuzz: setup-dev
 	@PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)

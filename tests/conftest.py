@@ -20,6 +20,8 @@ import hypothesis
 import pytest
 import trio
 
+pytest_plugins = ["kits.tiers", "kits.skip_policy"]
+
 # On top of the profile that Hypothesis loads by itself: under CI that one is derandomized.
 hypothesis.settings.register_profile(
     "shared machine", deadline=None, derandomize=False, print_blob=True

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     own = Path(__file__).with_name("conftest.py")
     (tmp_path / "conftest.py").write_text(own.read_text())
     (tmp_path / "test_properties.py").write_text(PROPERTIES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pytest.ini").write_text(f'[pytest]\npythonpath = "{own.parent}"\n')
     return tmp_path
 
 

@@ -53,7 +53,7 @@ def test_a_decoder_takes_any_bytes_or_refuses_them_in_its_own_words(name: str) -
     attempt()
 
 
-@pytest.mark.attacks
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_takes_any_bytes_or_refuses_them_tried_longer(name: str) -> None:
     target = TARGETS[name]

@@ -15,7 +15,9 @@ import pytest
 from kits.installers.box import Box, box
 from kits.installers.tree import LINUX, PACKAGES, PATIENCE_SECONDS, SUITABLE, shop
 
-pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
+# Not in the group of the labs: a box has network namespaces of its own, and nothing sweeps it.
+GROUP = pytest.mark.xdist_group("box")
+pytestmark = [pytest.mark.lab, pytest.mark.nightly, pytest.mark.timeout(600), GROUP]
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 UNIT = "swarm-client.service"

@@ -22,7 +22,7 @@ from kits.installers.tree import (
     shop,
 )
 
-pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,7 @@ def refused(bob: Person, *words: str | Path) -> subprocess.CompletedProcess[str]
     return done
 
 
+@pytest.mark.nightly
 def test_a_wheel_is_compared_with_the_hashes_that_lie_beside_it(
     for_sale: Path, bob: Person, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_wheel_is_compared_with_the_hashes_that_lie_beside_it(
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() in done.stderr
 
 
+@pytest.mark.nightly
 def test_half_a_download_of_a_script_does_nothing(bob: Person) -> None:
     for name, words in (("install.sh", ("--dry-run",)), ("uninstall.sh", ("--dry-run", "--purge"))):
         text = (LINUX / name).read_text()
@@ -161,6 +163,7 @@ def test_half_a_download_of_a_script_does_nothing(bob: Person) -> None:
     assert bob.files() == []
 
 
+@pytest.mark.nightly
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(for_sale: Path, bob: Person) -> None:
     done = refused(
         bob, for_sale / "install.sh", "--dry-run", "--from", the_wheel(for_sale),
@@ -170,6 +173,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(for_sale: Path, bob:
     assert f"would link {bob.home}/.local/bin/swarm-client" in done.stdout
 
 
+@pytest.mark.nightly
 def test_wrong_words_and_missing_things_are_told_in_a_sentence(for_sale: Path, bob: Person) -> None:
     script = for_sale / "install.sh"
     wheel = the_wheel(for_sale)
@@ -189,6 +193,7 @@ def test_wrong_words_and_missing_things_are_told_in_a_sentence(for_sale: Path, b
         assert told in done.stderr
 
 
+@pytest.mark.nightly
 def test_programs_of_somebody_else_are_not_replaced(for_sale: Path, bob: Person) -> None:
     folder = bob.home / ".local" / "bin"
     bob.does("mkdir", "-p", folder)
@@ -200,6 +205,7 @@ def test_programs_of_somebody_else_are_not_replaced(for_sale: Path, bob: Person)
     assert "is not from this script" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_folder_that_is_no_clients_home_is_not_purged(for_sale: Path, bob: Person) -> None:
     precious = bob.home / "precious"
     bob.does("mkdir", precious)
@@ -220,7 +226,6 @@ def test_the_scripts_pass_shellcheck() -> None:
         pytest.skip("no shellcheck here: sh tools/install_installer_tools.sh")
     scripts = [*(ROOT / "installers").rglob("*.sh"), *(ROOT / "tools").glob("*.sh"),
                *(LINUX / "deb" / name for name in ("postinst", "prerm", "postrm"))]  # fmt: skip
-    done = subprocess.run(
-        [program, *scripts, ROOT / ".ci" / "run"], capture_output=True, text=True, check=False
-    )
+    scripts += [ROOT / ".ci" / name for name in ("run", "nightly", "steps.bash")]
+    done = subprocess.run([program, "-x", *scripts], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

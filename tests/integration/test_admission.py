@@ -1,4 +1,4 @@
-"""Admission in a real run: a volunteer is banned in the middle, and the losses do not change."""
+"""A volunteer is banned from a real run, and the losses do not change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from swarm_coordinator.demo.subprocesses import (
 )
 from swarm_shared.base.errors import AdmissionError
 
-pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 
 STEPS = 16
 WITHIN_SECONDS = 5.0
-"""In which the others have to hear of a ban."""
+"""Seconds within which the other volunteers have to apply a ban."""
 
 
 def order(*words: str | Path) -> str:
-    """A command of the organiser's, as a process of its own."""
+    """Run a command of the organiser as a process."""
     command = module_command(COORDINATOR_MODULE, *map(str, words))
     return run_to_end(f"swarm-coordinator {words[0]}", command, 30.0)
 
@@ -37,11 +37,11 @@ def peer_of(lines: list[str]) -> str:
 
 
 def linked_with(swarm: LocalSwarm, reporter: str) -> set[str]:
-    """Whom this volunteer has a connection with, as it says itself."""
+    """Return the peers that this volunteer reports a connection with."""
     return {path["remote"] for path in swarm.status()["paths"] if path["reporter"] == reporter}
 
 
-def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(make_run) -> None:
+def test_a_banned_volunteer_is_disconnected_in_seconds_and_changes_no_loss(make_run) -> None:
     run = make_run(1, steps=STEPS, limits__starting_peers_per_stage=2, admission__mode="token")
     swarm = run.swarm
     standing = swarm.start_coordinator()
@@ -69,7 +69,7 @@ def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(
         WITHIN_SECONDS,
         "the other volunteer and the status to be rid of it",
     )
-    # Its own process ends by itself, with the reason and the documented code.
+    # Its process ends by itself, with the reason and the documented exit code.
     assert bad.wait(30) == AdmissionError.exit_code
     assert time.monotonic() - began < 30
     assert bad.last_lines(1) == [
@@ -85,9 +85,10 @@ def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(
     assert any("it was seen cheating" in note.text for note in seen.notes)
 
 
-def test_the_others_stop_serving_a_banned_volunteer_that_does_not_go(make_run) -> None:
-    """It is stopped while it is banned, so that it hears of nothing and its links stay as they
-    are; woken up, it finds them closed and nobody who serves it."""
+@pytest.mark.nightly
+def test_other_volunteers_close_their_links_with_a_banned_one_that_is_frozen(make_run) -> None:
+    """It is stopped while it is banned, so that it receives nothing and its links stay as they
+    are; when it resumes, they are closed."""
     run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
     swarm = run.swarm
     invite = swarm.start_coordinator()
@@ -101,7 +102,7 @@ def test_the_others_stop_serving_a_banned_volunteer_that_does_not_go(make_run) -
         order("ban", run.folder.path, banned)
         run.wait_for_version(run.version() + 2)
         others = [peer_of(other.last_lines(200)) for other in (first, second)]
-        wait_until(  # what they say of their links is a heartbeat and a status file old
+        wait_until(  # reported links are a heartbeat and a status file old
             lambda: all(banned not in linked_with(swarm, other) for other in others),
             swarm.children,
             WITHIN_SECONDS,

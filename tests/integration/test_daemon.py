@@ -1,4 +1,4 @@
-"""A volunteer's daemon, used as a person uses it: real programs, commands, exit codes."""
+"""A volunteer's daemon through its commands: real programs, output and exit codes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from swarm_coordinator.demo.subprocesses import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 
 PATIENCE_SECONDS = 240.0
 
 
 class Person:
-    """Somebody at a terminal, with a home of their own."""
+    """A user at a terminal, with a home of their own."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -52,7 +52,7 @@ class Person:
 
 @contextmanager
 def person(home: Path) -> Iterator[Person]:
-    """At the end no daemon of theirs is left, whatever happened."""
+    """Make a user; at the end no daemon of theirs is left."""
     someone = Person(home)
     try:
         yield someone
@@ -66,7 +66,7 @@ def person(home: Path) -> Iterator[Person]:
                 process.kill()
 
 
-def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_same(
+def test_a_daemon_pauses_resumes_finishes_and_leaves_without_a_changed_loss(
     make_run: Callable[..., Any],
 ) -> None:
     run = make_run(1, steps=30, limits__starting_peers_per_stage=2)
@@ -93,7 +93,7 @@ def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_s
         assert bob.sees()["run"]["name"] == run.manifest.name
         assert "already working" in bob.does("join", invite, *options)
 
-        # A pause: nothing more is computed here, the other one goes on.
+        # A pause: nothing is computed here, and the other volunteer continues.
         assert "paused until" in bob.does("pause", "--for", "1h")
         wait_until(lambda: shown()["paused"], swarm.children, PATIENCE_SECONDS, "the pause")
         paused = bob.sees()
@@ -129,7 +129,7 @@ def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_s
     run.assert_equals_reference()
 
 
-def test_a_daemon_that_cannot_join_says_why_with_the_exit_code_of_that_and_leaves_nothing(
+def test_a_daemon_that_is_refused_exits_with_the_reason_and_its_code_and_leaves_nothing(
     make_run: Callable[..., Any],
 ) -> None:
     run = make_run(1, steps=5, admission__mode="allow-list")
@@ -142,10 +142,11 @@ def test_a_daemon_that_cannot_join_says_why_with_the_exit_code_of_that_and_leave
         assert json.loads(eve.does("runs", "--json"))["runs"] == []
 
 
-def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
+@pytest.mark.nightly
+def test_two_devices_of_one_machine_are_two_members_and_one_row_of_the_ledger(
     make_run: Callable[..., Any],
 ) -> None:
-    """Both stages lie on one machine: without either of its devices no step would be trained."""
+    """Each device holds one of the two stages."""
     run = make_run(2, steps=400, limits__starting_peers_per_stage=1)
     swarm = run.swarm
     invite = swarm.start_coordinator()
@@ -178,7 +179,7 @@ def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
         assert given["microbatches"] >= 2 * 12 * (given["steps"] - 1)
         assert "cpu#2" in bob.does("status")
 
-        # What their owner says is said to both.
+        # A command of their owner reaches both.
         bob.does("pause")
         wait_until(
             lambda: all(peer["paused"] for peer in swarm.status()["peers"]),
@@ -195,6 +196,9 @@ def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
         assert bob.sees()["state"] == "stopped"
         assert swarm.status()["peers"] == []
         before = [device["peer"] for device in seen["devices"]]
+        # Both devices are one row of the leaderboard, and later of the ledger.
+        [row] = DatabaseReader(run.folder.database, (0.5, 0.5)).refresh(time.time()).contributions
+        assert row.devices == 2
         bob.does("resume")
         again = until(
             lambda s: len([d for d in s["devices"] if d["stage"] is not None]) == 2, "both"
@@ -207,10 +211,22 @@ def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
         assert bob.sees()["devices"] == []
         bob.does("shutdown")
         losses = run.losses()
-    assert losses == pytest.approx(run.reference_losses(len(losses)), rel=1e-4)
+    assert losses == run.reference_losses(len(losses))
+    assert people_of_ledger(run) == {seen["peer"]: ("bob", sorted(before))}
 
 
-def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
+def people_of_ledger(run: Any) -> dict[str, tuple[str, list[str]]]:
+    """Export the ledger and verify it; return each person's name and devices."""
+    file = run.folder.path / "run.ledger"
+    export = module_command(COORDINATOR_MODULE, "ledger", "export", str(run.folder.path), str(file))
+    run_to_end("swarm-coordinator ledger", export, 60.0)
+    verify = module_command(CLIENT_MODULE, "verify-ledger", str(file), "--json")
+    document = json.loads(run_to_end("swarm-client verify-ledger", verify, 60.0))
+    return {row["peer"]: (row["name"], sorted(row["devices"])) for row in document["people"]}
+
+
+@pytest.mark.nightly
+def test_a_machine_that_was_suspended_joins_again_by_itself_and_reports_why(
     make_run: Callable[..., Any],
 ) -> None:
     run = make_run(1, steps=400, limits__starting_peers_per_stage=2)
@@ -232,7 +248,7 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
             process.suspend()
         try:
             wait_until(lambda: not is_member(), swarm.children, PATIENCE_SECONDS, "its loss")
-            # Longer than what a busy machine makes a program wait, and steps without it.
+            # Longer than a busy machine delays a program, and steps without it.
             began = run.version()
             time.sleep(MIN_INTERRUPTION_SECONDS + 2)
             run.wait_for_version(began + 2)
@@ -247,7 +263,7 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
             seen.update(bob.sees())
             now = seen["contribution"]
             more = now["microbatches"] > given["microbatches"]
-            # One step more could be the end of what was under way when it was stopped.
+            # One step more could be the one in flight when it was stopped.
             return seen["state"] == "contributing" and more and now["steps"] >= given["steps"] + 2
 
         wait_until(contributes, swarm.children, PATIENCE_SECONDS, "work after its absence")
@@ -260,7 +276,8 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
         bob.does("shutdown")
 
 
-def test_a_device_that_the_run_does_not_let_in_leaves_the_other_at_work(
+@pytest.mark.nightly
+def test_a_refused_device_leaves_the_other_one_at_work(
     make_run: Callable[..., Any],
 ) -> None:
     """An invite for one use, and two devices."""
@@ -293,38 +310,3 @@ def test_a_device_that_the_run_does_not_let_in_leaves_the_other_at_work(
         until(["contributing", "stopped"])
         bob.does("leave")
         bob.does("shutdown")
-
-
-def test_two_devices_of_one_machine_are_one_row_of_the_leaderboard_and_of_the_ledger(
-    make_run: Callable[..., Any],
-) -> None:
-    run = make_run(1, steps=400, limits__starting_peers_per_stage=2)
-    swarm = run.swarm
-    invite = swarm.start_coordinator()
-    with person(swarm.home("a daemon's home")) as bob:
-        words = ("--device", "cpu", "--device", "cpu", "--threads", "2", "--name", "bob")
-        bob.does("join", invite, "--detach", *words)
-
-        def row() -> tuple[int, int]:
-            """Devices of the first row, and rows; of the page that anybody may see."""
-            found = DatabaseReader(run.folder.database, (1.0,)).refresh(time.time()).contributions
-            return (found[0].devices, len(found)) if found else (0, 0)
-
-        wait_until(lambda: row() == (2, 1), swarm.children, PATIENCE_SECONDS, "one row of two")
-        wait_until(
-            lambda: bob.sees()["leaderboard"], swarm.children, PATIENCE_SECONDS, "the leaderboard"
-        )
-        seen = bob.sees()
-        [mine] = seen["leaderboard"]
-        assert (mine["name"], mine["you"]) == ("bob", True)
-        assert len({device["peer"] for device in seen["devices"]}) == 2
-        bob.does("leave")
-        bob.does("shutdown")
-    file = run.folder.path / "run.ledger"
-    words = ("ledger", "export", str(run.folder.path), str(file))
-    run_to_end("swarm-coordinator ledger", module_command(COORDINATOR_MODULE, *words), 60.0)
-    checked = module_command(CLIENT_MODULE, "verify-ledger", str(file), "--json")
-    told = json.loads(run_to_end("swarm-client verify-ledger", checked, 60.0))
-    [person_row] = told["people"]
-    assert (person_row["peer"], person_row["name"]) == (seen["peer"], "bob")
-    assert sorted(person_row["devices"]) == sorted(one["peer"] for one in seen["devices"])

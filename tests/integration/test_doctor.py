@@ -1,4 +1,4 @@
-"""`swarm-client doctor` beside real programs: a coordinator, and a volunteer at work."""
+"""`swarm-client doctor` with a real coordinator and a working volunteer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from swarm_coordinator.demo.subprocesses import wait_until
 from swarm_shared.base.errors import NetworkError
 
-pytestmark = [pytest.mark.integration, pytest.mark.attacks]
+pytestmark = pytest.mark.process
 
 
 def doctor(invite: str, home: Path) -> tuple[int, dict[str, Any], str]:
-    """Its exit code, its checks by their names, and what it said besides."""
+    """Return its exit code, its checks by id, and its standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "swarm_client", "doctor", invite, "--home", str(home),
          "--device", "cpu", "--json"],
@@ -30,7 +30,7 @@ def doctor(invite: str, home: Path) -> tuple[int, dict[str, Any], str]:
     return done.returncode, {check["id"]: check for check in document["checks"]}, done.stderr
 
 
-def test_the_doctor_finds_a_run_in_order_and_its_end(
+def test_the_doctor_reports_a_running_run_and_its_end(
     make_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     run = make_run(1, 500, limits__starting_peers_per_stage=1)

@@ -1,4 +1,4 @@
-"""A volunteer that is moved between stages while a run goes on, with real processes."""
+"""A volunteer is moved between the stages of a running run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from swarm_coordinator.status.status_file import read_status
 from swarm_coordinator.status.text import status_lines
 
-pytestmark = [pytest.mark.attacks, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 STEPS = 24
 
 
-def test_a_volunteer_moves_to_the_thinnest_stage_and_the_losses_stay_those_of_one_process(
+def test_a_volunteer_moves_to_the_slowest_stage_and_the_run_equals_the_reference(
     make_run,
 ) -> None:
     run = make_run(
@@ -20,7 +20,7 @@ def test_a_volunteer_moves_to_the_thinnest_stage_and_the_losses_stay_those_of_on
     )
     swarm = run.swarm
     invite = swarm.start_coordinator()
-    # The first two take one stage each; the others insist on the first.
+    # The first two take one stage each; the later two ask for the first.
     for _ in range(2):
         swarm.start_volunteer(invite)
     run.wait_for_version(1)
@@ -35,7 +35,7 @@ def test_a_volunteer_moves_to_the_thinnest_stage_and_the_losses_stay_those_of_on
         peer.peer for peer in history.peers
         if {c.stage for c in history.contributions if c.peer == peer.peer} == {0, 1}
     ]  # fmt: skip
-    assert both, "nobody has counted microbatches in both stages"
+    assert both, "no peer has counted microbatches in both stages"
     status = read_status(run.folder.status)
     assert status is not None
     told = status_lines(status, True, 0.0)

@@ -1,4 +1,4 @@
-"""What is killed comes back, or is replaced, and the run ends with the same losses."""
+"""Runs that are stopped and continued, or whose volunteers lack hivemind."""
 
 from __future__ import annotations
 
@@ -7,35 +7,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 
 STEPS = 8
 
 
-def test_killed_volunteers_and_a_killed_coordinator_change_no_loss(make_run) -> None:
-    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
-    swarm = run.swarm
-    invite = swarm.start_coordinator()
-    victims = [swarm.start_volunteer(invite) for _ in range(3)]
-
-    run.wait_for_version(2)
-    swarm.expect_exit(victims[0])
-    victims[0].kill()
-    run.wait_for_version(4)
-    assert swarm.coordinator is not None
-    swarm.expect_exit(swarm.coordinator)
-    swarm.coordinator.kill()
-    before = run.losses()
-    assert swarm.start_coordinator() == invite
-    history = swarm.watch(lambda *_: None)
-
-    assert run.losses()[: len(before)] == before  # nothing acknowledged was lost
-    assert history.restored.generation == 2
-    assert swarm.wait_for_exit() == []
-    run.assert_equals_reference()
-
-
-def test_a_run_that_was_stopped_goes_on_where_it_was_with_other_volunteers(make_run) -> None:
+def test_a_stopped_run_continues_at_its_last_step_with_other_volunteers(make_run) -> None:
     run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3)
     swarm = run.swarm
     invite = swarm.start_coordinator()
@@ -62,10 +39,10 @@ def test_a_run_that_was_stopped_goes_on_where_it_was_with_other_volunteers(make_
     run.assert_equals_reference()
 
 
-def test_a_swarm_of_which_one_member_has_no_hivemind_averages_over_libp2p(
+def test_a_stage_with_a_member_without_hivemind_averages_over_libp2p(
     make_run, tmp_path: Path
 ) -> None:
-    """hivemind is hidden from one volunteer, as on a system that has no wheel of it."""
+    """hivemind is hidden from one volunteer, as on a system without a wheel of it."""
     hiding = tmp_path / "hiding"
     hiding.mkdir()
     (hiding / "sitecustomize.py").write_text(
@@ -75,7 +52,7 @@ def test_a_swarm_of_which_one_member_has_no_hivemind_averages_over_libp2p(
         "    return None if name == 'hivemind' else find(name, path, target)\n"
         "PathFinder.find_spec = find_others\n"
     )
-    run = make_run(1, steps=STEPS)
+    run = make_run(1, steps=3)
     swarm = run.swarm
     invite = swarm.start_coordinator()
     swarm.environment["PYTHONPATH"] = str(hiding)

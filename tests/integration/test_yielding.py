@@ -1,4 +1,4 @@
-"""Somebody comes back to their machine: a real key in a real terminal, a real run, no stand-in."""
+"""A key typed into a real terminal pauses a volunteer of a real run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from swarm_client.control.client import ask
 from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = [
-    pytest.mark.runs,
+    pytest.mark.process,
+    pytest.mark.nightly,
     pytest.mark.timeout(420),
     pytest.mark.skipif(sys.platform != "linux", reason="terminals are read as Linux writes them"),
 ]
@@ -25,7 +26,7 @@ PREFERENCES = "run_if_user_active = false\nidle_minutes = 0.05\n"
 
 
 class Terminal:
-    """One that a person types into, and a program that reads it."""
+    """A pseudo-terminal: one end types, a program reads the other."""
 
     def __init__(self) -> None:
         self._screen, self._program = os.openpty()
@@ -48,10 +49,10 @@ def terminal() -> Iterator[Terminal]:
         opened.close()
 
 
-def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_without_it(
+def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_continues(
     make_run: Callable[..., Any],
 ) -> None:
-    """The governed one is one of two at the first stage; whoever is at the second is not."""
+    """The governed volunteer is one of two at the first stage."""
     run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
     swarm = run.swarm
     invite = swarm.start_coordinator()
@@ -79,7 +80,7 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_witho
         assert seen["sentence"].startswith("paused: this machine is in use; continues after")
         assert seen["until"] > seen["time"]
 
-        # A person who goes on typing: whole steps pass, and nothing is computed here.
+        # While typing continues, whole steps pass and nothing is computed here.
         paused_at = run.version()
         given = seen["contribution"]["microbatches"]
         counted: set[int] = set()
@@ -92,7 +93,7 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_witho
             return run.version() >= paused_at + 4
 
         wait_until(typing_goes_on, swarm.children, 180, "steps without it")
-        # What it had counted before may have been applied in the first of them; then no more.
+        # Microbatches counted before the pause may have been applied in the first of them.
         assert max(counted) - given <= 12
         [worker] = [
             child

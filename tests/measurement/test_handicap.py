@@ -68,7 +68,7 @@ def test_without_variables_nothing_changes_and_with_them_it_does_within_the_bloc
     assert GroupAverager.reduce is reduce
 
 
-@pytest.mark.integration
+@pytest.mark.process
 def test_a_paced_worker_takes_the_time_of_its_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from swarm_shared.base.errors import (
 from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.identity.keys import Identity
 
-pytestmark = pytest.mark.attacks  # some forty programs are started: with the other slow tests
+pytestmark = pytest.mark.process
 
 GOOD = "# mine\ncpu_percent = 50\n"
 FULL_DISK = "ulimit -f 0"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.process
 
 
 def config(*words: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:

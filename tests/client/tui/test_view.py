@@ -30,7 +30,7 @@ from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.terminal_style import Look, ThemeName
 
 # A minute of them: with the slow tests, which plain pytest leaves out.
-pytestmark = pytest.mark.attacks
+pytestmark = pytest.mark.process
 
 SETTINGS = {
     "preferences": {

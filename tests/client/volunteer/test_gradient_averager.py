@@ -32,7 +32,7 @@ from swarm_shared.network import Node, RelayLimits, open_node
 from swarm_shared.protocol import PeerRecord, Roster
 from swarm_shared.run.codec_sizes import AverageCodec
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.process
 
 SMALL = 30_001
 LARGE = 2**22
@@ -435,7 +435,6 @@ def hasty_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart_policy, "LOST_RELAY_SECONDS", 3.0)
 
 
-@pytest.mark.attacks  # of its "other slow tests"
 @pytest.mark.usefixtures("hasty_restarts")
 async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its_port(
     tmp_path: Path,

@@ -353,7 +353,7 @@ class Started:
         self.lines.append(self.process.communicate()[0])
 
 
-@pytest.mark.integration
+@pytest.mark.process
 def test_all_of_it_works_beside_a_running_coordinator(
     token_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,7 +394,7 @@ def wait_for_status(
     return out
 
 
-@pytest.mark.integration
+@pytest.mark.process
 def test_a_coordinator_that_was_killed_leaves_nothing_that_a_command_trips_over(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,10 +18,10 @@ from swarm_coordinator.dashboard.middleware import GuardMiddleware
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.rate_limit import RateLimit
 
-pytestmark = pytest.mark.attacks
+pytestmark = pytest.mark.process
 
 STREAM = "/api/v1/events/stream"
-EXAMPLES = 50
+EXAMPLES = 15
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from swarm_coordinator.core.events import Note
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.records import PeerSeen
 
-pytestmark = pytest.mark.attacks
+pytestmark = pytest.mark.process
 
 LIVE = "document.querySelector('#live').textContent === 'live'"
 PEERS = [

@@ -55,8 +55,7 @@ def wait_for_output(child: Subprocess, wanted: str) -> None:
     wait_until(ready, Subprocesses(), PATIENCE_SECONDS, wanted)
 
 
-@pytest.mark.integration
-@pytest.mark.runs
+@pytest.mark.process
 def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_path: Path) -> None:
     run_dir, json_file = tmp_path / "a run", tmp_path / "the result.json"
     with Subprocesses() as children:
@@ -81,8 +80,8 @@ def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_pa
     assert processes_naming(str(run_dir)) == []
 
 
-@pytest.mark.integration
-@pytest.mark.runs
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
 def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
@@ -101,8 +100,8 @@ def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
     assert processes_naming(str(run_dir)) == []
 
 
-@pytest.mark.integration
-@pytest.mark.runs
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_volunteer_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -385,7 +385,7 @@ async def test_text_from_volunteers_cannot_control_the_organisers_terminal(
     assert all(line.isprintable() for line in run.lines)
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
     process = start_coordinator(folder)
     try:
@@ -432,7 +432,7 @@ def invite_from(process: subprocess.Popen[str]) -> Invite:
     raise AssertionError("no invite: " + "".join(seen))
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_kill_9_loses_no_applied_step_and_the_run_goes_on(folder: RunFolder) -> None:
     manifest = load_manifest(folder)
     process = start_coordinator(folder)

@@ -26,7 +26,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 
-pytestmark = pytest.mark.durability
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,9 @@ async def test_a_coordinator_that_is_killed_at_the_boundaries_of_its_commits_for
     assert all(volunteer.told for volunteer in crew)
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 5))]
+)
 async def test_a_coordinator_that_is_killed_at_random_instants_forgets_nothing(
     folder: RunFolder, part: int
 ) -> None:

@@ -40,7 +40,7 @@ from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import LeaderWatch
 from swarm_shared.settings.commented_toml import toml_value
 
-pytestmark = pytest.mark.durability
+pytestmark = pytest.mark.process
 
 LEASE_SECONDS = 2.0
 
@@ -190,6 +190,7 @@ async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_no
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.nightly
 def test_real_volunteers_find_the_standby_and_train_on(
     template: Path, tmp_path: Path, postgresql: Server
 ) -> None:

@@ -68,7 +68,8 @@ def test_a_store_that_is_killed_at_the_boundary_of_a_commit_loses_nothing(
     kill_at_every_commit(place, boundary, 1, OPTIONS)
 
 
-@pytest.mark.durability
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_store_that_is_killed_at_every_boundary_of_a_long_run_loses_nothing(
@@ -81,14 +82,20 @@ def test_a_store_that_is_killed_at_some_instants_loses_nothing(place: DatabaseLo
     kill_at_random([place], kills=15, seed=int(os.environ.get("KILL_SEED", "0")) or 7)
 
 
-@pytest.mark.durability
+@pytest.mark.process
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kills", "places"), [(20, 1), pytest.param(150, 6, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("faults", [(), LOSSES], ids=["steady", "volunteers die, too"])
-def test_a_store_that_is_killed_at_hundreds_of_instants_loses_nothing(
-    new_place: Callable[[], DatabaseLocation], faults: tuple[Fault, ...]
+def test_a_store_that_is_killed_at_random_instants_loses_nothing(
+    new_place: Callable[[], DatabaseLocation],
+    faults: tuple[Fault, ...],
+    kills: int,
+    places: int,
 ) -> None:
     seed = int(os.environ.get("KILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-    kill_at_random([new_place() for _ in range(6)], kills=150, seed=seed, faults=faults)
+    kill_at_random([new_place() for _ in range(places)], kills=kills, seed=seed, faults=faults)
 
 
 def kill_at_random(

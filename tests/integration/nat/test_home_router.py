@@ -14,7 +14,7 @@ import pytest
 
 from kits.network_lab import Host, Lab, Nat, why_no_port_mapping
 
-pytestmark = pytest.mark.nat
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 PORT = 4001
 MAP = """

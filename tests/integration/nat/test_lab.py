@@ -14,7 +14,7 @@ import pytest
 from kits.network_lab import Host, Lab, LabError, Nat, Router, own_namespaces, sweep
 from kits.network_lab.namespace import FOLDER
 
-pytestmark = pytest.mark.nat
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 PORT = 4001
 PATIENCE_SECONDS = 3.0
@@ -274,6 +274,7 @@ def _rate(sender: socket.socket, receiver: socket.socket, size_bytes: int) -> fl
 # ---------------------------------------------------------------- life
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_programs_run_on_their_host_and_end_with_the_lab(tmp_path: Path) -> None:
     with Lab() as lab:
         host = lab.public_host("host")
@@ -292,6 +293,7 @@ def test_programs_run_on_their_host_and_end_with_the_lab(tmp_path: Path) -> None
     assert own_namespaces() == []
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_a_failure_inside_leaves_nothing_behind() -> None:
     made: list[str] = []
 

@@ -14,7 +14,7 @@ import pytest
 from kits.network_lab import Host, Lab, LabError, Nat, Router
 from kits.network_lab.node_process import NodeProcess
 
-pytestmark = pytest.mark.nat
+pytestmark = pytest.mark.lab
 
 PUNCH_SECONDS = 5.0
 SENT_BYTES = 10_000_000
@@ -79,6 +79,7 @@ def test_a_hole_is_punched_through_two_port_preserving_routers(lab: Lab, start_n
     assert sum(counter.total_bytes for counter in at_relay) < 0.01 * SENT_BYTES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("one", "other"),
     [(Nat.PORT_PRESERVING, Nat.SYMMETRIC), (Nat.SYMMETRIC, Nat.SYMMETRIC)],
@@ -96,6 +97,7 @@ def test_behind_a_symmetric_router_the_relay_carries_everything(
     assert relay.ask("tell")["forwarded_bytes"] > 2 * SENT_BYTES
 
 
+@pytest.mark.nightly
 def test_two_machines_behind_one_router_find_the_local_path(lab: Lab, start_node: Start) -> None:
     router = lab.router("router", Nat.SYMMETRIC)
     home_a, home_b = (router, lab.lan_host("a", router)), (router, lab.lan_host("b", router))
@@ -108,6 +110,7 @@ def test_two_machines_behind_one_router_find_the_local_path(lab: Lab, start_node
     assert at_relay.total_bytes < 0.01 * SENT_BYTES
 
 
+@pytest.mark.nightly
 def test_an_ipv6_home_is_reached_through_its_firewall(lab: Lab, start_node: Start) -> None:
     """No translation there, but a firewall that wants to be punched just the same."""
     relay = start_node(lab.public_host("relay", versions=(6,)), 6)
@@ -143,6 +146,7 @@ def test_a_node_whose_relay_dies_is_reached_through_its_other_one(
     assert told["slots"] == [relay.peer for relay in relays if relay is not first]
 
 
+@pytest.mark.nightly
 def test_links_come_back_after_the_provider_gave_another_address(
     lab: Lab, start_node: Start
 ) -> None:
@@ -155,6 +159,7 @@ def test_links_come_back_after_the_provider_gave_another_address(
     assert took["seconds"] is not None
 
 
+@pytest.mark.nightly
 def test_links_come_back_after_the_machine_got_another_address(lab: Lab, start_node: Start) -> None:
     home_a, home_b = lab.home("a", Nat.PORT_PRESERVING), lab.home("b", Nat.PORT_PRESERVING)
     _, a, b = relayed_pair(lab, start_node, home_a, home_b)
@@ -165,6 +170,7 @@ def test_links_come_back_after_the_machine_got_another_address(lab: Lab, start_n
     assert took["seconds"] is not None
 
 
+@pytest.mark.nightly
 def test_links_come_back_after_a_pulled_cable(lab: Lab, start_node: Start) -> None:
     home_a, home_b = lab.home("a", Nat.PORT_PRESERVING), lab.home("b", Nat.SYMMETRIC)
     _, a, b = relayed_pair(lab, start_node, home_a, home_b)

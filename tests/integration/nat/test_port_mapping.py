@@ -10,7 +10,7 @@ import pytest
 
 from kits.network_lab import Host, Lab, Nat, why_no_port_mapping
 
-pytestmark = pytest.mark.nat
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 PATIENCE_SECONDS = 5.0
 SSDP = ("239.255.255.250", 1900)

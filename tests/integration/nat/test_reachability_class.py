@@ -16,7 +16,7 @@ import pytest
 from kits.network_lab import Host, Lab, Nat, why_no_port_mapping
 from swarm_coordinator.demo.subprocesses import wait_until
 
-pytestmark = pytest.mark.nat
+pytestmark = pytest.mark.lab
 
 PORT = 4001
 START_SECONDS = 30.0
@@ -106,6 +106,7 @@ def reachability_of(outside: Outside, host: Host) -> dict[str, Any]:
     return {**details, "state": check["state"], "seen": check["seen"]}
 
 
+@pytest.mark.nightly
 def test_a_machine_on_the_internet_is_public(lab: Lab, tmp_path: Path) -> None:
     outside = Outside(lab, tmp_path)
     host = lab.public_host("host")
@@ -153,6 +154,7 @@ def test_a_router_that_maps_ports_is_used_and_left_as_it_was(lab: Lab, tmp_path:
     assert rules.split() == ["-N", "MINIUPNPD"]
 
 
+@pytest.mark.nightly
 def test_a_port_forwarded_by_hand_is_found(lab: Lab, tmp_path: Path) -> None:
     outside = Outside(lab, tmp_path)
     router, host = lab.home("home", Nat.SYMMETRIC)
@@ -170,6 +172,7 @@ def test_a_port_forwarded_by_hand_is_found(lab: Lab, tmp_path: Path) -> None:
     assert found["behind_router"] is True
 
 
+@pytest.mark.nightly
 def test_without_any_network_that_is_what_is_said(lab: Lab, tmp_path: Path) -> None:
     outside = Outside(lab, tmp_path)
     host = lab.public_host("host")

@@ -16,7 +16,7 @@ import pytest
 from kits.network_lab import Lab, Nat, TrafficCounter
 from kits.runs.nat_run import BOUNDARY_BYTES_PER_STEP, LONGER_STEPS, STEPS, NatRun
 
-pytestmark = [pytest.mark.nat, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 PUNCH_SECONDS = 5.0
 """Of joining; the issue's word."""
@@ -58,8 +58,10 @@ def test_two_homes_with_ordinary_routers_are_punched_and_the_relay_carries_nothi
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(Nat.PORT_PRESERVING, Nat.SYMMETRIC), (Nat.SYMMETRIC, Nat.SYMMETRIC)],
-    ids=["one side", "both sides"],
+    [
+        pytest.param(Nat.PORT_PRESERVING, Nat.SYMMETRIC, id="one side", marks=pytest.mark.nightly),
+        pytest.param(Nat.SYMMETRIC, Nat.SYMMETRIC, id="both sides"),
+    ],
 )
 def test_symmetric_routers_train_over_the_relay(
     lab: Lab, nat_run: MakeRun, one: Nat, other: Nat
@@ -80,6 +82,7 @@ def test_symmetric_routers_train_over_the_relay(
     assert bytes_of(between) < 0.01 * BOUNDARY_BYTES_PER_STEP
 
 
+@pytest.mark.nightly
 def test_one_public_and_three_hidden_volunteers_use_the_public_one_as_relay(
     lab: Lab, nat_run: MakeRun
 ) -> None:
@@ -100,6 +103,7 @@ def test_one_public_and_three_hidden_volunteers_use_the_public_one_as_relay(
     assert set(kinds) <= {"direct", None}
 
 
+@pytest.mark.nightly
 def test_four_hidden_volunteers_average_their_stages(lab: Lab, nat_run: MakeRun) -> None:
     run = nat_run(2)
     kinds = (Nat.PORT_PRESERVING, Nat.SYMMETRIC, Nat.PORT_PRESERVING, Nat.SYMMETRIC)
@@ -115,6 +119,7 @@ def test_four_hidden_volunteers_average_their_stages(lab: Lab, nat_run: MakeRun)
     assert counted <= averaged
 
 
+@pytest.mark.nightly
 def test_two_volunteers_behind_one_router_use_their_own_network(lab: Lab, nat_run: MakeRun) -> None:
     run = nat_run(1)
     router = lab.router("router", Nat.SYMMETRIC)
@@ -163,6 +168,7 @@ def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: M
     assert {by_name[one.child.name], by_name[other.child.name]} <= counted
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["the router's", "the machine's"])
 def test_an_address_that_changes_in_the_middle_of_a_step_costs_no_loss(
     lab: Lab, nat_run: MakeRun, what: str
@@ -183,6 +189,7 @@ def test_an_address_that_changes_in_the_middle_of_a_step_costs_no_loss(
     run.finish()
 
 
+@pytest.mark.nightly
 def test_a_pulled_cable_and_a_restarted_coordinator_cost_no_loss(
     lab: Lab, nat_run: MakeRun
 ) -> None:

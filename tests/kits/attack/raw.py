@@ -1,6 +1,6 @@
-"""Connections to a victim, by hand: how far one goes is up to the attacker.
+"""Connections to a victim, built layer by layer; an attacker stops at any of them.
 
-socket          nothing is said
+socket          nothing is sent
 secured         the Noise handshake is done: the victim knows a peer ID
 muxed           yamux is agreed on: frames of any kind can be sent
 """
@@ -35,9 +35,24 @@ SYN, ACK, FIN, RST = 1, 2, 4, 8
 MULTISTREAM = "/multistream/1.0.0"
 
 
+@dataclass(slots=True)
+class Tally:
+    """What the attackers of this process have got through to victims."""
+
+    connections: int = 0
+    handshakes: int = 0
+    """Noise and yamux agreed on, which takes answers of the victim."""
+    streams: int = 0
+    bytes: int = 0
+    """Written to connections with a handshake, multiplexer headers included."""
+
+
+tally = Tally()
+
+
 @dataclass(frozen=True)
 class Target:
-    """Who is attacked, and where."""
+    """The peer and the address of a victim."""
 
     peer: str
     port: int
@@ -64,7 +79,7 @@ def yamux_frame(kind: int, flags: int, stream: int, value: int, data: bytes = b"
 
 
 def multistream(*lines: str) -> bytes:
-    """Messages of multistream-select, each with its length before it."""
+    """Encode messages of multistream-select, each prefixed with its length."""
     return b"".join(bytes([len(line) + 1]) + line.encode() + b"\n" for line in lines)
 
 
@@ -79,25 +94,28 @@ class Muxed:
     closed: trio.Event = field(default_factory=trio.Event)
 
     async def write(self, content: bytes) -> None:
-        """Any number of bytes, in as many messages as they take."""
+        """Write any number of bytes, in as many messages as needed."""
         for start in range(0, len(content), MAX_PLAINTEXT_BYTES):
-            await self.channel.write([content[start : start + MAX_PLAINTEXT_BYTES]])
+            part = content[start : start + MAX_PLAINTEXT_BYTES]
+            await self.channel.write([part])
+            tally.bytes += len(part)
 
     async def open(self, *protocols: str, more: bytes = b"") -> int:
-        """Opens a stream and asks for a protocol, without waiting for an answer."""
+        """Open a stream and ask for a protocol, without waiting for an answer."""
         number, self.next_stream = self.next_stream, self.next_stream + 2
         head = multistream(MULTISTREAM, *protocols) if protocols else b""
         await self.write(
             yamux_frame(WINDOW_UPDATE, SYN, number, 0)
             + (yamux_frame(DATA, 0, number, len(head) + len(more), head + more))
         )
+        tally.streams += 1
         return number
 
     async def send(self, stream: int, data: bytes) -> None:
         await self.write(yamux_frame(DATA, 0, stream, len(data), data))
 
     async def drain(self) -> None:
-        """Reads and throws away until the victim closes the connection."""
+        """Read and discard until the victim closes the connection."""
         try:
             while True:
                 await self.channel.read()
@@ -110,7 +128,9 @@ ATTACKERS_HOST = "127.0.0.66"
 
 
 async def connect(target: Target) -> trio.SocketStream:
-    return await trio.open_tcp_stream(target.host, target.port, local_address=ATTACKERS_HOST)
+    stream = await trio.open_tcp_stream(target.host, target.port, local_address=ATTACKERS_HOST)
+    tally.connections += 1
+    return stream
 
 
 @asynccontextmanager
@@ -128,4 +148,5 @@ async def upgrade(socket: trio.SocketStream, target: Target, identity: Identity)
     upgrader = TransportUpgrader({NOISE_PROTOCOL: noise}, {})
     secured = await upgrader.upgrade_security(raw, True, ID.from_base58(target.peer))
     await MultiselectClient().select_one_of((YAMUX_PROTOCOL,), MultiselectCommunicator(secured))
+    tally.handshakes += 1
     return Muxed(identity, NoiseChannel(secured), socket)

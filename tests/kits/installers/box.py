@@ -1,9 +1,8 @@
-"""A throwaway system: this machine's files under a layer of their own, with a systemd as its first
-process. Whatever is installed in it is gone when it ends, and nothing outside has changed.
+"""A throwaway system: an overlay over this machine's files, with systemd as its first process.
 
-It has process, mount, network, host name and IPC namespaces and a control group of its own, and its
-root is an overlay whose upper layer lies in memory. As root only, and only where the kernel allows
-all that; elsewhere `box` skips the test with the reason.
+It has process, mount, network, host name and IPC namespaces and a control group of its own, and the
+upper layer of its overlay lies in memory: what is installed in it is gone when it ends. It needs
+root and a kernel that allows all of that; elsewhere `box` skips the test with the reason.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import pytest
 from kits.installers.tree import PATH, PATIENCE_SECONDS
 
 BOOT_SECONDS = 60.0
+REFUSALS = ("unshare:", "mount:")
+"""Beginnings of the messages of programs that ask the kernel for namespaces and mounts."""
 POLL_SECONDS = 0.05
 
 MASKED = """
@@ -148,19 +149,27 @@ def _control_group() -> Path:
             try:
                 group.mkdir(exist_ok=True)
             except OSError as error:
-                pytest.skip(f"no control group can be made here: {error}")
+                pytest.skip(f"this kernel or container does not allow control groups: {error}")
             return group
-    pytest.skip("no cgroup2 file system is mounted here")
+    pytest.skip("this kernel or container has no writable cgroup2 file system")
 
 
 def _booted(boot: subprocess.Popen[str]) -> Box:
-    """Waits for systemd by asking it; skips where the kernel refuses a step on the way."""
+    """Wait until systemd has booted.
+
+    Where the kernel refuses a namespace or a mount, the test is skipped. A system that could be
+    built and does not boot is skipped for another reason, which continuous integration counts as
+    a failure (`kits.skip_policy`).
+    """
     process = psutil.Process(boot.pid)
     deadline = time.monotonic() + BOOT_SECONDS
     while time.monotonic() < deadline:
         if boot.poll() is not None:
             assert boot.stderr is not None
-            pytest.skip(f"no system of its own can be made here: {boot.stderr.read().strip()}")
+            error = boot.stderr.read().strip()
+            if error.startswith(REFUSALS):
+                pytest.skip(f"this kernel or container does not allow it: {error}")
+            pytest.skip(f"the system in namespaces ended before it had booted: {error}")
         with suppress(psutil.NoSuchProcess):
             for child in process.children():
                 if child.name() == "systemd":

@@ -19,7 +19,7 @@ from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Network, why_no_network, wide_area_network
 from kits.network_lab import Host, own_namespaces
 
-pytestmark = pytest.mark.nat
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 FIBRE = Link(up_mbit=100, down_mbit=100, rtt_ms=10)
 CABLE = Link(up_mbit=4, down_mbit=40, rtt_ms=40)

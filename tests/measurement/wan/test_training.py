@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.wan.network import why_no_network
 
-pytestmark = pytest.mark.nat
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[3]
 PAIR = """

@@ -14,7 +14,7 @@ from kits.network import p2pd_pair
 from kits.network.nodes import a_relay, until
 
 # Starting two daemons takes long.
-pytestmark = pytest.mark.attacks
+pytestmark = pytest.mark.process
 
 SIZE_BYTES = 4 * 2**20
 

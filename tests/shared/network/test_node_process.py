@@ -63,7 +63,7 @@ async def remote_process() -> AsyncIterator[tuple[trio.Process, str, list[str]]]
             await process.stdout.aclose()
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing() -> None:
     async with (
         remote_process() as (process, peer, addresses),
@@ -136,7 +136,7 @@ assert not logging.getLogger().handlers, "libp2p took over the root logger"
 """
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_libp2p_says_nothing_on_the_terminal_whatever_goes_wrong() -> None:
     result = await trio.run_process(
         [sys.executable, "-c", TROUBLE], capture_stdout=True, capture_stderr=True

@@ -42,7 +42,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol.framing import FrameLimits
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.process
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)

@@ -62,7 +62,7 @@ async def volunteers(home: Path, count: int) -> AsyncIterator[list[Volunteer]]:
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path: Path) -> None:
     organiser = Organiser()
     async with volunteers(tmp_path, 3) as all_three:
@@ -86,7 +86,7 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
         assert await first.worker.directory.bootstrap((nowhere, "nonsense")) == 0
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_non_members_and_members_of_other_runs_can_neither_store_nor_find(
     tmp_path: Path,
 ) -> None:
@@ -113,7 +113,7 @@ async def test_non_members_and_members_of_other_runs_can_neither_store_nor_find(
         assert await second.worker.directory.bootstrap((first.entrance,)) == 0
 
 
-@pytest.mark.integration
+@pytest.mark.process
 async def test_a_peer_without_admission_neither_asks_nor_answers(tmp_path: Path) -> None:
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):

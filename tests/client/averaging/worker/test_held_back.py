@@ -13,7 +13,7 @@ from kits.averaging.group import LOOPBACK, group, wait_available
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.process
 
 ELEMENTS = 300_001
 

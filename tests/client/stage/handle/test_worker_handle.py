@@ -33,7 +33,7 @@ from swarm_shared.run.manifest import (
 )
 from swarm_shared.run.model_config import ModelConfig
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.process
 
 PLENTY = 2**30
 STEP = Step(1)

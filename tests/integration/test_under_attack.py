@@ -1,4 +1,4 @@
-"""A run that is attacked from outside and from inside computes what one machine computes."""
+"""A run that is attacked from outside and from inside equals its reference."""
 
 from __future__ import annotations
 
@@ -31,23 +31,20 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.transfer.transfer import MAX_STREAMS_PER_PEER
 
-pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 STEPS = 5000
-"""More than the attacks take, however fast the machine is: the run is ended after them."""
-LEARNING_RATE = 2e-4
-"""At 1e-3 one process that only takes a step's microbatches in another order is 2e-3 away from
-itself after 44 steps, at this rate 3e-8 after 120."""
-FLOOD_SECONDS = 6.0
-"""At least; a flood goes on until the run has made two steps meanwhile."""
+"""More than the attacks take on any machine: the run is stopped after them."""
+FLOOD_SECONDS = 3.0
+"""Minimum length of a flood; it continues until the run has made two steps meanwhile."""
 PATIENCE_SECONDS = 120.0
 MEGABYTE = 2**20
 COORDINATORS_MEGABYTES, VOLUNTEERS_MEGABYTES = 250.0, 250.0
-"""Which a process may grow by while it is attacked; a volunteer's worker computes meanwhile."""
+"""Megabytes by which a process may grow during the attacks."""
 
 
 class Memory:
-    """How much the processes have grown, children included, looked at all the time."""
+    """The largest growth in memory of each process, sampled ten times a second."""
 
     def __init__(self, children: list[Subprocess]) -> None:
         self._children = children
@@ -89,7 +86,7 @@ def watched(children: list[Subprocess]) -> Iterator[Memory]:
 
 
 async def flood(target: Target) -> None:
-    """Many connections, of which some shake hands and send half a hello, over and over."""
+    """Open many connections; some of them shake hands and send half a hello, repeatedly."""
     half = struct.pack(">IQ", 200_000, 0) + bytes(190_000)
 
     async def silent() -> None:
@@ -116,7 +113,7 @@ async def flood(target: Target) -> None:
 
 
 async def speak_plaintext(target: Target) -> bytes:
-    """What the victim answers to somebody who offers nothing but plaintext."""
+    """Return the victim's answer to a client that offers plaintext only."""
     async with await connect(target) as socket:
         await socket.send_all(multistream("/multistream/1.0.0", "/plaintext/2.0.0"))
         answer = b""
@@ -135,7 +132,7 @@ async def attack_volunteers(insider: Insider, version: int) -> None:
         victim = insider.victim(stage)
         for what, certificate in insider.forged().items():
             assert await insider.is_turned_away(victim, certificate), what
-        # Its certificate is right, but it is in no stage: nothing of it is counted.
+        # Its certificate is valid, but it holds no stage: nothing of it is counted.
         answers = await insider.push_work(stage, range(version, version + 5))
         assert answers == ["stage_hello_answer", *["stage_refused"] * 5]
         await insider.lie_about_sizes(stage)
@@ -183,11 +180,8 @@ async def attack_coordinator(insider: Insider) -> None:
 # ---------------------------------------------------------------- the run
 
 
-def test_a_run_under_attack_computes_what_one_machine_computes(make_run) -> None:
-    run = make_run(
-        2, steps=STEPS, limits__starting_peers_per_stage=1,
-        optimizer__learning_rate=LEARNING_RATE,
-    )  # fmt: skip
+def test_a_run_under_attack_equals_its_reference(make_run) -> None:
+    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
     swarm = run.swarm
     invite = Invite.decode(text := swarm.start_coordinator())
     for stage in (0, 1):
@@ -235,9 +229,8 @@ def test_a_run_under_attack_computes_what_one_machine_computes(make_run) -> None
 
     for child in processes:
         child.kill()
-    losses = run.losses()[:after]
-    assert losses == pytest.approx(run.reference_losses(after), rel=1e-5)
-    # What a remote does wrong is its fault: no handler of ours broke over it.
+    assert list(run.losses()[:after]) == list(run.reference_losses(after))
+    # An error of a remote raises in no handler here.
     logs = [swarm.folder.path / "log" / "coordinator.log"]
     logs += [swarm.home(child.name) / "log" / "client.log" for child in swarm.volunteers]
     for log in (one for one in logs if one.exists()):

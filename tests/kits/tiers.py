@@ -1,0 +1,74 @@
+"""A pytest plugin that selects tests by what they cost: the option `--tier`.
+
+    unit      unmarked tests: no program of the product is started
+    process   marked `process`: real programs of the product, or seconds of computing
+    lab       marked `lab`: network namespaces or a system that boots, as root
+    nightly   marked `nightly`, whatever else they are; the three tiers above leave them out
+    all       every test
+
+Without the option, the unit tier runs, and of each file named on the command line every test.
+`-k` and `-m` restrict the selection further; they do not replace it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+TIERS = ("unit", "process", "lab", "nightly", "all")
+
+LAB_GROUP = "network lab"
+"""The group of tests that build networks of namespaces; two of them cannot run at once."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("swarmtrain")
+    group.addoption(
+        "--tier", choices=TIERS, default=None,
+        help="run the tests of this cost (default: unit, and all of each file that is named)",
+    )  # fmt: skip
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    tier = config.getoption("--tier")
+    return f"tier: {tier or 'unit, and all of each named file'} (--tier {'|'.join(TIERS)})"
+
+
+def tier_of(item: pytest.Item) -> str:
+    for tier in ("nightly", "lab", "process"):
+        if item.get_closest_marker(tier) is not None:
+            return tier
+    return "unit"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the other tiers, order and group the rest. pytest-xdist reads the groups next."""
+    tier = config.getoption("--tier")
+    named = _named_files(config) if tier is None else set()
+    kept: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        wanted = tier == "all" or tier_of(item) == (tier or "unit") or item.path in named
+        (kept if wanted else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+    # The longest first: no worker is left with a whole run when the other one has ended.
+    kept.sort(key=_time_limit, reverse=True)
+    for item in kept:
+        if item.get_closest_marker("xdist_group") is None:
+            lab = item.get_closest_marker("lab") is not None
+            item.add_marker(pytest.mark.xdist_group(LAB_GROUP if lab else item.path.stem))
+    items[:] = kept
+
+
+def _named_files(config: pytest.Config) -> set[Path]:
+    """Return the files that the command line names, alone or in a node id."""
+    paths = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
+    return {path.resolve() for path in paths if path.is_file()}
+
+
+def _time_limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None and marker.args else 0.0
