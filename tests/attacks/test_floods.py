@@ -38,7 +38,7 @@ from swarm_shared.network.libp2p.host import (
     MAX_PENDING_PER_ADDRESS,
     MAX_UNKNOWN_PER_ADDRESS,
 )
-from swarm_shared.network.libp2p.yamux_stream import INITIAL_WINDOW_BYTES
+from swarm_shared.network.libp2p.yamux import INITIAL_WINDOW_BYTES
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

@@ -154,7 +154,7 @@ def test_a_value_takes_the_place_of_the_comment_that_showed_its_default(tmp_path
     set_preference(path, "gpu.all.temperature_ceiling_celsius", "75.5")
     lines = path.read_text().splitlines()
     before = lines[lines.index('exclusive_apps = ["a b", "c"]') - 1]
-    assert before == '# neither does ".exe".'
+    assert before == '# matter, and neither does ".exe".'
     ceiling = lines[lines.index("temperature_ceiling_celsius = 75.5") - 1]
     assert ceiling.startswith("# Temperature at")
     assert len(lines) == len(template().splitlines())

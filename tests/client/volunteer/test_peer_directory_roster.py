@@ -24,20 +24,20 @@ def view(*peers: str, revoked: tuple[str, ...] = ()) -> RosterView:
 
 
 def change(since: int = 7, **fields: object) -> RosterChange:
-    values = {"serial": since + 1, "since": since, "changed": (), "gone": ()}
+    values = {"serial": since + 1, "since": since, "changed": (), "removed": ()}
     return RosterChange.model_validate({**values, **fields})
 
 
 def test_a_change_adds_replaces_and_takes_out() -> None:
     known = view("a", "b", "c")
-    known.change(change(changed=(record("d"), record("b", 1, 2.0)), gone=("a",)))
+    known.change(change(changed=(record("d"), record("b", 1, 2.0)), removed=("a",)))
     assert {(r.peer, r.stage) for r in known.all()} == {("b", 1), ("c", 0), ("d", 0)}
-    known.change(change(since=8, gone=("b",)))
+    known.change(change(since=8, removed=("b",)))
     assert set(known.of_stage(StageIndex(1))) == set()
 
 
 def test_a_change_to_another_roster_than_the_last_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="changed roster 6, this peer has 7"):
+    with pytest.raises(ProtocolError, match="changed roster 6; this peer has 7"):
         view("a").change(change(since=6))
 
 

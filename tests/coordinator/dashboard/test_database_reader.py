@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> SqliteStore:
 
 
 def place(store: SqliteStore) -> Path:
-    return Path(store._path)
+    return Path(store._name)
 
 
 def said(read: DatabaseView) -> tuple[object, ...]:

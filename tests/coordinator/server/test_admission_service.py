@@ -267,7 +267,7 @@ async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -
             source = TransferSource(run.invite.coordinator, run.invite.addresses)
             with pytest.raises(NetworkError, match="has banned this peer"):
                 await fetch(
-                    one.node, [source], f"data/{shard.name}", None, shard.sha256,
+                    one.node, [source], f"data/{shard.name}", 1, shard.sha256,
                     tmp_path / "copy", welcome.certificate, run.invite.run_id,
                 )  # fmt: skip
 

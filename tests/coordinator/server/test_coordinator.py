@@ -265,7 +265,7 @@ async def test_data_is_served_to_members_only(folder: RunFolder, tmp_path: Path)
         for item in ("data/../organiser.key", "organiser.key", "checkpoint/1/../../x"):
             with pytest.raises(NetworkError, match="there is no"):
                 await fetch(
-                    one.node, [source], item, None, "0" * 64, tmp_path / "stolen",
+                    one.node, [source], item, 1, "0" * 64, tmp_path / "stolen",
                     welcome.certificate, run.invite.run_id,
                 )  # fmt: skip
         async with open_node(Identity.generate()) as stranger:

@@ -303,9 +303,9 @@ async def test_only_so_many_measure_at_once_and_the_others_go_on() -> None:
         visitor(observer) as (_, second),
     ):
         await first.upload_rate()
-        with pytest.raises(ProbeBusy, match="others are measuring"):
+        with pytest.raises(ProbeBusy, match="other sessions are measuring"):
             await second.upload_rate()
-        with pytest.raises(ProbeBusy, match="others are measuring"):
+        with pytest.raises(ProbeBusy, match="other sessions are measuring"):
             await second.download_rate()
         assert (await second.echo()).rtt_seconds > 0
 
@@ -362,7 +362,7 @@ async def test_a_visitor_that_is_refused_learns_why() -> None:
         serve_probe(
             observer, answer_members_only(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
         )
-        with pytest.raises(AdmissionError, match="with a pass only"):
+        with pytest.raises(AdmissionError, match="with a probe pass only"):
             async with visitor(observer):
                 raise AssertionError
 
