@@ -27,7 +27,7 @@ swarm-client lends this computer to the training of a large language model.
   swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
   swarm-client leave                 hands its work over and stops
   swarm-client service install       starts it by itself at every login
-An INVITE is a line that begins with swarm1; whoever organises a run gives it to you.
+An INVITE is a line that begins with swarm1; the organiser of a run gives it to you.
 All commands: swarm-client --help"""
 
 

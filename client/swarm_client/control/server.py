@@ -76,7 +76,7 @@ class ControlledDaemon(Protocol):
     def forget_run(self, wanted: str) -> str: ...
 
 
-class ControlServer:
+class ControlSocketServer:
     """`converse` handles one connection at the socket."""
 
     def __init__(self, daemon: ControlledDaemon) -> None:

@@ -16,14 +16,14 @@ from swarm_client.control.reasons import SuspendReason as SuspendReason
 API_VERSION = 1
 
 
-class StatusModel(BaseModel):
+class ControlModel(BaseModel):
     """Base of the documents: immutable; unknown keys of a newer daemon are ignored."""
 
     # Built at first use, which for a view is after its first frame.
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class RunView(StatusModel):
+class RunView(ControlModel):
     """The current run, as far as this peer has received it."""
 
     id: str
@@ -39,7 +39,7 @@ class RunView(StatusModel):
     """The newest decisions, one sentence each, oldest first."""
 
 
-class DeviceView(StatusModel):
+class DeviceView(ControlModel):
     id: str
     """Like cpu or cuda:0; cpu#2 for the second volunteer on the same device."""
     label: str
@@ -64,7 +64,7 @@ class DeviceView(StatusModel):
     until: float | None = None
 
 
-class InterruptionView(StatusModel):
+class InterruptionView(ControlModel):
     """The last time that this program was interrupted while in its run."""
 
     began: float
@@ -74,7 +74,7 @@ class InterruptionView(StatusModel):
     sentence: str
 
 
-class MachineView(StatusModel):
+class MachineView(ControlModel):
     cpu_share: float | None = None
     """Share of all cores, by all programs, 0 to 1."""
     own_cpu_share: float | None = None
@@ -88,7 +88,7 @@ class MachineView(StatusModel):
     """Used by this program's home."""
 
 
-class TrafficView(StatusModel):
+class TrafficView(ControlModel):
     sent_bytes: int = 0
     """Since the daemon's start."""
     received_bytes: int = 0
@@ -99,7 +99,7 @@ class TrafficView(StatusModel):
     quota_used_bytes: int = 0
 
 
-class ContributionView(StatusModel):
+class ContributionView(ControlModel):
     """Counted in applied steps only."""
 
     microbatches: int = 0
@@ -113,13 +113,13 @@ class ContributionView(StatusModel):
     streak_days: int = 0
 
 
-class StageView(StatusModel):
+class StageView(ControlModel):
     stage: int
     peers: int
     microbatches_per_second: float
 
 
-class PeerView(StatusModel):
+class PeerView(ControlModel):
     peer: str
     name: str | None = None
     stage: int | None = None
@@ -130,7 +130,7 @@ class PeerView(StatusModel):
     bytes_per_second: float | None = None
 
 
-class LeaderboardRow(StatusModel):
+class LeaderboardRow(ControlModel):
     name: str
     """A display name, or the end of a peer ID."""
     team: str | None = None
@@ -139,14 +139,14 @@ class LeaderboardRow(StatusModel):
     you: bool = False
 
 
-class KnownRun(StatusModel):
+class KnownRun(ControlModel):
     id: str
     name: str
     joined_at: float
     chosen: bool = False
 
 
-class Status(StatusModel):
+class Status(ControlModel):
     api: int = API_VERSION
     software: str
     pid: int
@@ -173,7 +173,7 @@ class Status(StatusModel):
     """None: no interruption since the daemon's start."""
 
 
-class LogLine(StatusModel):
+class LogLine(ControlModel):
     time: float
     level: str
     """`event` for the lines that `join` prints; otherwise the level of the log record."""

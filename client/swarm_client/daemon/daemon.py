@@ -24,7 +24,7 @@ from swarm_client.control import known_runs
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import JoinArguments
-from swarm_client.control.server import ControlServer, PreferenceAccess
+from swarm_client.control.server import ControlSocketServer, PreferenceAccess
 from swarm_client.control.status_document import Status, SuspendReason
 from swarm_client.control.status_sentence import SENTENCES, StopCause, clock_text
 from swarm_client.control.suspension import Suspension
@@ -181,7 +181,7 @@ class Daemon:
         try:
             await serve_lines(
                 self.home.socket_path,
-                ControlServer(self).converse,
+                ControlSocketServer(self).converse,
                 on_listening=self._notifier.ready,
             )
         except StorageError as error:

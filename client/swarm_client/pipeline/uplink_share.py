@@ -21,7 +21,7 @@ MIN_ACTIVATION_SHARE = 0.25
 steps, so the estimated all-reduce share would otherwise grow until none are left."""
 
 
-class UplinkEstimate(Protocol):
+class MeasuredUplink(Protocol):
     @property
     def own_up_bytes_per_second(self) -> float:
         """The uplink's rate; 0 while unknown."""
@@ -37,7 +37,7 @@ class UplinkShare:
     """Estimate for one peer."""
 
     def __init__(
-        self, line: UplinkEstimate, averages: AllReduceTraffic, clock: Clock = monotonic
+        self, line: MeasuredUplink, averages: AllReduceTraffic, clock: Clock = monotonic
     ) -> None:
         self._uplink = line
         self._all_reduce = averages

@@ -305,7 +305,7 @@ class _Check:
 
     def _take_owner(self, line: OwnerLine) -> None:
         if self._totals:
-            raise ProtocolError("an owner follows totals, where nobody looks for it")
+            raise ProtocolError("an owner stands behind the totals, where it has no effect")
         if line.peer not in self._sums.peers:
             raise ProtocolError(f"{line.peer} has an owner and counts in no step")
         if self._owners and line.peer <= next(reversed(self._owners)):

@@ -20,7 +20,7 @@ from swarm_client.control.client import NoDaemon, ask, is_running, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
 from swarm_client.control.messages import JoinArguments, error_report_of
-from swarm_client.control.server import ControlServer
+from swarm_client.control.server import ControlSocketServer
 from swarm_client.control.status_document import API_VERSION, DaemonState, Status
 from swarm_client.daemon.daemon import Daemon, DaemonOptions, run_daemon
 from swarm_client.machine.home import Home
@@ -311,8 +311,8 @@ def test_an_error_crosses_the_socket_with_its_sentence_and_exit_code(
 
 def test_the_document_names_every_method() -> None:
     document = (ROOT / "docs" / "control-api.md").read_text()
-    methods = ControlServer.__new__(ControlServer)
-    ControlServer.__init__(methods, None)  # type: ignore[arg-type]
+    methods = ControlSocketServer.__new__(ControlSocketServer)
+    ControlSocketServer.__init__(methods, None)  # type: ignore[arg-type]
     assert [name for name in sorted(methods.methods) if f"`{name}`" not in document] == []
 
 
