@@ -434,9 +434,9 @@ def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it
             assert name in shown
         for group in GROUPS:
             assert group in shown
-        assert "Compute while this machine runs on batteries. Allowed: true, false." in shown
+        assert "Compute while this machine runs on battery power. Allowed: true, false." in shown
         await press(pilot, "end")
-        assert "Share of the time that it computes. Allowed: from 5 to 100." in screen(pilot)
+        assert "Percentage of the time that it computes. Allowed: from 5 to 100." in screen(pilot)
 
     watch(session, script, columns=120, rows=80)
 
