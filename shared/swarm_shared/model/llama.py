@@ -37,7 +37,6 @@ from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
-HEAD_NAME = "lm_head.weight"
 
 TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float32": torch.float32,

@@ -17,8 +17,6 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
-MANIFEST_FORMAT = 1
-
 
 class StageRange(FrozenModel):
     """Transformer layers [first_layer, end_layer) held by one stage.

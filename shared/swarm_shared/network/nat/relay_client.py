@@ -43,7 +43,6 @@ from swarm_shared.network.nat.circuit import (
 
 logger = logging.getLogger(__name__)
 
-SLOTS_WANTED: Final = 2
 FIRST_RETRY_SECONDS: Final = 1.0
 LONGEST_RETRY_SECONDS: Final = 60.0
 SHORTEST_RENEWAL_SECONDS: Final = 30.0
