@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -317,18 +317,16 @@ def health_of(document: StatusDocument, dead_after_seconds: float) -> Health:
             f"Waiting for {reason}." if reason else "Training has not begun.",
         )
     if unreachable:
-        return health(
-            HealthState.DEGRADED, f"No reachable peer holds stage {_numbers(unreachable)}."
-        )
+        return health(HealthState.DEGRADED, f"No reachable peer holds {_named(unreachable)}.")
     if document.waiting_for:
         return health(HealthState.WAITING, f"Waiting for {document.waiting_for}.")
     if document.diverged:
         return health(HealthState.DEGRADED, "The loss is not finite: training has diverged.")
     single = [row.stage for row in document.stages if row.peers == 1]
     if single:
+        have = "has only one" if len(single) == 1 else "have only one each"
         return health(
-            HealthState.HEALTHY,
-            f"Every stage has a reachable peer; stage {_numbers(single)} has only one.",
+            HealthState.HEALTHY, f"Every stage has a reachable peer; {_named(single)} {have}."
         )
     return health(HealthState.HEALTHY, "Every stage has reachable peers.")
 
@@ -378,8 +376,10 @@ def stage_holders(document: StatusDocument) -> dict[int, int]:
     return {row.stage: max(row.peers, count[row.stage]) for row in document.stages}
 
 
-def _numbers(stages: tuple[int, ...] | list[int]) -> str:
-    return ", ".join(str(stage) for stage in stages)
+def _named(stages: Sequence[int]) -> str:
+    """Format stages for a sentence: `stage 0`, `stages 0, 2`."""
+    numbers = ", ".join(str(stage) for stage in stages)
+    return f"stage {numbers}" if len(stages) == 1 else f"stages {numbers}"
 
 
 # ---------------------------------------------------------------- with the database
