@@ -80,9 +80,9 @@ def _answer(connection: LocalConnection, timeout_seconds: float | None) -> dict[
         refusal = Refusal.model_validate(line)
     except ValidationError as error:
         raise VersionError(
-            "the running daemon and this command are of different versions; both must come from the "
-            "same installation; end the daemon with its own `swarm-client shutdown` and start it "
-            "again"
+            "the running daemon and this command are of different versions; both must come from "
+            "the same installation; end the daemon with its own `swarm-client shutdown` and start "
+            "it again"
         ) from error
     raise error_from_report(refusal.error)
 
