@@ -2,7 +2,7 @@
 
 A volunteer of a large run has links to the other peers of its stage and to those of adjacent
 stages; their byte counts grow, and the delays and rates of their paths vary.
-`swarm_client.volunteer.heartbeat`
+`swarm_shared.volunteer_rules.heartbeat`
 determines the content of a heartbeat. Heartbeats are generated in advance, starting with the first
 of a session, so that the measured core only sends.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import STAGE_PROTOCOL, Heartbeat, LinkBytes, LinkPath, PathKind, encode
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 
 REMOTES = 200
 """Linked peers per volunteer: 150 of its stage, the others of adjacent stages."""

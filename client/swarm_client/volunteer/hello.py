@@ -6,7 +6,6 @@ from __future__ import annotations
 from swarm_client.connectivity.relay_policy import Announcement
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_shared.base.types import Version
 from swarm_shared.identity.invite import Invite
@@ -20,6 +19,7 @@ from swarm_shared.protocol import (
     LinkBytes,
     PeerRecord,
 )
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 
 
 def hello(

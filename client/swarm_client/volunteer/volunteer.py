@@ -30,7 +30,6 @@ from swarm_client.volunteer import hello as self_report
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.dataset import fetch_data
 from swarm_client.volunteer.gradient_averager import GroupAverager
-from swarm_client.volunteer.heartbeat import HeartbeatDelta
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.pause import Pause
 from swarm_client.volunteer.peer_directory import PeerDirectory
@@ -69,6 +68,7 @@ from swarm_shared.protocol import (
 from swarm_shared.run.manifest import LimitsConfig, Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.transfer.transfer import TransferSource, serve_transfers
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta
 
 log = logging.getLogger(__name__)
 

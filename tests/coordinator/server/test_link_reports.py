@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot, alike
 from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.server import link_reports as module
 from swarm_coordinator.server.link_reports import MIN_REMEMBERED_PER_REPORTER, LinkReports
@@ -22,6 +21,7 @@ from swarm_shared.protocol import (
     encode,
     parse,
 )
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot, alike
 
 ANNA, BERT = PeerId("anna"), PeerId("bert")
 OWN = PeerId("the coordinator")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm_client.volunteer.heartbeat import (
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Heartbeat, LinkBytes, LinkPath, PathKind, encode
+from swarm_shared.volunteer_rules.heartbeat import (
     LINK_REPORTS_PER_SECOND,
     MAX_REPORTED_AT_ONCE,
     HeartbeatDelta,
     HeartbeatSnapshot,
     alike,
 )
-from swarm_shared.base.types import PeerId
-from swarm_shared.protocol import Heartbeat, LinkBytes, LinkPath, PathKind, encode
 
 SMALL_RUN, LARGE_RUN = 4, 10_000
 
