@@ -1,0 +1,99 @@
+"""The leased microbatches of one trainer: when each starts, and which go back to the coordinator.
+
+Invariants:
+
+1. Every microbatch of an accepted lease is started at most once, and ends exactly once: by a result,
+   by a hand-back, or silently because its step is over (the coordinator leases nothing of it).
+2. No more microbatches are started than the in-flight window allows
+   (`swarm_shared.scheduling.inflight_window`), which the coordinator bounds in every lease.
+3. An older step comes first: its missing microbatches delay its close, and every later step.
+4. While leases are refused (a pause, or leaving), nothing waits.
+
+Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_shared.base.types import Step
+from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
+from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
+
+MAX_REASON_CHARACTERS = 500
+"""Characters of the reason of a hand-back; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedMicrobatch:
+    """A microbatch to compute now; exactly one call of `finished` follows."""
+
+    lease: Lease
+    leased: LeasedMicrobatch
+    sent: SendRecord
+
+
+def handed_back(lease: Lease, leased: LeasedMicrobatch, reason: str) -> LeaseResult:
+    """The message that returns a microbatch to the coordinator."""
+    return LeaseResult(
+        step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
+        ok=False, reason=reason[:MAX_REASON_CHARACTERS],
+    )  # fmt: skip
+
+
+class LeaseQueue:
+    """Leases in, microbatches to start out."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
+        self._flight = InFlightWindow()
+        self._min_window, self._max_window = 1, 1
+        self._refusing: str | None = None
+        """Why no lease is accepted; None while leases are accepted."""
+        self._leaving = False
+
+    def take(self, lease: Lease) -> list[LeaseResult]:
+        """Accept a lease; return what goes back at once."""
+        self._min_window = max(1, lease.window)
+        self._max_window = max(self._min_window, lease.max_window)
+        self._waiting.extend((lease, leased) for leased in lease.microbatches)
+        self._waiting.sort(key=lambda entry: entry[0].step)
+        return [] if self._refusing is None else self._hand_back(self._refusing)
+
+    def start(self, oldest_step: Step | None, now: float) -> list[StartedMicrobatch]:
+        """The microbatches to start now. Steps before `oldest_step` are over; None if this peer
+        holds no stage, and so knows of no step that is."""
+        if oldest_step is not None:
+            self._waiting = [entry for entry in self._waiting if entry[0].step >= oldest_step]
+        free = self._flight.size(self._min_window, self._max_window) - self._flight.in_flight
+        begun, self._waiting = self._waiting[: max(0, free)], self._waiting[max(0, free) :]
+        return [StartedMicrobatch(lease, one, self._flight.sent(now)) for lease, one in begun]
+
+    def finished(self, microbatch: StartedMicrobatch, now: float, *, ok: bool) -> None:
+        """Record the end of a started microbatch."""
+        if ok:
+            self._flight.returned(microbatch.sent, now)
+        else:
+            self._flight.failed()
+
+    def leave(self) -> list[LeaseResult]:
+        """Accept no lease any more; return what goes back."""
+        self._leaving = True
+        return self._refuse("this volunteer is leaving")
+
+    def pause(self) -> list[LeaseResult]:
+        """Accept no lease until `resume`; return what goes back."""
+        return [] if self._leaving else self._refuse("this volunteer is paused")
+
+    def resume(self) -> None:
+        """Accept leases again, unless the volunteer is leaving."""
+        if not self._leaving:
+            self._refusing = None
+
+    def _refuse(self, reason: str) -> list[LeaseResult]:
+        self._refusing = reason
+        return self._hand_back(reason)
+
+    def _hand_back(self, reason: str) -> list[LeaseResult]:
+        waiting, self._waiting = self._waiting, []
+        return [handed_back(lease, leased, reason) for lease, leased in waiting]
