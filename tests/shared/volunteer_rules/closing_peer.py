@@ -129,8 +129,7 @@ class ClosingPeer:
         self.prepared = None
         self.close.session_lost()
         self.carry()
-        if not any(isinstance(work, ApplyStep) for work in self.live.values()):
-            assert not self.account.closes(self.account.step), "the step is open again"
+        self.check()
 
     # ---- the stage beside the held one
 
@@ -324,6 +323,12 @@ class ClosingPeer:
             receipts = {r.microbatch for r in self.account.receipts() if r.step == step}
             held = self.workers[Lane.HELD].accumulated[step]
             assert receipts <= held, "no receipt without a gradient"
+        applying = any(isinstance(work, ApplyStep) for work in self.live.values())
+        if self.account.closes(self.account.step) and not applying:
+            assert any(
+                key[0] == self.account.step and session == self.session and key not in self.aborted
+                for key, session in self.sessions.items()
+            ), "the step is closing only for an attempt of this session that is not aborted"
         if self.live or self.switched:
             return
         for attempt, order in self.orders.items():

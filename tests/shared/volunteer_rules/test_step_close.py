@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shared.volunteer_rules.closing_peer import ME, OTHER, ClosingPeer
 from swarm_shared.base.errors import ProtocolError
@@ -445,6 +445,9 @@ def test_a_move_whose_prepared_stage_is_lost_before_the_apply_ends_the_session(w
 # ---- the invariants
 
 
+RARELY = st.sampled_from((False, False, False, False, True))
+
+
 class AnyCourse(RuleBasedStateMachine):
     """Every course of closes, aborts, applies, losses and late results that a coordinator and two
     workers can give."""
@@ -454,91 +457,96 @@ class AnyCourse(RuleBasedStateMachine):
         self.peer = ClosingPeer(staleness=1)
         self.attempt = 0
 
-    def _some_attempt(self, back: int) -> tuple[int, int]:
-        """A recent attempt, or one that never was."""
-        recent = list(self.peer.orders)[-3:]
-        return recent[back % len(recent)] if recent else (1, 0)
+    def _work(self, requests: int) -> None:
+        for _ in range(requests):
+            self.peer.step_worker(Lane.HELD)
+            self.peer.step_worker(Lane.PREPARED)
 
-    @precondition(lambda self: not self.peer.switched)
-    @rule(microbatch=st.integers(0, 3), ahead=st.integers(0, 1))
-    def compute(self, microbatch: int, ahead: int) -> None:
-        self.peer.computes(microbatch, step=self.peer.account.step + ahead)
-
-    @precondition(lambda self: not self.peer.switched)
     @rule(
-        committed=st.sets(st.integers(0, 3)), ahead=st.sampled_from((0, 0, 0, 1)),
-        exact=st.booleans(), moving=st.booleans(), parts=st.integers(1, 2),
+        computed=st.sets(st.integers(0, 3)), ahead=RARELY,
+        others=st.sampled_from(((), (), (), (0,), (1,), (0, 2))),
+        parts=st.integers(1, 2), moving=st.booleans(), requests=st.integers(0, 4),
     )  # fmt: skip
     def order_close(
-        self, committed: set[int], ahead: int, exact: bool, moving: bool, parts: int
-    ) -> None:
+        self, computed: set[int], ahead: bool, others: tuple[int, ...], parts: int, moving: bool,
+        requests: int,
+    ) -> None:  # fmt: skip
+        """`others` are committed and not held, or held and not committed."""
         self.attempt += 1
         step = self.peer.account.step + ahead
-        if exact:
-            committed = set(held_of(self.peer, step))
+        self.peer.computes(*sorted(computed), step=step)
+        self._work(4)
+        moving = moving and self.peer.prepared is not None
+        committed = held_of(self.peer, step) ^ set(others)
         self.peer.closes(
             *sorted(committed), step=step, attempt=self.attempt, moving=moving, parts=parts
         )
+        self._work(requests)
 
-    @precondition(lambda self: not self.peer.switched)
-    @rule(back=st.integers(0, 2))
-    def order_abort(self, back: int) -> None:
-        step, attempt = self._some_attempt(back)
-        if not self.peer.apply_sessions.get((step, attempt)):  # what is decided is not aborted
-            self.peer.aborts(step, attempt)
+    @rule(requests=st.integers(1, 4))
+    def work(self, requests: int) -> None:
+        self._work(requests)
 
-    @precondition(lambda self: not self.peer.switched)
-    @rule(back=st.integers(0, 2), later=st.sampled_from((0, 0, 0, 1)))
-    def order_apply(self, back: int, later: int) -> None:
-        step, attempt = self._some_attempt(back)
-        if (step, attempt) not in self.peer.aborted:
-            self.peer.applies(step + later, attempt)
+    @rule(which=st.integers(0, 3), fails=RARELY)
+    def average(self, which: int, fails: bool) -> None:
+        running = list(self.peer.reducing)
+        if running:
+            failure = "a member is gone" if fails else None
+            self.peer.finish_reduce(running[which % len(running)], failure, culprit=ME)
+            self._work(1)
 
-    @precondition(lambda self: not self.peer.switched)
+    @rule(run=st.booleans())
+    def order_apply(self, run: bool) -> None:
+        self.peer.run()
+        assert self.peer.live == {}, "nothing is waited for that is not being done"
+        attempt = self.peer.close.averaged_attempt
+        if attempt is not None:
+            self.peer.applies(self.peer.account.step, attempt)
+            if run:
+                self.peer.run()
+
     @rule()
-    def order_snapshot(self) -> None:
-        self.peer.saves()
-
-    @precondition(lambda self: not self.peer.switched)
-    @rule()
-    def lose_session(self) -> None:
-        self.peer.loses_session()
-
-    @precondition(lambda self: not self.peer.switched)
-    @rule()
-    def prepare(self) -> None:
+    def prepare_or_lose(self) -> None:
         if self.peer.prepared is None:
             self.peer.prepares()
+        else:
+            self.peer.loses_prepared()
 
-    @precondition(lambda self: self.peer.prepared is not None)
-    @rule()
-    def lose_prepared(self) -> None:
-        self.peer.loses_prepared()
-
-    @rule(lane=st.sampled_from(Lane), finite=st.booleans(), able=st.booleans())
-    def work(self, lane: Lane, finite: bool, able: bool) -> None:
+    @rule(
+        lane=st.sampled_from(Lane), fault=st.sampled_from(("finite", "can_uncommit", "can_apply"))
+    )
+    def work_with_a_fault(self, lane: Lane, fault: str) -> None:
         worker = self.peer.workers[lane]
-        worker.finite, worker.can_uncommit, worker.can_apply = finite or able, able, able or finite
-        self.peer.step_worker(lane)
+        setattr(worker, fault, False)
+        self._work(1)
+        setattr(worker, fault, True)
 
-    @precondition(lambda self: self.peer.reducing)
-    @rule(which=st.integers(0, 3), fails=st.sampled_from((None, None, None, "a member is gone")))
-    def average(self, which: int, fails: str | None) -> None:
-        running = list(self.peer.reducing)
-        self.peer.finish_reduce(running[which % len(running)], failure=fails, culprit=ME)
-
-    @precondition(lambda self: not self.peer.switched)
-    @rule()
-    def finish_everything(self) -> None:
-        for worker in self.peer.workers.values():
-            worker.finite = worker.can_uncommit = worker.can_apply = True
-        self.peer.run()
-        assert self.peer.live == {}, "nothing is waited for that nobody does"
+    @rule(
+        order=st.sampled_from(("abort", "apply", "snapshot", "session lost")),
+        back=st.integers(0, 2),
+        later=RARELY,
+    )
+    def disturb(self, order: str, back: int, later: bool) -> None:
+        """An order out of turn, of a recent attempt, or the end of the session."""
+        recent = list(self.peer.orders)[:-4:-1] or [(1, 0)]
+        step, attempt = recent[back % len(recent)]
+        match order:
+            case "abort":
+                if not self.peer.apply_sessions.get((step, attempt)):  # a decision is final
+                    self.peer.aborts(step, attempt)
+            case "apply":
+                self.peer.applies(step + later, attempt)
+            case "snapshot":
+                self.peer.saves()
+            case _:
+                self.peer.loses_session()
 
     @invariant()
     def holds(self) -> None:
         self.peer.check()
+        if self.peer.switched:
+            self.peer = ClosingPeer(staleness=1)
 
 
-AnyCourse.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+AnyCourse.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 test_in_every_course = AnyCourse.TestCase
