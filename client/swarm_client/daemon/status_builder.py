@@ -186,9 +186,9 @@ class StatusBuilder:
         if holding is None:
             self._activities.pop(peer, None)
             return False
-        done = (holding.version, holding.seconds_per_microbatch)
+        done = (holding.version, holding.meter.seconds_per_microbatch)
         work = self._activities.setdefault(peer, _Activity((holding.version, None)))
-        if holding.in_flight or holding.closing or done != work.done:
+        if holding.in_flight or holding.account.closing or done != work.done:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
@@ -293,13 +293,13 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
     )  # fmt: skip
     if holding is None:
         return view
-    phase = "averaging" if holding.closing else "serving"
+    phase = "averaging" if holding.account.closing else "serving"
     if volunteer.suspended is not None:
         phase = "paused"
     return view.model_copy(
         update={
             "stage": holding.stage, "phase": phase, "queued": holding.in_flight,
-            "microbatches_per_second": holding.microbatches_per_second,
+            "microbatches_per_second": holding.meter.microbatches_per_second,
         }
     )  # fmt: skip
 
