@@ -56,6 +56,7 @@ class LeaseQueueMachine(RuleBasedStateMachine):
         begun = self.queue.start(Step(self.oldest) if holds_a_stage else None, self.now)
         if holds_a_stage:
             self.waiting = {m: s for m, s in self.waiting.items() if s >= self.oldest}
+        assert begun or self.running or not self.waiting, "with nothing in flight one starts"
         for one in begun:
             step = self.waiting.pop(one.leased.microbatch)
             assert step == one.lease.step
