@@ -247,7 +247,7 @@ class AveragingWorker:
         except LinkClosed as error:
             raise RoundFailed(
                 f"the averaging worker of this peer is away: {error}",
-                request.me,
+                request.spec.me,
                 failure=RoundFailure.CARRIER,
             ) from error
         except RoundFailed:
