@@ -33,11 +33,11 @@ from swarm_client.control.messages import (
     error_report_of,
 )
 from swarm_client.control.server import ControlSocketServer, Method, order, query
-from swarm_client.control.status_document import Status, SuspendReason
+from swarm_client.control.status_document import InterruptionView, Status, SuspendReason
 from swarm_client.control.status_sentence import SENTENCES, StopCause, clock_text
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.participation import participate
-from swarm_client.daemon.sleep_watch import Interruption, SleepWatch
+from swarm_client.daemon.sleep_watch import SleepWatch
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder, stopped_by
 from swarm_client.governor.governor import Governor
 from swarm_client.governor.probes.all import SystemProbes
@@ -143,7 +143,7 @@ class Daemon:
         self._status_builder = StatusBuilder()
         self._contribution = ContributionCounter(on_step=self._counted)
         self._last_step: int | None = None
-        self._interruption: Interruption | None = None
+        self._interruption: InterruptionView | None = None
         self._target: JoinArguments | None = None
         """The run to work on."""
         self._stopped = StopCause(SuspendReason.NO_RUN)
@@ -181,7 +181,7 @@ class Daemon:
         self._report(text)
         self._notifier.status(text)
 
-    def _interrupted(self, interruption: Interruption) -> None:
+    def _interrupted(self, interruption: InterruptionView) -> None:
         self._interruption = interruption
         joined = self.device_group is not None
         self.event(f"{interruption.sentence}; joining again" if joined else interruption.sentence)
