@@ -92,8 +92,9 @@ def join(
     from pydantic import ValidationError
 
     from swarm_client.control.client import is_running
-    from swarm_client.control.messages import JoinArguments, first_error
+    from swarm_client.control.messages import JoinArguments
     from swarm_client.preferences.layers import load, preferences_path
+    from swarm_shared.base.json_messages import first_error
     from swarm_shared.identity.invite import Invite
 
     Invite.decode(invite)

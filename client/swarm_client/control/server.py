@@ -23,13 +23,13 @@ from swarm_client.control.messages import (
     NoArguments,
     Refusal,
     error_report_of,
-    first_error,
     read_request,
     version_mismatch,
 )
 from swarm_client.control.status_document import Status
 from swarm_shared.base.errors import SwarmError, UsageError, VersionError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.local_server import LocalServerConnection
 
 FOLLOW_INTERVAL_SECONDS = 1.0

@@ -24,7 +24,7 @@ from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import FramedStream, FrameLimits, Node
-from swarm_shared.network.libp2p.host import address_group
+from swarm_shared.network.libp2p.host import address_group, take_one
 from swarm_shared.network.nat.dial_back import dial_back
 from swarm_shared.protocol import (
     DOCTOR_PROTOCOL,
@@ -168,9 +168,7 @@ class ProbeServer:
                 log.info("the probe session of %s took too long", stream.remote)
         finally:
             self._active_peers.discard(stream.remote)
-            self._addresses[key] -= 1
-            if not self._addresses[key]:
-                del self._addresses[key]
+            take_one(self._addresses, key)
 
     def _enter(self, visitor: PeerId, key: str) -> DoctorRefused | None:
         limits = self.limits
