@@ -35,7 +35,7 @@ from swarm_client.control.status_sentence import (
     describe,
 )
 from swarm_client.control.suspension import Suspension
-from swarm_client.daemon.sleep_watch import SHOWN_SECONDS, Interruption
+from swarm_client.daemon.sleep_watch import SHOWN_SECONDS
 from swarm_client.governor.governor import Governor
 from swarm_client.governor.policy import gpu_index
 from swarm_client.governor.probes.readings import Readings
@@ -76,7 +76,7 @@ class DaemonFacts:
     """Why no run is worked on, when none is."""
     contribution_log: ContributionLog
     readings: Readings
-    interruption: Interruption | None = None
+    interruption: InterruptionView | None = None
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class StatusBuilder:
             stages=() if reporting_device is None else stage_views(reporting_device),
             peers=() if device_group is None else peer_views(device_group),
             leaderboard=() if device_group is None else leaderboard(device_group),
-            away=None if facts.interruption is None else interruption_view(facts.interruption),
+            away=facts.interruption,
         )
 
     def _devices(
@@ -264,13 +264,6 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
         tokens_per_second=None if news is None else news.tokens_per_second,
         rebalancing=() if news is None else news.rebalancing,
     )
-
-
-def interruption_view(interruption: Interruption) -> InterruptionView:
-    return InterruptionView(
-        began=interruption.began, seconds=interruption.seconds, slept=interruption.slept,
-        sentence=interruption.sentence,
-    )  # fmt: skip
 
 
 def stopped_by(error: SwarmError) -> StopCause:

@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-from swarm_client.connectivity.relay_policy import Announcement
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.volunteer.options import VolunteerOptions
@@ -12,6 +11,7 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
+    AddressUpdate,
     CarrierAddress,
     DoctorHello,
     Heartbeat,
@@ -23,7 +23,7 @@ from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnap
 
 
 def hello(
-    invite: Invite, options: VolunteerOptions, announcement: Announcement, holding: Holding | None
+    invite: Invite, options: VolunteerOptions, announcement: AddressUpdate, holding: Holding | None
 ) -> Hello:
     return Hello(
         run=invite.run_id,

@@ -154,7 +154,7 @@ def test_a_file_arrives_whole_from_several_peers(tmp_path: Path) -> None:
         assert seen[0] == 0
         assert seen[-1] == len(content)
         assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["copy"]
-        received = {t.remote for t in net.fetcher.traffic() if t.direction == "received"}
+        received = {link.remote for link in net.fetcher.link_bytes() if link.received}
         assert received == {s.peer for s in sources}
 
     run(main)

@@ -31,7 +31,8 @@ from swarm_client.averaging.all_reduce.incoming import (
     IncomingHub,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
-from swarm_client.averaging.all_reduce.reduce import AllReduceReport, all_reduce
+from swarm_client.averaging.all_reduce.reduce import all_reduce
+from swarm_client.averaging.all_reduce.routes import StreamTraffic
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import PeerId
 
@@ -69,7 +70,7 @@ class Group:
             name: rng.standard_normal(elements).astype(np.float32) for name in names
         }
         self.results: Vectors = {name: np.full(elements, -7, np.float32) for name in names}
-        self.reports: dict[PeerId, AllReduceReport] = {}
+        self.links: dict[PeerId, tuple[StreamTraffic, ...]] = {}
         self.failures: dict[PeerId, RoundFailed] = {}
         self.scopes: dict[PeerId, anyio.CancelScope] = {}
 
@@ -93,7 +94,7 @@ class Group:
     ) -> None:
         with anyio.CancelScope() as self.scopes[spec.me]:
             try:
-                self.reports[spec.me] = await all_reduce(
+                self.links[spec.me] = await all_reduce(
                     spec,
                     carrier,
                     self.vectors[spec.me],
@@ -143,8 +144,8 @@ def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
         assert group.vectors[name].tobytes() == before[name].tobytes()
     np.testing.assert_allclose(group.results[A], group.exact(), rtol=1e-5, atol=1e-5)
     if count > 1:
-        sent = sum(report.bytes_sent for report in group.reports.values())
-        received = sum(report.bytes_received for report in group.reports.values())
+        sent = sum(link.bytes_sent for links in group.links.values() for link in links)
+        received = sum(link.bytes_received for links in group.links.values() for link in links)
         assert sent == received
         assert sent >= 2 * (count - 1) * elements * 4
 
@@ -177,7 +178,7 @@ def test_what_is_narrow_on_the_wire_is_near_and_still_bitwise_equal(
     assert len({group.results[name].tobytes() for name in group.names}) == 1
     np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=off_by)
     assert group.results[A].tobytes() != group.in_order().tobytes()
-    sent = sum(report.bytes_sent for report in group.reports.values())
+    sent = sum(link.bytes_sent for links in group.links.values() for link in links)
     assert sent < 1.1 * 2 * 2 * group.elements * element_bytes
 
 
