@@ -26,7 +26,7 @@ from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
-from swarm_coordinator.storage.store import SqliteStore, Store
+from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import storage_error, sync_folder
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.types import Version
@@ -145,7 +145,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
 
 def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
     """Roll the run back to the backup's checkpoint, in a new generation; return the generation."""
-    store: Store = SqliteStore.open(folder.database)
+    store = SqliteStore.open(folder.database)
     try:
         generation = store.next_generation(above)
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(summary.saved_at))

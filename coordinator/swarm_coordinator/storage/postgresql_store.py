@@ -26,7 +26,7 @@ from swarm_coordinator.storage.postgresql import (
     open_for_writing,
 )
 from swarm_coordinator.storage.records import Record, insert, insert_generation
-from swarm_coordinator.storage.store import WriterStore
+from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
 
@@ -94,7 +94,7 @@ def _superseded(generation: int) -> LeadershipError:
     )
 
 
-class PostgresqlStore(WriterStore):
+class PostgresqlStore(Store):
     """The store of a run whose run.toml names a PostgreSQL server."""
 
     database_errors = (psycopg.Error,)
