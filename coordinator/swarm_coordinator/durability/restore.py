@@ -19,14 +19,14 @@ from pathlib import Path
 import trio
 
 from swarm_coordinator.core.events import RolledBack
-from swarm_coordinator.durability.backup import BackupSummary, verify_backup
+from swarm_coordinator.durability.backup import BackupSummary, sync_file, verify_backup
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
-from swarm_coordinator.storage.store import SqliteStore, Store
+from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import storage_error, sync_folder
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.types import Version
@@ -131,8 +131,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
         path = target / saved.path
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(backup / saved.path, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
     for name in _CARRIED_OVER:
         if replaced is not None and (replaced / name).exists() and not (target / name).exists():
             if (replaced / name).is_dir():
@@ -145,7 +144,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
 
 def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
     """Roll the run back to the backup's checkpoint, in a new generation; return the generation."""
-    store: Store = SqliteStore.open(folder.database)
+    store = SqliteStore.open(folder.database)
     try:
         generation = store.next_generation(above)
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(summary.saved_at))
@@ -157,8 +156,7 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
     finally:
         store.close()
     for path in database_files(folder.database):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
     return generation
 
 

@@ -25,7 +25,6 @@ from swarm_coordinator.core.events import (
     Command,
     Event,
     FetchSnapshot,
-    HeartbeatsReceived,
     Note,
     PeerAttached,
     PeersRevoked,
@@ -51,7 +50,6 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.error_groups import leaves
@@ -115,10 +113,9 @@ class Coordinator:
         self._queue = EventQueue()
         self._sessions = ClientSessions()
         self._news = NewsPublisher(Leaderboard(service.manifest))
-        self._checkpoints = CheckpointFolder(
-            service.folder.checkpoints, self._run_id, service.manifest.stage_count,
-            service.settings.checkpoint.keep,
-        )  # fmt: skip
+        self._checkpoints = CheckpointFolder.of_run(
+            service.folder, service.manifest, service.settings.checkpoint.keep
+        )
 
     async def run(self) -> None:
         service = self._service
@@ -159,7 +156,7 @@ class Coordinator:
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
         reports = LinkReports(node)
-        self.control = ControlServer(admission, self._sessions, self._queue.put, reports.record)
+        self.control = ControlServer(admission, self._sessions, self._queue, reports.record)
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
             self._own_certificate, self._queue.put,
@@ -178,11 +175,8 @@ class Coordinator:
             max_streams_per_peer=MAX_CONTROL_STREAMS,
         )  # fmt: skip
         return StatusWriter(
-            self._state,
-            StatusFile(service.folder.status, self._state, addresses, service.wall_clock),
-            service.store, reports, self._admission_service, self._sessions, self.control,
-            service.dashboard_process,
-            service.clock,
+            service, self._state, addresses, reports, self._admission_service, self._sessions,
+            self.control,
         )  # fmt: skip
 
     @property
@@ -218,7 +212,6 @@ class Coordinator:
         store = self._service.store
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.contributions),
-            await anyio.to_thread.run_sync(store.teams),
             await anyio.to_thread.run_sync(store.owners),
         )
 
@@ -228,9 +221,7 @@ class Coordinator:
         """Process one event. Returns True when the core commands the end."""
         # A process that was frozen and has lost the leadership must not send anything more.
         await self._service.store.ensure_leadership()
-        if isinstance(event, HeartbeatsReceived):
-            event = self.control.take_heartbeats()
-        elif isinstance(event, PeerAttached):
+        if isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
                 self._sessions.refuse(event.session, refusal)
