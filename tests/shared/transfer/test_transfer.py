@@ -301,6 +301,24 @@ def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
     run(main)
 
 
+def test_a_wrong_resumed_part_is_not_attributed_to_the_only_source(tmp_path: Path) -> None:
+    """The chunks of an earlier source have the hashes of their journal and are wrong."""
+    content = content_of(3 * CHUNK_BYTES)
+    false = content_of(CHUNK_BYTES, seed=2)
+    (tmp_path / "source").write_bytes(content)
+    earlier = PartFile(tmp_path / "copy", ITEM, len(content), sha(content))
+    earlier.open()
+    earlier.write(1, false, sha(false))
+    earlier.close()
+
+    async def main(net: Net) -> None:
+        seen = await net.fetch([await net.holder(tmp_path / "source")], content, tmp_path / "copy")
+        assert seen[0] == CHUNK_BYTES, "the download resumes"
+        assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+
+
 def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
     content = content_of(100)
     (tmp_path / "source").write_bytes(content)

@@ -188,15 +188,26 @@ def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
     assert (same, other != trainer) == (microbatch, True)
 
 
-def test_an_answer_to_a_lease_that_was_granted_anew_changes_nothing() -> None:
-    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+def test_an_answer_to_a_lease_that_was_granted_anew_to_its_trainer_changes_nothing() -> None:
+    bench = Bench(starting=1, limits={"lease_seconds": 20.0})
+    bench.join("a0", 0)
+    bench.join("a1", 1, trainer=False)
     trainer, lease, microbatch, _ = leased(bench)[0]
     bench.tick(21.0)
-    state = bench.step().leases[MicrobatchIndex(microbatch)]
-    assert state.lease != lease
+    granted = bench.step().leases[MicrobatchIndex(microbatch)]
+    assert (granted.trainer, granted.lease != lease) == (trainer, True)
     bench.resolve(trainer, microbatch, lease, ok=False, reason="late")
-    assert state.resolved_at is None
+    assert bench.step().leases[MicrobatchIndex(microbatch)] == granted
+
+
+def test_an_answer_of_another_peer_than_the_trainer_of_a_lease_changes_nothing() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    granted = bench.step().leases[MicrobatchIndex(microbatch)]
+    other = next(peer for peer in ("a0", "b0") if peer != trainer)
+    bench.resolve(other, microbatch, lease, ok=False, reason="not its own")
+    assert bench.step().leases[MicrobatchIndex(microbatch)] == granted
 
 
 def test_lease_numbers_of_another_generation_are_never_used_again() -> None:

@@ -77,6 +77,19 @@ def test_a_second_lease_takes_the_place_of_that_of_a_trainer_that_died() -> None
     assert not bench.step().speculative_leases
 
 
+@pytest.mark.parametrize("wrong", ["lease", "trainer"])
+def test_an_answer_that_is_not_of_the_second_lease_leaves_it_in_flight(wrong: str) -> None:
+    bench = mostly_done()
+    bench.tick(7.0)
+    second = bench.step().speculative_leases[3]
+    first = bench.step().leases[3]
+    trainer = second.trainer if wrong == "lease" else first.trainer
+    number = second.lease if wrong == "trainer" else first.lease
+    bench.resolve(trainer, 3, number, ok=False, reason="stale")
+    assert bench.step().speculative_leases[3] == second
+    assert bench.step().leases[3] == first
+
+
 def test_the_first_receipt_counts_and_the_other_is_not_committed() -> None:
     bench = mostly_done()
     bench.join("b0", 0)

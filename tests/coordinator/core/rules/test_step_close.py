@@ -11,9 +11,10 @@ from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
 from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES, MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.protocol import (
     AbortRound,
+    Applied,
     Apply,
     AssignStage,
     Close,
@@ -433,6 +434,21 @@ def test_a_member_that_does_not_apply_in_time_is_left_behind_and_synced() -> Non
     bench.tick(2.0)
     assert bench.run.phase is RunPhase.COLLECT
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+
+
+@pytest.mark.parametrize("other", [-1, 1])
+def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
+    bench = Bench.trained(1)
+    bench.fill()
+    bench.average_all()
+    assert bench.run.version == 2
+    for peer in bench.closing():
+        bench.send(peer, Applied(step=Step(2 + other), digest="d", norm=1.0))
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.step().closing is not None
+    assert bench.step().closing.applied == {}
+    applied(bench)
+    assert bench.run.phase is RunPhase.COLLECT
 
 
 # ---- fingerprints
