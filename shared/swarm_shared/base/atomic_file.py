@@ -89,6 +89,19 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         sync_folder(folder.parent)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make a folder with all its files and folders survive a power cut; OSError passes through.
+
+    The folder's own name is its parent's: `sync_folder(folder.parent)`.
+    """
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames inside `folder` survive a power cut, where the system can sync a folder."""
     try:
