@@ -29,7 +29,14 @@ from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
-from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
+from swarm_shared.base.atomic_file import (
+    PRIVATE_MODE,
+    make_folder,
+    storage_error,
+    sync_folder,
+    sync_tree,
+    write_atomically,
+)
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, Version
@@ -98,14 +105,13 @@ def make_backup(
     manifest = load_manifest(folder)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         partial.mkdir(mode=0o700)
         try:
             summary = _fill(folder, manifest, partial, with_key, with_data)
             content = summary.model_dump_json(indent=1).encode()
             write_atomically(partial / SUMMARY_NAME, content)
-            for path in (partial, *(p for p in partial.rglob("*") if p.is_dir())):
-                sync_folder(path)
+            sync_tree(partial)
             verify_backup(partial)
             partial.rename(out)
             sync_folder(out.parent)
@@ -146,7 +152,6 @@ def _fill(
                     f"no checkpoint in {folder.checkpoints} could be copied whole; check "
                     f"them with `swarm-coordinator verify {quoted(folder.path)}`"
                 )
-        sync_file(RunFolder(target).database)
     return BackupSummary(
         format=1, run=run_id_of(manifest), name=manifest.name, software=SOFTWARE_VERSION,
         saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
@@ -185,13 +190,6 @@ def _copy(path: Path, target: Path, private: bool = False) -> None:
         )
         with os.fdopen(descriptor, "wb") as copy:
             shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _file_list(folder: Path) -> Iterator[SavedFile]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import trio
 
 from swarm_coordinator.core.events import RolledBack
-from swarm_coordinator.durability.backup import BackupSummary, sync_file, verify_backup
+from swarm_coordinator.durability.backup import BackupSummary, verify_backup
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import postgresql_driver
@@ -27,7 +27,7 @@ from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
 from swarm_coordinator.storage.store import SqliteStore
-from swarm_shared.base.atomic_file import storage_error, sync_folder
+from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, sync_tree
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.types import Version
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -75,6 +75,7 @@ def restore_backup(
             known = _known_generation(run_dir)
         partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
         try:
+            make_folder(run_dir.parent)
             _assemble(backup, summary, partial_dir, run_dir if occupied else None)
             folder = RunFolder(partial_dir)
             location = database_location(folder)
@@ -95,6 +96,7 @@ def restore_backup(
                 postgresql_driver().load_backup(location, folder.database, force)
                 for path in database_files(folder.database):
                     path.unlink()
+            sync_tree(partial_dir)
             replaced = _swap(partial_dir, run_dir, occupied, now)
         except OSError as error:
             raise storage_error(run_dir, error) from error
@@ -126,12 +128,11 @@ def _known_generation(run_dir: Path) -> int:
 
 
 def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path | None) -> None:
-    target.mkdir(mode=0o700, parents=True)
+    target.mkdir(mode=0o700)
     for saved in summary.files:
         path = target / saved.path
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(backup / saved.path, path)
-        sync_file(path)
     for name in _CARRIED_OVER:
         if replaced is not None and (replaced / name).exists() and not (target / name).exists():
             if (replaced / name).is_dir():
@@ -155,8 +156,6 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
             trio.run(partial(store.write, record))
     finally:
         store.close()
-    for path in database_files(folder.database):
-        sync_file(path)
     return generation
 
 

@@ -103,8 +103,7 @@ class CheckpointFolder:
     ) -> CheckpointRecord:
         """Make the checkpoint of the stages (bytes, sha256) in its partial folder.
 
-        Afterwards all but the newest `keep` checkpoints are deleted, and so are those of a history
-        that was rolled back (their version is higher).
+        Checkpoints of a higher version are deleted: they belong to a history that was rolled back.
         """
         assert sorted(files) == list(range(self._stages)), "every stage once"
         summary = CheckpointSummary(
@@ -124,8 +123,22 @@ class CheckpointFolder:
         except OSError as error:
             raise storage_error(final, error) from error
         sync_folder(self._root)
-        self._prune(version)
+        for later in (there for there in self.versions() if there > version):
+            self._discard(self.folder(later))
         return summary.record()
+
+    def prune(self, newest: Version) -> None:
+        """Delete all but the newest `keep` checkpoints up to `newest`.
+
+        Only when the database lists `newest`: after a power cut in between, the run would have no
+        checkpoint that both the database and the folder have.
+        """
+        older = [version for version in self.versions() if version < newest]
+        try:
+            for version in older[self._keep - 1 :]:
+                self._discard(self.folder(version))
+        except OSError as error:
+            raise storage_error(self._root, error) from error
 
     def discard_partial(self, version: int) -> None:
         """Delete the partial folder of a checkpoint that failed."""
@@ -224,13 +237,6 @@ class CheckpointFolder:
             raise StorageError(f"the checkpoint {folder} cannot be read: {error}") from error
         except ValidationError as error:
             raise StorageError(f"the checkpoint {folder} is damaged: {path.name}") from error
-
-    def _prune(self, newest: int) -> None:
-        """Delete surplus checkpoints; `newest` has just been written and stays."""
-        older = [version for version in self.versions() if version < newest]
-        stale = [version for version in self.versions() if version > newest]
-        for version in (*older[self._keep - 1 :], *stale):
-            self._discard(self.folder(version))
 
     def _discard(self, folder: Path) -> None:
         # The summary first: without it a half-deleted folder is not a checkpoint.

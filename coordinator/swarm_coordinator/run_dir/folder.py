@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, write_atomically
+from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
 
 _MAX_SMALL_FILE_BYTES = 16 * 1024 * 1024
@@ -156,6 +156,8 @@ class RunFolder:
                     path.rename(target)
                 except OSError as error:
                     raise storage_error(path, error) from error
+                # In this order: without its log the database would pass for an older one.
+                sync_folder(self.path)
                 moved.append(target)
         return moved
 

@@ -20,6 +20,7 @@ from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
+    CheckpointRecord,
     CheckpointStored,
     CloseSession,
     Command,
@@ -53,9 +54,9 @@ from swarm_coordinator.server.status_writer import StatusWriter
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.error_groups import leaves
-from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
 from swarm_shared.base.text import printable
-from swarm_shared.base.types import Generation, PeerId
+from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
@@ -280,6 +281,8 @@ class Coordinator:
             await self._service.store.write(command.record)
             if isinstance(command.record, AppliedStep):
                 self._news.leaderboard.add(command.record)
+            elif isinstance(command.record, CheckpointRecord):
+                self._nursery.start_soon(self._prune_checkpoints, command.record.version)
             elif isinstance(command.record, RolledBack):
                 await self._count_contributions()
         elif isinstance(command, Note):
@@ -289,6 +292,12 @@ class Coordinator:
             self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
+
+    async def _prune_checkpoints(self, newest: Version) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._checkpoints.prune, newest)
+        except StorageError as error:
+            self._note(f"an old checkpoint could not be deleted: {error}")
 
     def _note(self, text: str, peer: PeerId | None = None) -> None:
         text = printable(text)
