@@ -1,12 +1,12 @@
 """The loss curve of a run as a PNG.
 
-Owns the drawing only. One hue shows the data (the loss per step); the reference line and the
-held-out marker are neutral and labelled in place.
+Owns the drawing only. One hue shows the data (the loss per step); the reference line, the
+held-out marker and events are neutral and labelled in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,8 +29,9 @@ def draw_loss_curve(
     losses: Sequence[float],
     unigram_entropy: float | None = None,
     heldout_loss: float | None = None,
+    events: Mapping[int, str] | None = None,
 ) -> None:
-    """Write the curve of `losses` (nats per token) over `steps` to `path`.
+    """Write the curve of `losses` (nats per token) over `steps` to `path`, with events at steps.
 
     Drawn without pyplot, which has global state and looks for a display.
     """
@@ -57,6 +58,13 @@ def draw_loss_curve(
             f"held-out loss {heldout_loss:.3f}",
             xy=(steps[-1], heldout_loss), xytext=(6, 12), textcoords="offset points",
             ha="right", va="bottom", color=INK_COLOR, fontsize=9,
+        )  # fmt: skip
+    for step, text in (events or {}).items():
+        axes.axvline(step, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (1, 2)))
+        axes.annotate(
+            text, xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
+            textcoords="offset points", ha="left", va="top", rotation=90, color=INK_COLOR,
+            fontsize=9,
         )  # fmt: skip
     axes.set_title(title, loc="left", color=INK_COLOR, fontsize=11)
     axes.set_xlabel("optimizer step", color=INK_COLOR)

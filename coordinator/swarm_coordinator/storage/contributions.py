@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_coordinator.storage.connection import Connection
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +18,32 @@ class StageContribution:
     steps: int
     microbatches: int
     tokens: int
+    first_step: Step
+    last_step: Step
 
 
 def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
     """Return all contributions, by stage and then by microbatches, the most first."""
     rows = connection.execute(
         "SELECT p.peer, p.name, s.stage, count(*), "
-        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
+        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT), "
+        "min(a.step), max(a.step) "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
         "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
         "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
     )
     return tuple(
-        StageContribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
-        for peer, name, stage, steps, microbatches, tokens in rows
+        StageContribution(
+            PeerId(peer),
+            name,
+            StageIndex(stage),
+            steps,
+            microbatches,
+            tokens,
+            Step(first),
+            Step(last),
+        )
+        for peer, name, stage, steps, microbatches, tokens, first, last in rows
     )
 
 
