@@ -246,11 +246,8 @@ def _compare(
     """Compute the run again in this process, and print a table of both while it is computed."""
     steps = steps_to_compare(len(result.history.steps), result.joined_step)
     shown = rows_shown(steps)
-    which = "" if len(shown) == steps else f"; {len(shown)} are shown, all are compared"
-    click.echo(
-        f"The same {steps} steps in one process, without coordinator, volunteers and network{which}"
-        f"\n{table_head()}"
-    )
+    which = "" if len(shown) == steps else f" ({len(shown)} are shown, all are compared)"
+    click.echo(f"The same {steps} steps in one process, without volunteers{which}\n{table_head()}")
 
     def show(one: ComparedStep) -> None:
         if one.step in events:

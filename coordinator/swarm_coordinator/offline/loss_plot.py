@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -56,16 +57,10 @@ def draw_loss_curve(
         )  # fmt: skip
         axes.annotate(
             f"held-out loss {heldout_loss:.3f}",
-            xy=(steps[-1], heldout_loss), xytext=(6, 12), textcoords="offset points",
-            ha="right", va="bottom", color=INK_COLOR, fontsize=9,
+            xy=(steps[-1], heldout_loss), xytext=(-10, 0), textcoords="offset points",
+            ha="right", va="center", color=INK_COLOR, fontsize=9,
         )  # fmt: skip
-    for step, text in (events or {}).items():
-        axes.axvline(step, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (1, 2)))
-        axes.annotate(
-            text, xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
-            textcoords="offset points", ha="left", va="top", rotation=90, color=INK_COLOR,
-            fontsize=9,
-        )  # fmt: skip
+    _draw_events(axes, events or {})
     axes.set_title(title, loc="left", color=INK_COLOR, fontsize=11)
     axes.set_xlabel("optimizer step", color=INK_COLOR)
     axes.set_ylabel("cross entropy (nats per token)", color=INK_COLOR)
@@ -85,3 +80,13 @@ def draw_loss_curve(
             f"the loss curve could not be written to {path}: {error.strerror}; "
             "free some space or name another folder"
         ) from error
+
+
+def _draw_events(axes: Axes, events: Mapping[int, str]) -> None:
+    for step, text in events.items():
+        axes.axvline(step, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (1, 2)))
+        axes.annotate(
+            text, xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
+            textcoords="offset points", ha="left", va="top", rotation=90, color=INK_COLOR,
+            fontsize=9,
+        )  # fmt: skip
