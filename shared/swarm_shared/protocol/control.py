@@ -67,7 +67,6 @@ class Hello(FrozenModel):
     carrier: CarrierAddress | None = None
     device: Text
     memory_bytes: Count
-    trainer: bool = True
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
     wanted_stage: StageIndex | None = None

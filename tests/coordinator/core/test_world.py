@@ -19,7 +19,7 @@ from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.rules import roster
 from swarm_coordinator.core.state.moves import RebalancingRule
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 
 CALM_SECONDS = 700.0
 """Seconds after the last fault within which a run ends; a checkpoint may take most of it."""

@@ -87,7 +87,7 @@ async def tries(invite: Invite, identity: Identity, token: str | None = None) ->
 
 async def holding(one: Client, invite: Invite, stage: int, **changes: object) -> None:
     """Attach, take a stage, and be in the roster."""
-    welcome = await say_hello(one, invite, wanted_stage=stage, trainer=False, **changes)
+    welcome = await say_hello(one, invite, wanted_stage=stage, **changes)
     assert isinstance(welcome, Welcome), welcome
     await one.send(StageRequest(stage=StageIndex(stage)))
     await until(one, AssignStage)

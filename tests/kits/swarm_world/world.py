@@ -242,9 +242,10 @@ class World:
             self._send(command)
         elif isinstance(command, Broadcast):
             assert self.run_state is not None
-            assert self.run_state.published is not None
+            roster = self.run_state.roster
+            assert roster.published is not None
             self.roster_changes += 1
-            whole = self.whole_rosters[self.run_state.roster_serial] = self.run_state.published
+            whole = self.whole_rosters[roster.serial] = roster.published
             for peer in command.peers:
                 check_send(self, Send(peer, whole))
                 self._send(Send(peer, command.message))
@@ -549,6 +550,6 @@ class World:
             return f"no coordinator\n{tail}"
         peers = "\n".join(f"  {p}" for p in run.peers.values())
         return (
-            f"version {run.version} {run.phase} waiting={run.waiting_reason!r} "
-            f"checkpoint={run.checkpoint} step={run.step}\n{peers}\n{tail}"
+            f"version {run.history.version} {run.phase} waiting={run.waiting_reason!r} "
+            f"checkpoint={run.checkpoints.stored} step={run.steps.current}\n{peers}\n{tail}"
         )

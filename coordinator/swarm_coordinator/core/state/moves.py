@@ -1,4 +1,4 @@
-"""The state of moves between stages: moves in progress, and past decisions.
+"""The state of moves between stages: settings, and past decisions.
 
 Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 """
@@ -9,13 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import MovePolicy, StageLoad
 
 KEPT_DECISIONS = 8
 """Number of decisions that `status` shows; all of them are in the run's event log."""
-
-NO_VERSION = Version(0)
 
 
 class RebalancingRule(StrEnum):
@@ -36,32 +34,6 @@ class RebalancingSettings:
     policy: MovePolicy = field(default_factory=MovePolicy)
     assumed_download_bytes_per_second: float = 6.25e6
     """Download rate assumed for a peer without a measured download: 50 Mbit/s."""
-
-
-@dataclass(slots=True)
-class StageMove:
-    """A stage transfer in progress: a peer's move to another stage.
-
-    Six fields correspond to those of `PeerState` for a joining peer's download of its own stage.
-    """
-
-    stage: StageIndex
-    """The destination."""
-    release_first: bool
-    """Whether the peer lacks memory for both stages: it releases the old one between two steps,
-    then downloads."""
-    begun_at: float
-    partner: PeerId | None = None
-    """The peer that moves the other way in the same close."""
-    version: Version = NO_VERSION
-    """The version of the state that the peer was instructed to download."""
-    source_assigned: bool = False
-    ask_not_before: float = 0.0
-    close_delayed_until: float = 0.0
-    close_delays: int = 0
-    asked_at: float = 0.0
-    ready: bool = False
-    """Whether the peer holds the new stage at `version`, beside the old one that it serves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AssignStage, StageRequest
