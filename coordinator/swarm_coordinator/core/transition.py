@@ -1,25 +1,27 @@
 """The coordinator as a state machine: `transition(state, event, now)` returns commands.
 
-The phases of a run (`RunPhase`), what ends each, and the phase that follows:
+The phases of a run, those that may follow each, and what leads there. `core.state.phases.ALLOWED`
+is the same table as data, and `enter_phase` refuses everything else:
 
-    WAITING     every stage has a ready peer                → COLLECT, or EVALUATING after the
-                                                              last step
-                the last step is evaluated, and its
-                checkpoint is stored or given up            → FINISHED
-    COLLECT     the table is complete, and no joining peer,
-                move or failed attempt delays the close     → CLOSING
-    CLOSING     every member of every round has averaged    → durable, then APPLYING
-                a member fails, or leaves before the rest
-                of its round has averaged                   → COLLECT; the other rounds stand
-    APPLYING    every remaining member has applied, or the
-                time limit has passed                       → WAITING; a member that has not
-                                                              applied is synced anew
-    EVALUATING  every held-out microbatch has a loss        → WAITING
-    WAITING, COLLECT, EVALUATING
-                a stage has lost its state with its last
-                holder                                      → WAITING, at the checkpoint's version
-    any         the organiser stops the run: a close under
-                way ends, a checkpoint is stored            → STOPPING
+    WAITING     COLLECT     every stage has a ready peer
+                EVALUATING  the same, after the last step
+                FINISHED    the last step is evaluated, its checkpoint is stored or given up
+                WAITING     a stage has lost its state with its last holder: the run goes back to
+                            the checkpoint's version
+                STOPPING    the organiser stops the run; a checkpoint is stored, or takes too long
+    COLLECT     CLOSING     the table is complete, and no joining peer, move or failed attempt
+                            delays the close
+                WAITING     back to the checkpoint, as above
+                STOPPING    as above
+    CLOSING     APPLYING    every member of every round has averaged, and the decision is durable
+                COLLECT     a member fails, or leaves before the rest of its round has averaged;
+                            the other rounds stand
+                STOPPING    as above, if the close takes too long
+    APPLYING    WAITING     every remaining member has applied, or the time limit has passed; a
+                            member that has not applied is synced anew
+                STOPPING    as above, if the apply takes too long
+    EVALUATING  WAITING     every held-out microbatch has a loss; or back to the checkpoint
+                STOPPING    as above
 
 No I/O, no clock, no randomness: the same events at the same times give the same commands. The
 simulator (`swarm_coordinator.simulator`) and the tests rely on that.

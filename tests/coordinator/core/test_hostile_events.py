@@ -50,7 +50,7 @@ paths = st.lists(
 )
 messages = st.one_of(
     message("stage_request", stage=indices),
-    message("heartbeat", microbatches_per_second=rates, queued=counts, paths=paths),
+    message("heartbeat", microbatches_per_second=rates, queued=counts, changed_paths=paths),
     message(
         "address_update", addresses=st.lists(st.text(max_size=300), max_size=3),
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,

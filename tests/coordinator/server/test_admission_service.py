@@ -470,7 +470,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
                 rtt_seconds=0.08, bytes_per_second=1.2e6,
             ),
         )  # fmt: skip
-        beat = Heartbeat(microbatches_per_second=1.0, queued=0, paths=paths)
+        beat = Heartbeat(microbatches_per_second=1.0, queued=0, changed_paths=paths)
         await one.send(beat)
         status = await shown(token_run, lambda s: len(s["paths"]) > 1 and s["admission"]["bans"])
         assert status["admission"] == {

@@ -200,7 +200,7 @@ class Volunteer:
         link = LinkBytes(remote=PeerId("someone"), protocol=LINK, sent=10, received=20)
         while True:
             await stream.send(
-                encode(Heartbeat(microbatches_per_second=1.0, queued=0, links=(link,)))
+                encode(Heartbeat(microbatches_per_second=1.0, queued=0, changed_links=(link,)))
             )
             await trio.sleep(0.2)
 

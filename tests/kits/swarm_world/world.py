@@ -19,6 +19,7 @@ from kits.swarm_world.facts import (
     CERTIFICATE_SECONDS,
     COORDINATOR,
     Fault,
+    Moves,
     Options,
     Violation,
     checkpoint_item,
@@ -62,7 +63,6 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.moves import RebalancingRule
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -455,7 +455,7 @@ class World:
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
         peer.memory_bytes = memory_bytes
-        if self.options.moves is not RebalancingRule.NONE:
+        if self.options.moves is not Moves.NONE:
             peer.speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
             if self.rng.random() < 0.3:
                 peer.memory_bytes = 150  # one stage fits, two do not

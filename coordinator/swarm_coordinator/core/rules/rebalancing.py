@@ -37,8 +37,6 @@ from swarm_shared.scheduling.placement import (
     MovePolicy,
     PeerLoad,
     StageLoad,
-    choose_moves,
-    choose_swarm_moves,
 )
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
@@ -49,9 +47,6 @@ MOVE_TIMEOUT_SECONDS = 900.0
 PEERS_PER_LOSS = 256
 """Number of peers per lost stage holder that triggers an early decision; fewer losses change the
 fleet too little."""
-
-LOSS_REACTION_SECONDS = 2.0
-"""Seconds from a loss to the decision. Peers lost together are noticed within a second or two."""
 
 
 def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> RebalancingState:
@@ -83,11 +78,11 @@ def consider(run: RunState, now: float) -> None:
     if rebalancing.due_at is None:
         rebalancing.due_at = now + settings.policy.period_seconds
         rebalancing.losses_seen = run.peers.losses
-    elif settings.rule is RebalancingRule.THROUGHPUT and _has_lost_many(run):
+    elif _has_lost_many(run):
         # The fleet has changed: do not wait for the period, only for peers that are lost together
         # with this one. Each stage still rests for its own period.
         rebalancing.losses_seen = run.peers.losses
-        rebalancing.due_at = min(rebalancing.due_at, now + LOSS_REACTION_SECONDS)
+        rebalancing.due_at = min(rebalancing.due_at, now + settings.loss_reaction_seconds)
     if now < rebalancing.due_at:
         return
     rebalancing.due_at = now + settings.policy.period_seconds
@@ -118,14 +113,12 @@ def _decide(run: RunState, now: float) -> MoveDecision | None:
     peers = _loads(run, policy)
     if not peers:
         return None
-    if rebalancing.settings.rule is RebalancingRule.SWARM:
-        return choose_swarm_moves(rebalancing.stages, peers, policy)
     resting = {
         stage
         for stage, since in rebalancing.last_involved.items()
         if now - since < policy.period_seconds
     }
-    return choose_moves(rebalancing.stages, peers, policy, resting)
+    return rebalancing.settings.choose(rebalancing.stages, peers, policy, resting)
 
 
 def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:

@@ -8,6 +8,7 @@ round alone is aborted, and the stages of that round average anew when the table
 from __future__ import annotations
 
 from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.rules.waiting import stage_names
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -56,8 +57,8 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
         step.closing = None
     if run.phase is RunPhase.CLOSING:
         enter_phase(run, RunPhase.COLLECT)
-    names = ", ".join(str(stage) for stage in sorted(ended.stages))
-    run.note(f"attempt {step.closes} to close stage {names} of step {step.step} failed: {reason}")
+    names = stage_names(ended.stages)
+    run.note(f"attempt {step.closes} to close {names} of step {step.step} failed: {reason}")
 
 
 def abort_all(run: RunState, reason: str, now: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from swarm_coordinator.core.events import Persist, RolledBack
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
 from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.rules.waiting import stage_names
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -115,8 +116,7 @@ def _catches_up(run: RunState, transfer: StageTransfer) -> bool:
 def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     """Continue from the checkpoint's version, and have every holder fetch that state."""
     before, version = run.history.version, run.checkpoints.stored_version
-    names = ", ".join(str(stage) for stage in sorted(lost))
-    reason = f"every peer of stage {names} is gone"
+    reason = f"every peer of {stage_names(lost)} is gone"
     run.note(f"{reason}: the run goes back from step {before} to its checkpoint at {version}")
     round_membership.abort_all(run, reason, now)
     run.commands.append(Persist(RolledBack(version, reason)))

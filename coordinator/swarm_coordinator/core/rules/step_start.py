@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
-from swarm_coordinator.core.rules.waiting import paused_reason
+from swarm_coordinator.core.rules.waiting import paused_reason, stage_names
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import StageIndex
@@ -26,8 +26,8 @@ def unmet_requirement(run: RunState, now: float) -> str:
         return paused
     if not short_of:
         return "a peer that stays"
-    names = ", ".join(str(stage) for stage in short_of)
-    needs = f"stage {names} needs {wanted} peer(s)"
+    need = "needs" if len(short_of) == 1 else "each need"
+    needs = f"{stage_names(short_of)} {need} {wanted} {'peer' if wanted == 1 else 'peers'}"
     if wanted > 1 and _is_resumed(run):
         return f"{needs}; it goes on with fewer in {_grace_left(run, now):.0f} s"
     return needs

@@ -6,11 +6,19 @@ Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.scheduling.placement import MovePolicy, StageLoad
+from swarm_shared.scheduling.placement import (
+    MoveDecision,
+    MovePolicy,
+    PeerLoad,
+    StageLoad,
+    choose_moves,
+)
 
 KEPT_DECISIONS = 8
 """Number of decisions that `status` shows; all of them are in the run's event log."""
@@ -21,9 +29,19 @@ class RebalancingRule(StrEnum):
 
     NONE = "none"
     THROUGHPUT = "throughput"
-    """The rule of this project: the pipeline's gain must be worth the download."""
-    SWARM = "swarm"
-    """The queue-length rule of the SWARM paper, for comparison."""
+    """The pipeline's gain must be worth the download."""
+
+
+class ChooseMoves(Protocol):
+    """A function that decides which peers move: `choose_moves`, or another one to measure."""
+
+    def __call__(
+        self,
+        stages: Sequence[StageLoad],
+        peers: Sequence[PeerLoad],
+        policy: MovePolicy,
+        resting: Collection[StageIndex] = (),
+    ) -> MoveDecision: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,10 @@ class RebalancingSettings:
     policy: MovePolicy = field(default_factory=MovePolicy)
     assumed_download_bytes_per_second: float = 6.25e6
     """Download rate assumed for a peer without a measured download: 50 Mbit/s."""
+    loss_reaction_seconds: float = 2.0
+    """Seconds from a loss to the decision. Peers lost together are noticed within a second or
+    two."""
+    choose: ChooseMoves = choose_moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,9 +92,13 @@ class StepsInProgress:
 
     def numbered(self, number: int) -> StepState | None:
         """The step in progress with this number."""
-        return next((step for step in self.open() if step.step == number), None)
+        for step in (self.current, self.ahead):
+            if step is not None and step.step == number:
+                return step
+        return None
 
     def round_of(self, stage: StageIndex | None) -> Round | None:
         """The stage's round in this step; until it ends, its cells stay and no peer joins it."""
-        closing = self.closing
-        return None if closing is None or stage is None else closing.rounds.get(stage)
+        if self.current is None or self.current.closing is None or stage is None:
+            return None
+        return self.current.closing.rounds.get(stage)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
-from swarm_coordinator.core.rules.rebalancing import LOSS_REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.core.rules.rebalancing import rebalancing_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
@@ -148,11 +148,11 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers
     bench.lose("e")
     bench.lose("f")
-    bench.tick(LOSS_REACTION_SECONDS + 2.0)
+    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
     assert len(bench.run.peers.movers) == 1
     (mover,) = bench.run.peers.movers
     bench.lose(mover)
-    bench.tick(LOSS_REACTION_SECONDS + 2.0)
+    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
     assert not bench.run.peers.movers
 
 
