@@ -88,7 +88,7 @@ def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -
     desk = desk_of(bench)
     waiting = desk.due(bench.run, bench.now)
     assert waiting is not None
-    assert "needs 1 peer" in waiting.waiting_for
+    assert "need 1 peer" in waiting.waiting_for
     bench.join_all("a0", "a1")
     bench.one_step()
     assert desk.due(bench.run, bench.now + MIN_INTERVAL_SECONDS / 2) is None
