@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarm_coordinator.core.state.peers import PeerPhase
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS

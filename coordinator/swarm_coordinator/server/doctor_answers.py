@@ -80,8 +80,8 @@ def _neighbours(state: RunState, visitor: PeerId) -> tuple[Neighbour, ...]:
     """Volunteers that can be dialled, chosen at random to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
     found = [
-        Neighbour(peer=peer.peer, addresses=peer.addresses)
+        Neighbour(peer=peer.peer, addresses=peer.contact.addresses)
         for peer in state.peers.values()
-        if peer.reachability in public and peer.peer != visitor
+        if peer.contact.reachability in public and peer.peer != visitor
     ]
     return tuple(random.sample(found, min(MAX_NEIGHBOURS, len(found))))

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from kits.swarm_world.event_bench import SHA, Bench
 from kits.swarm_world.facts import TOKENS
 from swarm_coordinator.core.events import AppliedStep, ReceiptsVerified
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Applied, ClientMessage, client_messages, encode, parse
@@ -56,7 +57,7 @@ paths = st.lists(
 )
 messages = st.one_of(
     message("stage_request", stage=indices),
-    message("heartbeat", microbatches_per_second=rates, queued=counts, paths=paths),
+    message("heartbeat", microbatches_per_second=rates, queued=counts, changed_paths=paths),
     message(
         "address_update", addresses=st.lists(st.text(max_size=300), max_size=3),
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,
@@ -101,7 +102,7 @@ def receipts(draw: st.DrawFn) -> dict[str, Any]:
 hellos = st.fixed_dictionaries(
     {
         "stage": st.none() | indices, "version": indices, "wanted_stage": st.none() | indices,
-        "averaged_attempt": st.none() | indices, "memory_bytes": counts, "trainer": flags,
+        "averaged_attempt": st.none() | indices, "memory_bytes": counts,
     }
 )  # fmt: skip
 
@@ -159,8 +160,8 @@ class Stage:
         """Count small numbers from the run's step: most messages are refused for their step."""
         run = self.bench.run
         base = {
-            "step": run.version + 1, "version": run.version,
-            "attempt": run.step.attempt if run.step is not None else 0,
+            "step": run.history.version + 1, "version": run.history.version,
+            "attempt": run.steps.current.attempt if run.steps.current is not None else 0,
         }  # fmt: skip
         fields = said.model_dump()
         near = {n: b + fields[n] - 1 for n, b in base.items() if abs(fields.get(n, 99)) <= 4}
@@ -277,9 +278,9 @@ def test_when_it_is_gone_the_others_make_the_next_step(
     bench = stage.bench
     if stage.attached:
         bench.lose(HOSTILE)
-    before = bench.run.version
+    before = bench.run.history.version
     for _ in range(60):
-        if bench.run.version > before or bench.run.phase is RunPhase.EVALUATING:
+        if bench.run.history.version > before or bench.run.phase is RunPhase.EVALUATING:
             return
         bench.tick(5.0)
         stage.work()

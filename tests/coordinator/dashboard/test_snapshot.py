@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.dashboard.api_models import EventRow, HealthState
 from swarm_coordinator.dashboard.snapshot import (
     full_peers,

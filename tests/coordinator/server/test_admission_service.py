@@ -87,7 +87,7 @@ async def tries(invite: Invite, identity: Identity, token: str | None = None) ->
 
 async def holding(one: Client, invite: Invite, stage: int, **changes: object) -> None:
     """Attach, take a stage, and be in the roster."""
-    welcome = await say_hello(one, invite, wanted_stage=stage, trainer=False, **changes)
+    welcome = await say_hello(one, invite, wanted_stage=stage, **changes)
     assert isinstance(welcome, Welcome), welcome
     await one.send(StageRequest(stage=StageIndex(stage)))
     await until(one, AssignStage)
@@ -470,7 +470,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
                 rtt_seconds=0.08, bytes_per_second=1.2e6,
             ),
         )  # fmt: skip
-        beat = Heartbeat(microbatches_per_second=1.0, queued=0, paths=paths)
+        beat = Heartbeat(microbatches_per_second=1.0, queued=0, changed_paths=paths)
         await one.send(beat)
         status = await shown(token_run, lambda s: len(s["paths"]) > 1 and s["admission"]["bans"])
         assert status["admission"] == {

@@ -284,7 +284,7 @@ async def attached(invite: Invite) -> AsyncIterator[Insider]:
         )
         hello = Hello(
             run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token, addresses=(),
-            device="none", memory_bytes=1, trainer=False,
+            device="none", memory_bytes=1,
         )  # fmt: skip
         await stream.send(encode(hello))
         welcome = parse(coordinator_messages, (await stream.receive(20)).header)

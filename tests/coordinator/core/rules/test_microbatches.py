@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest
@@ -34,10 +34,6 @@ def leased(
 
 
 def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() -> None:
-    bench = Bench(microbatches=8)
-    bench.join("a0", 0)
-    bench.join("a1", 1, trainer=False)
-    assert [m for _, _, m, _ in leased(bench)] == list(range(8))
     bench = Bench(microbatches=8, starting=2)
     bench.join_all("a0", "b0", "a1", "b1")
     leases = leased(bench)
@@ -46,19 +42,17 @@ def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() 
     assert sorted(peer for peer, *_ in leases) == sorted(["a0", "a1", "b0", "b1"] * 2)
 
 
-def test_a_peer_that_is_no_trainer_gets_no_lease() -> None:
+def test_a_run_whose_peers_all_leave_begins_no_step_and_reports_it() -> None:
     bench = Bench()
-    bench.join("a0", 0, trainer=False)
-    bench.join("a1", 1)
-    assert {peer for peer, *_ in leased(bench)} == {"a1"}
-
-
-def test_without_a_trainer_the_run_waits_and_reports_it() -> None:
-    bench = Bench()
-    bench.join("a0", 0, trainer=False)
-    bench.join("a1", 1, trainer=False)
+    bench.join_all("a0", "a1")
+    bench.fill()
+    for peer in ("a0", "a1"):
+        bench.send(peer, Leaving())
+    bench.average_all()
+    for peer in ("a0", "a1"):
+        bench.apply(peer)
     assert bench.run.phase is RunPhase.WAITING
-    assert bench.run.waiting_reason == "no trainer"
+    assert bench.run.waiting_reason == "a peer that stays"
 
 
 def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:

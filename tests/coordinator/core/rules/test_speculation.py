@@ -9,7 +9,7 @@ from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import Fault, Options
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep, Command
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
@@ -116,7 +116,7 @@ def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None
     second = bench.step().speculative_leases[3]
     assert second.trainer != bench.step().leases[3].trainer
     bench.resolve(second.trainer, 3, second.lease, evaluation_loss_sum=4.0, evaluation_tokens=4)
-    assert bench.run.heldout_loss == 1.0
+    assert bench.run.history.heldout_loss == 1.0
 
 
 # ---------------------------------------------------------------- whole swarms
