@@ -3,11 +3,13 @@
     make demo ARGS="--run-dir /tmp/shown" | tee /tmp/shown.txt
     .venv/bin/python -m benchmarks.demo_picture /tmp/shown.txt /tmp/shown/loss.png docs/demo.png
 
-Lines are omitted and long ones cut to fit, marked by dots; nothing else is changed.
+Lines are omitted and long ones cut to fit, marked by dots; the verdict is wrapped, and nothing else
+is changed.
 """
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import click
@@ -16,9 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 COLUMNS = 92
-PROGRESS_LINES = 6
-LINK_LINES = 6
-SAMPLE_LINES = 5
+PROGRESS_LINES = 2
+"""Lines shown before the kill, after the newcomer's first step, and at the end of the run."""
 
 WIDTH_INCHES, DOTS_PER_INCH = 9.6, 110
 LINE_INCHES = 0.17
@@ -53,22 +54,24 @@ def main(output: Path, curve: Path, picture: Path) -> None:
 
 def shown_lines(lines: list[str]) -> list[str]:
     """Return the lines of a demo's output that the picture shows."""
-    progress = [line for line in lines if line.startswith("step ")]
-    start = next(number for number, line in enumerate(lines) if line.startswith("steps "))
-    summary = lines[start:]
-    shown = ["$ make demo", *lines[:1], "  ...", *progress[-PROGRESS_LINES:], ""]
-    shown += _thinned(summary, "Bytes per link", LINK_LINES + 1)
+    kill = _first(lines, "step ", containing="killing")
+    joined = _first(lines, "  ", containing="its gradients count from step")
+    end = _first(lines, "steps ")
+    links = lines.index("Bytes per link")
+    alone = _first(lines, "The same ")
+    verdict = _first(lines, "All ")
+    shown = [
+        "$ make demo", lines[0], "  ...",
+        *lines[kill - PROGRESS_LINES : joined + 1 + PROGRESS_LINES], "  ...",
+        *lines[end - 1 - PROGRESS_LINES : links], "  ...", "", *lines[alone:verdict],
+        *textwrap.wrap(lines[verdict], COLUMNS),
+    ]  # fmt: skip
     return [f"{line[: COLUMNS - 1]}…" if len(line) > COLUMNS else line for line in shown]
 
 
-def _thinned(summary: list[str], heading: str, keep: int) -> list[str]:
-    """Shorten the long table and the sample, and omit the paths of files."""
-    first = summary.index(heading) + 1
-    last = next(n for n in range(first, len(summary)) if summary[n].startswith("  all"))
-    shown = [*summary[: first + keep], "  ...", *summary[last:]]
-    end = max(number for number, line in enumerate(shown) if line.startswith("  |"))
-    begin = next(number for number, line in enumerate(shown) if line.startswith("  |"))
-    return shown[: min(end + 1, begin + SAMPLE_LINES)]
+def _first(lines: list[str], start: str, *, containing: str = "") -> int:
+    found = (n for n, line in enumerate(lines) if line.startswith(start) and containing in line)
+    return next(found)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ import click
 from benchmarks.machine import describe_machine
 from benchmarks.markdown import markdown_table
 from benchmarks.simulator_scenarios import manifest_of
+from benchmarks.swarm_rule import choose_swarm_moves
 from benchmarks.trace_formats import convert
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.simulator.churn_models import churn_model
@@ -47,13 +49,11 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy
 
 RESULTS = Path(__file__).parent / "results" / "rebalancing.json"
-RULES: tuple[tuple[RebalancingRule, float], ...] = (
-    (RebalancingRule.NONE, 60.0),
-    (RebalancingRule.SWARM, 60.0),
-    (RebalancingRule.THROUGHPUT, 60.0),
-    (RebalancingRule.SWARM, 300.0),
-    (RebalancingRule.THROUGHPUT, 300.0),
-)
+RULES: tuple[tuple[str, float], ...] = (
+    ("none", 60.0), ("swarm", 60.0), ("throughput", 60.0), ("swarm", 300.0), ("throughput", 300.0),
+)  # fmt: skip
+"""Rules and the seconds between two decisions. Without `swarm`, they are those of the
+coordinator."""
 RENTED = Hardware(
     kind="rented", flops_per_second=2.5e12, memory_bytes=32 * GIBIBYTE,
     up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
@@ -168,14 +168,21 @@ GENERATED = (
 
 
 def simulated(
-    scenario: Scenario, rule: RebalancingRule, period_seconds: float, seed: int, hours: float
+    scenario: Scenario, rule: str, period_seconds: float, seed: int, hours: float
 ) -> dict[str, Any]:
     changes = scenario.changes(seed, hours)
     machines = len({change.name for change in changes})
     fleet = [RENTED]
     if scenario.fleet is not None:
         fleet = make_fleet(scenario.fleet, machines, random.Random(f"{seed} fleet"))
-    moves = RebalancingSettings(rule, MovePolicy(period_seconds=period_seconds))
+    policy = MovePolicy(period_seconds=period_seconds)
+    if rule == "swarm":
+        moves = RebalancingSettings(
+            RebalancingRule.THROUGHPUT, policy, loss_reaction_seconds=math.inf,
+            choose=choose_swarm_moves,
+        )  # fmt: skip
+    else:
+        moves = RebalancingSettings(RebalancingRule(rule), policy)
     options = SwarmOptions(moves=moves, heartbeat_seconds=15.0)
     with collect_rarely():
         swarm = Swarm(manifest_for(scenario), fleet, changes, options, seed, FluidPlane)
@@ -194,7 +201,7 @@ def simulated(
 
 
 def summed(
-    scenario: Scenario, rule: RebalancingRule, period: float, runs: list[dict[str, Any]],
+    scenario: Scenario, rule: str, period: float, runs: list[dict[str, Any]],
     hours: float,
 ) -> dict[str, Any]:  # fmt: skip
     possible, bound = sum(run["possible"] for run in runs), sum(run["bound"] for run in runs)
@@ -202,7 +209,7 @@ def summed(
     shares = [run["made"] / run["possible"] for run in runs if run["possible"]]
     simulated_hours = hours * len(runs)
     return {
-        "scenario": scenario.name, "stages": scenario.stages, "rule": rule.value,
+        "scenario": scenario.name, "stages": scenario.stages, "rule": rule,
         "period_seconds": period,
         "share_of_best": made / possible if possible else 0.0,
         "share_of_bound": made / bound if bound else 0.0,
@@ -223,15 +230,15 @@ def rebalancing_markdown(document: Mapping[str, Any]) -> str:
     )
     columns = ("", "none", "SWARM, 60 s", "ours, 60 s", "SWARM, 300 s", "ours, 300 s")
     cells = [
-        (name, *(_cell(rows[name, rule.value, period], rule) for rule, period in RULES))
+        (name, *(_cell(rows[name, rule, period], rule) for rule, period in RULES))
         for name in dict.fromkeys(scenario for scenario, _, _ in rows)
     ]
     return "\n".join([head, "", *markdown_table(columns, "lrrrrr", cells)])
 
 
-def _cell(row: Mapping[str, Any], rule: RebalancingRule) -> str:
+def _cell(row: Mapping[str, Any], rule: str) -> str:
     share = f"{100 * row['share_of_best']:.1f}"
-    if rule is RebalancingRule.NONE:
+    if rule == "none":
         return share
     gigabytes = row["moved_bytes_per_hour"] / 1e9
     return f"{share} ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
@@ -255,7 +262,7 @@ def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) ->
             rows.append(summed(scenario, rule, period, runs, hours))
             row = rows[-1]
             click.echo(
-                f"{scenario.name}, {rule.value}, {period:.0f} s: {row['share_of_best']:.4f} of the "
+                f"{scenario.name}, {rule}, {period:.0f} s: {row['share_of_best']:.4f} of the "
                 f"best, {row['moves_per_hour']:.1f} moves/h"
             )
         write_atomically(out, (json.dumps(_document(rows, seeds, hours, began)) + "\n").encode())

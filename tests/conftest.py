@@ -14,11 +14,14 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import trio
+
+from kits.power_cut.lab import PowerCutDisk, power_cut_disk
 
 pytest_plugins = ["kits.tiers", "kits.skip_policy"]
 
@@ -73,6 +76,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     trio.run(main)
     return True
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[PowerCutDisk]:
+    """A file system whose power can be cut."""
+    with power_cut_disk(tmp_path / "disk") as mounted:
+        yield mounted
 
 
 @pytest.fixture

@@ -57,14 +57,14 @@ def heartbeat(neighbours: int = 0) -> Heartbeat:
     return Heartbeat(
         microbatches_per_second=1.2537, queued=3, up_bytes_per_second=2_512_345.6, computed=1,
         busy_seconds=0.8123,
-        links=tuple(
+        changed_links=tuple(
             LinkBytes(
                 remote=identity(n).peer_id, protocol=STAGE_PROTOCOL, sent=12_345_678_901,
                 received=12_345_678_901,
             )
             for n in others
         ),
-        paths=tuple(
+        changed_paths=tuple(
             LinkPath(
                 remote=identity(n).peer_id, kind=PathKind.DIRECT, rtt_seconds=0.0234,
                 bytes_per_second=2_512_345.6,

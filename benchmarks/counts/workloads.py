@@ -19,7 +19,7 @@ from benchmarks.counts.world import (
     identity,
     receipt,
 )
-from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.receipts import receipt_signer
 from swarm_coordinator.core.events import (
     HeartbeatsReceived,
     LeaseResolved,
@@ -35,6 +35,7 @@ from swarm_shared.protocol import client_messages, encode, parse, stage_answers,
 from swarm_shared.protocol.framing import FrameDecoder, encode_frame
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+from swarm_shared.volunteer_rules.stage_account import Counted
 
 Prepare = Callable[[], Callable[[], object]]
 
@@ -138,8 +139,8 @@ def _heartbeat_said() -> Callable[[], object]:
 
 
 def _receipt_signed() -> Callable[[], object]:
-    book = ReceiptBook(identity(5), RUN, StageIndex(1), lambda: Generation(1))
-    return lambda: book.add(Step(1), MicrobatchIndex(200), 1, 1024, None)
+    sign = receipt_signer(identity(5), RUN, StageIndex(1), 1, lambda: Generation(1))
+    return lambda: sign(Counted(Step(1), MicrobatchIndex(200), 1024, None))
 
 
 def _route() -> Callable[[], object]:

@@ -170,7 +170,6 @@ class MidStep:
         session = self.session(number)
         self.event(PeerAttached(session, peer, hello, certificate(number), ()))
         self.event(MessageReceived(session, peer, StageRequest(stage=stage)))
-        held = self.run.peers[peer]
-        assert held.stage is not None
-        ready = Ready(stage=held.stage, version=held.version, digest="d" * 32)
+        taken = self.run.peers.syncing[peer]
+        ready = Ready(stage=taken.stage, version=taken.version, digest="d" * 32)
         self.event(MessageReceived(session, peer, ready))

@@ -70,11 +70,7 @@ async def many(count: int, attack, seconds: float) -> Tally:
         async with trio.open_nursery() as nursery:
             for number in range(count):
                 nursery.start_soon(one, number)
-    now = raw.tally
-    sent = Tally(
-        now.connections - before.connections, now.handshakes - before.handshakes,
-        now.streams - before.streams, now.bytes - before.bytes,
-    )  # fmt: skip
+    sent = raw.tally.since(before)
     print(f"{count} attackers for {seconds:g} s: {sent}")
     return sent
 

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import psutil
 import pytest
 import trio
 
+from kits.attack import raw
 from kits.attack.insider import Insider, attached
 from kits.attack.raw import Target, connect, multistream, muxed
 from swarm_coordinator.demo.subprocesses import Subprocess
@@ -39,6 +41,9 @@ FLOOD_SECONDS = 3.0
 """Minimum length of a flood; it continues until the run has made two steps meanwhile."""
 PATIENCE_SECONDS = 120.0
 MEGABYTE = 2**20
+FLOOD_CONNECTIONS, FLOOD_HANDSHAKES, FLOOD_BYTES = 200, 1, MEGABYTE
+"""Least of a flood that has to reach its victim. Bytes count after a handshake only, and silent
+connections leave few places for handshakes."""
 COORDINATORS_MEGABYTES, VOLUNTEERS_MEGABYTES = 250.0, 250.0
 """Megabytes by which a process may grow during the attacks."""
 
@@ -125,6 +130,21 @@ async def speak_plaintext(target: Target) -> bytes:
 
 # ---------------------------------------------------------------- from inside
 
+WELL_FORMED_LIES = ("no input", "endless input", "all target", "a byte less", "no payload")
+MALFORMED_LIES = (
+    "an empty message", "a deep message", "no text", "half a message", "an endless header",
+    "an endless payload", "half a prefix", "half a payload",
+)  # fmt: skip
+
+
+def outcomes_of_lies(stage: int) -> dict[str, str]:
+    """Lies in a valid message are refused before their sizes are compared, because the sender
+    holds no preceding stage; the other ones end the link."""
+    refused = dict.fromkeys(WELL_FORMED_LIES, "stage_refused")
+    closed = dict.fromkeys(MALFORMED_LIES, "closed")
+    # Activations are the largest payload that a frame may have; token ids are smaller.
+    return {**refused, **closed, "a byte more": "closed" if stage else "stage_refused"}
+
 
 async def attack_volunteers(insider: Insider, version: int) -> None:
     await insider.knows.wait()
@@ -135,22 +155,26 @@ async def attack_volunteers(insider: Insider, version: int) -> None:
         # Its certificate is valid, but it holds no stage: nothing of it is counted.
         answers = await insider.push_work(stage, range(version, version + 5))
         assert answers == ["stage_hello_answer", *["stage_refused"] * 5]
-        await insider.lie_about_sizes(stage)
+        assert await insider.lie_about_sizes(stage) == outcomes_of_lies(stage)
 
 
 async def attack_coordinator(insider: Insider) -> None:
     other, peer = Identity.generate(), insider.roster[0].peer
     mine = insider.identity
-    said = {
+    refused: dict[str, bytes] = {
         "nonsense": b'{"kind": "nonsense"}',
         "not JSON": b"\xff" * 1000,
         "very deep": b"[" * 100_000,
         "hello again": encode(
             Hello(run=insider.invite.run_id, software="0", addresses=(), device="", memory_bytes=0)
         ),
-        "a receipt of somebody": encode(Receipts(receipts=(insider.receipt(other),))),
         "a receipt of another run": encode(Receipts(receipts=(insider.receipt(mine, run="ab"),))),
         "a receipt that is none": encode(Receipts(receipts=("AAAA",))),
+        "a rate beyond all measure": b'{"kind":"heartbeat","microbatches_per_second":1.7e308,'
+        b'"queued":0}',
+    }
+    ignored: dict[str, bytes] = {
+        "a receipt of somebody": encode(Receipts(receipts=(insider.receipt(other),))),
         "a stage it does not hold": encode(Ready(stage=0, version=0, digest="d")),
         "a snapshot it has not": encode(
             SnapshotReady(version=1, stage=0, item="../x", bytes=2**50, sha256="a" * 64)
@@ -162,14 +186,22 @@ async def attack_coordinator(insider: Insider) -> None:
         "a lease it has not": encode(
             LeaseResult(step=1, microbatch=0, lease=2**24 + 1, ok=True, receipts=())
         ),
-        "a rate beyond all measure": b'{"kind":"heartbeat","microbatches_per_second":1.7e308,'
-        b'"queued":0}',
-        "a fast heart": encode(Heartbeat(microbatches_per_second=1e15, queued=2**52)) * 1,
+        "a fast heart": encode(Heartbeat(microbatches_per_second=1e15, queued=2**52)),
     }
+    outcomes: dict[str, str] = {}
+
+    async def say(name: str, content: bytes, payload: bytes = b"") -> None:
+        outcomes[name] = await insider.babble(content, payload)
+
     async with trio.open_nursery() as nursery:
-        for content in said.values():
-            nursery.start_soon(insider.babble, content)
-        nursery.start_soon(insider.babble, b"{}", bytes(1))
+        for name, content in (refused | ignored).items():
+            nursery.start_soon(say, name, content)
+        nursery.start_soon(say, "a payload", b"{}", bytes(1))
+    assert outcomes == {
+        **dict.fromkeys(refused, "refused: protocol"),
+        **dict.fromkeys(ignored, "ignored"),
+        "a payload": "closed",  # before it is read
+    }
     for item in ("../organiser.key", "/etc/passwd", "data/../organiser.key", "", "organiser.key"):
         assert await insider.fetch(item) is None, item
     item = f"data/{insider.manifest.data.shards[0].name}"
@@ -205,11 +237,16 @@ def test_a_run_under_attack_equals_its_reference(make_run) -> None:
                 async with trio.open_nursery() as flooding:
                     flooding.start_soon(flood, target)
                     began, before = trio.current_time(), run.version()
+                    sent_before = replace(raw.tally)
                     with trio.fail_after(PATIENCE_SECONDS):
                         while run.version() < before + 2:
                             await trio.sleep(0.2)
                     await trio.sleep_until(began + FLOOD_SECONDS)
                     flooding.cancel_scope.cancel()
+                sent = raw.tally.since(sent_before)
+                assert sent.connections >= FLOOD_CONNECTIONS, sent
+                assert sent.handshakes >= FLOOD_HANDSHAKES, sent
+                assert sent.bytes >= FLOOD_BYTES, sent
             await attack_volunteers(insider, run.version())
             await attack_coordinator(insider)
             nursery.cancel_scope.cancel()
@@ -227,9 +264,7 @@ def test_a_run_under_attack_equals_its_reference(make_run) -> None:
     assert max(memory.grown[1:]) < VOLUNTEERS_MEGABYTES
     assert [child.exit_code() for child in processes] == [None] * 3
 
-    for child in processes:
-        child.kill()
-    assert list(run.losses()[:after]) == list(run.reference_losses(after))
+    run.assert_equals_reference(run.stop())
     # An error of a remote raises in no handler here.
     logs = [swarm.folder.path / "log" / "coordinator.log"]
     logs += [swarm.home(child.name) / "log" / "client.log" for child in swarm.volunteers]

@@ -59,10 +59,8 @@ def status(home: Path | None, as_json: bool) -> None:
 @json_option
 def pause(time: str | None, home: Path | None, as_json: bool) -> None:
     """Stop computing; work that was counted is kept."""
-    from swarm_client.control.client import ask
-
     seconds = None if time is None else parse_duration(time)
-    print_answer(ask(socket_of(home), "pause", seconds=seconds), as_json)
+    _order(home, as_json, "pause", seconds=seconds)
 
 
 @click.command()
@@ -70,9 +68,7 @@ def pause(time: str | None, home: Path | None, as_json: bool) -> None:
 @json_option
 def resume(home: Path | None, as_json: bool) -> None:
     """Resume after `pause` or `finish`."""
-    from swarm_client.control.client import ask
-
-    print_answer(ask(socket_of(home), "resume"), as_json)
+    _order(home, as_json, "resume")
 
 
 @click.command()
@@ -100,6 +96,12 @@ def leave(no_wait: bool, home: Path | None, as_json: bool) -> None:
 def shutdown(no_wait: bool, home: Path | None, as_json: bool) -> None:
     """Stop the daemon in order; the next daemon continues the run."""
     _end("shutdown", no_wait, home, as_json)
+
+
+def _order(home: Path | None, as_json: bool, method: str, **arguments: object) -> None:
+    from swarm_client.control.client import ask
+
+    print_answer(ask(socket_of(home), method, **arguments), as_json)
 
 
 def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
@@ -149,9 +151,7 @@ def list_runs(before: Path | None, home: Path | None, as_json: bool) -> None:
 @click.pass_obj
 def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
     """Make RUN (its name or a prefix of its ID) the active run."""
-    from swarm_client.control.client import ask
-
-    print_answer(ask(socket_of(home or before), "choose_run", run=run), as_json)
+    _order(home or before, as_json, "choose_run", run=run)
 
 
 @runs.command()
@@ -161,9 +161,7 @@ def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> N
 @click.pass_obj
 def forget(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
     """Remove RUN and its invite from this machine."""
-    from swarm_client.control.client import ask
-
-    print_answer(ask(socket_of(home or before), "forget_run", run=run), as_json)
+    _order(home or before, as_json, "forget_run", run=run)
 
 
 def _list(home: Path | None, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from swarm_client.cli.options import home_option, print_event
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
+
+if TYPE_CHECKING:
+    from swarm_client.control.messages import JoinArguments
 
 START_SECONDS = 60.0
 """Timeout of a daemon's start; imports are slow on a busy machine."""
@@ -92,8 +96,9 @@ def join(
     from pydantic import ValidationError
 
     from swarm_client.control.client import is_running
-    from swarm_client.control.messages import JoinArguments, first_error
+    from swarm_client.control.messages import JoinArguments
     from swarm_client.preferences.layers import load, preferences_path
+    from swarm_shared.base.json_messages import first_error
     from swarm_shared.identity.invite import Invite
 
     Invite.decode(invite)
@@ -121,14 +126,12 @@ def join(
         _in_foreground(home, arguments)
 
 
-def _in_foreground(home: Path | None, arguments: object) -> None:
+def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
     import trio
 
-    from swarm_client.control.messages import JoinArguments
     from swarm_client.daemon.daemon import DaemonOptions, run_daemon
     from swarm_client.fault_injection import faults
 
-    assert isinstance(arguments, JoinArguments)
     injector = faults.activate(arguments.name or "", daemon_pid=os.getpid())
     if injector is not None:
         from swarm_client.fault_injection.network_outage import install
@@ -152,14 +155,13 @@ def daemon(home: Path | None, idle: bool) -> None:
     trio.run(run_daemon, DaemonOptions(home, resume=not idle), print_event, notifier)
 
 
-def join_through_daemon(place: Home, arguments: object) -> None:
+def join_through_daemon(place: Home, arguments: JoinArguments) -> None:
     """Have a running daemon join, and report until it is attached or has failed."""
     from swarm_client.control.client import ask, stream
-    from swarm_client.control.messages import ErrorReport, JoinArguments, error_from_report
+    from swarm_client.control.messages import ErrorReport, error_from_report
     from swarm_client.control.status_document import LogLine, Status
     from swarm_shared.identity.invite import Invite
 
-    assert isinstance(arguments, JoinArguments)
     run = str(Invite.decode(arguments.invite).run_id)
     socket_path = place.socket_path
     seen = max((line["number"] for line in ask(socket_path, "log")["lines"]), default=0)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from swarm_client.cli.options import home_option, json_option, print_json
 from swarm_client.machine.home import Home
+from swarm_client.service import launchd, systemd
+from swarm_client.service.steps import RunCommand, Step, WriteFile, carry_out
+from swarm_client.service.systemd import UnitPlace
 from swarm_shared.base.errors import DaemonError, UsageError
 from swarm_shared.base.text import printable
-
-if TYPE_CHECKING:
-    from swarm_client.service.steps import Step
-    from swarm_client.service.systemd import UnitPlace
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
 """Folders that `ProtectHome=yes` hides from the system unit."""
@@ -55,8 +55,6 @@ def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None
         steps = _mac_install(system, home)
         after = "it starts at every login"
     else:
-        from swarm_client.service import systemd
-
         place = _systemd_place(system, start)
         command = _command(system, home)
         text = systemd.unit_text(command, system=system)
@@ -91,13 +89,9 @@ def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
             "uninstall script's --purge"
         )
     if sys.platform == "darwin":
-        from swarm_client.service import launchd
-
         _no_system_on_mac(system)
         steps = launchd.uninstall(launchd.agent_path(Path.home()), os.getuid())
     else:
-        from swarm_client.service import systemd
-
         place = _place_for(system)
         _check_root(system)
         running = start and systemd.manager_runs(place)
@@ -116,8 +110,6 @@ def status(system: bool, as_json: bool) -> None:
     """Show whether the service is installed, and its state."""
     found: dict[str, Any]
     if sys.platform == "darwin":
-        from swarm_client.service import launchd
-
         _no_system_on_mac(system)
         path = launchd.agent_path(Path.home())
         loaded = launchd.is_loaded(os.getuid())
@@ -126,8 +118,6 @@ def status(system: bool, as_json: bool) -> None:
             "state": "loaded" if loaded else "not loaded", "text": "",
         }  # fmt: skip
     else:
-        from swarm_client.service import systemd
-
         place = _place_for(system)
         properties = systemd.shown(place)
         found = {
@@ -153,8 +143,6 @@ def status(system: bool, as_json: bool) -> None:
 
 
 def _do(steps: Sequence[Step], dry_run: bool) -> None:
-    from swarm_client.service.steps import WriteFile, carry_out
-
     if not dry_run:
         carry_out(steps, click.echo)
         return
@@ -168,8 +156,6 @@ def _do(steps: Sequence[Step], dry_run: bool) -> None:
 
 
 def _place_for(system: bool) -> UnitPlace:
-    from swarm_client.service import systemd
-
     if not sys.platform.startswith("linux"):
         raise DaemonError(
             f"services are not supported on {sys.platform}; under Windows, install inside WSL with "
@@ -183,8 +169,6 @@ def _place_for(system: bool) -> UnitPlace:
 
 
 def _systemd_place(system: bool, start: bool) -> UnitPlace:
-    from swarm_client.service import systemd
-
     place = _place_for(system)
     _check_root(system)
     if start and not systemd.manager_runs(place):
@@ -207,12 +191,8 @@ def _check_root(system: bool) -> None:
 
 
 def _user_exists() -> bool:
-    import pwd
-
-    from swarm_client.service.systemd import SYSTEM_USER
-
     try:
-        pwd.getpwnam(SYSTEM_USER)
+        pwd.getpwnam(systemd.SYSTEM_USER)
     except KeyError:
         return False
     return True
@@ -222,8 +202,6 @@ def _user_exists() -> bool:
 
 
 def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
-    from swarm_client.service import launchd
-
     _no_system_on_mac(system)
     log = Home.create(home).log_folder / "service.log"
     text = launchd.agent_text(_command(False, home), log)
@@ -256,7 +234,6 @@ def _command(system: bool, home: Path | None) -> tuple[str, ...]:
 def _stop_running_daemon(home: Path | None, system: bool) -> tuple[Step, ...]:
     """A background daemon holds the home: end it, so that the service can start."""
     from swarm_client.control.client import is_running
-    from swarm_client.service.steps import RunCommand
 
     if system:
         return ()

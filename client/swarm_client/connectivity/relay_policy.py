@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -45,24 +44,6 @@ REACHABILITY_TEXT: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """What the coordinator is sent about this peer's addresses."""
-
-    addresses: tuple[str, ...]
-    carrier: CarrierAddress | None
-    reachability: Reachability
-    offers_relay: bool
-
-    def is_equivalent(self, other: Announcement) -> bool:
-        """Whether nothing that matters to a receiver differs; a newer binding alone does not."""
-        return self._compared() == other._compared()
-
-    def _compared(self) -> tuple[object, ...]:
-        carrier = None if self.carrier is None else (self.carrier.peer, self.carrier.addresses)
-        return self.addresses, carrier, self.reachability, self.offers_relay
-
-
 class RelayPolicy:
     """`run` keeps relays and the coordinator up to date."""
 
@@ -90,7 +71,7 @@ class RelayPolicy:
         self._reachability = Reachability.UNKNOWN
         self._changed = trio.Event()
         self._admitted = trio.Event()
-        self._announced: Announcement | None = None
+        self._announced: AddressUpdate | None = None
         self._known_addresses: dict[PeerId, tuple[str, ...]] = {}
         self._p2pd_held: list[PeerId] = []
         self._path_kinds: dict[PeerId, PathKind] = {}
@@ -101,10 +82,10 @@ class RelayPolicy:
     def reachability(self) -> Reachability:
         return self._reachability
 
-    def announcement(self) -> Announcement:
+    def announcement(self) -> AddressUpdate:
         """For the next hello; recorded as announced."""
-        self._announced = self._current_announcement()
-        return self._announced
+        self._announced = announced = self._current_announcement()
+        return announced
 
     def reachability_changed(self, finding: ReachabilityFinding) -> None:
         """Apply the finding of the newest check."""
@@ -154,12 +135,12 @@ class RelayPolicy:
             await self._changed.wait()
             await trio.sleep(SETTLE_SECONDS)
 
-    def _current_announcement(self) -> Announcement:
-        return Announcement(
-            self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
-            self._carrier(),
-            self._reachability,
-            self._offers_relay,
+    def _current_announcement(self) -> AddressUpdate:
+        return AddressUpdate(
+            addresses=self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
+            carrier=self._carrier(),
+            reachability=self._reachability,
+            offers_relay=self._offers_relay,
         )
 
     @property
@@ -209,17 +190,9 @@ class RelayPolicy:
 
     def _announce(self) -> None:
         now = self._current_announcement()
-        if self._announced is not None and now.is_equivalent(self._announced):
+        if self._announced is not None and _matters(now) == _matters(self._announced):
             return
-        sent = self._send(
-            AddressUpdate(
-                addresses=now.addresses,
-                carrier=now.carrier,
-                reachability=now.reachability,
-                offers_relay=now.offers_relay,
-            )
-        )
-        if sent:
+        if self._send(now):
             self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:
@@ -229,3 +202,11 @@ class RelayPolicy:
         if self._path_kinds.get(peer) is not path.kind:
             self._path_kinds[peer] = path.kind
             self._report(f"link to …{peer[-8:]} is {path.kind.value} now")
+
+
+def _matters(announced: AddressUpdate) -> AddressUpdate:
+    """What matters to a receiver: a newer binding of the same carrier does not."""
+    if announced.carrier is None:
+        return announced
+    unbound = announced.carrier.model_copy(update={"binding": ""})
+    return announced.model_copy(update={"carrier": unbound})

@@ -13,11 +13,12 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from swarm_client.control.messages import JoinArguments, first_error
+from swarm_client.control.messages import JoinArguments
 from swarm_client.control.status_document import KnownRun
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 
 FORMAT = 1
 MAX_BYTES = 2**20

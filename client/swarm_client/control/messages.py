@@ -16,6 +16,7 @@ from swarm_client.control.status_document import API_VERSION
 from swarm_shared.base import errors
 from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """Maximum size of an answer: a status with a large run's peers. A request has at most 64 KiB."""
@@ -148,9 +149,3 @@ def read_request(line: dict[str, Any]) -> ControlRequest:
         return ControlRequest.model_validate(line)
     except ValidationError as error:
         raise UsageError(f"this is not a valid request: {first_error(error)}") from error
-
-
-def first_error(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else str(first["msg"])

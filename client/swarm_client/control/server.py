@@ -1,40 +1,35 @@
 """The serving end of the control API: from requests at the socket to calls of the daemon.
 
-Owns the names of the methods, the validation of their arguments, and the two methods that stream.
-What a method does is the daemon's part. An invalid request ends only its own connection.
+Owns the validation of requests and of their arguments, and the two methods that stream. The other
+methods are the daemon's. An invalid request ends only its own connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import trio
 from pydantic import ValidationError
 
-from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import (
     MAX_ANSWER_BYTES,
     MAX_LOG_LINES,
-    ConfigArguments,
     ErrorReport,
-    JoinArguments,
     LogArguments,
     NoArguments,
-    PauseArguments,
     Refusal,
-    RunArguments,
     error_report_of,
-    first_error,
     read_request,
     version_mismatch,
 )
 from swarm_client.control.status_document import Status
 from swarm_shared.base.errors import SwarmError, UsageError, VersionError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.local_server import LocalServerConnection
 
 FOLLOW_INTERVAL_SECONDS = 1.0
@@ -45,62 +40,40 @@ log = logging.getLogger(__name__)
 ArgumentsT = TypeVar("ArgumentsT", bound=FrozenModel)
 
 
-class PreferenceAccess(Protocol):
-    """The preferences, as far as the socket exposes them. Errors are SwarmError."""
-
-    def show(self) -> dict[str, Any]: ...
-
-    def set(self, name: str, text: str) -> object: ...
+Method = Callable[[dict[str, Any]], dict[str, Any]]
+"""Carries out one request: from its arguments to its answer. Errors are SwarmError."""
 
 
-class ControlledDaemon(Protocol):
-    """The daemon, as the control server sees it. Methods that return text return one sentence that
-    says what happens now."""
+def query(kind: type[ArgumentsT], answer: Callable[[ArgumentsT], dict[str, Any]]) -> Method:
+    """A method whose arguments are of this kind."""
+    return lambda arguments: answer(_read(kind, arguments))
 
-    log_buffer: LogBuffer
-    preferences: PreferenceAccess | None
 
-    @property
-    def failure(self) -> SwarmError | None:
-        """The error that ended the last participation, until another one begins."""
-
-    async def status(self) -> Status: ...
-    def pause(self, seconds: float | None) -> str: ...
-    def resume(self) -> str: ...
-    def finish(self) -> str: ...
-    def leave(self) -> str: ...
-    def shutdown(self) -> str: ...
-    def join(self, join: JoinArguments) -> str: ...
-    def runs(self) -> StoredRuns: ...
-    def choose_run(self, wanted: str) -> str: ...
-    def forget_run(self, wanted: str) -> str: ...
+def order(kind: type[ArgumentsT], carry_out: Callable[[ArgumentsT], str]) -> Method:
+    """A method that is answered with one sentence, which says what happens now."""
+    return query(kind, lambda arguments: {"message": carry_out(arguments)})
 
 
 class ControlSocketServer:
-    """`converse` handles one connection at the socket."""
+    """`converse` handles one connection at the socket.
 
-    def __init__(self, daemon: ControlledDaemon) -> None:
-        self._daemon = daemon
-        self._methods: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-            "status": self._status,
-            "pause": self._pause,
-            "resume": self._resume,
-            "finish": self._finish,
-            "leave": self._leave,
-            "shutdown": self._shutdown,
-            "join": self._join,
-            "failure": self._failure,
-            "runs": self._runs,
-            "choose_run": self._choose_run,
-            "forget_run": self._forget_run,
-            "config_show": self._config_show,
-            "config_set": self._config_set,
-        }
+    `methods` are answered at once. Beside them there are `status`, `log`, and the streams of both.
+    """
+
+    def __init__(
+        self,
+        status: Callable[[], Awaitable[Status]],
+        log_buffer: LogBuffer,
+        methods: Mapping[str, Method],
+    ) -> None:
+        self._status = status
+        self._log_buffer = log_buffer
+        self._methods = methods
 
     @property
     def methods(self) -> frozenset[str]:
         """All method names; a test checks that the documentation names each."""
-        return frozenset(self._methods) | {"follow", "log"}
+        return frozenset(self._methods) | {"status", "follow", "log"}
 
     async def converse(self, lines: LocalServerConnection) -> None:
         """Answer requests until the client closes the connection."""
@@ -118,6 +91,9 @@ class ControlSocketServer:
             if request.method == "follow":
                 _read(NoArguments, request.arguments)
                 await self._stream(lines, self._follow)
+            elif request.method == "status":
+                _read(NoArguments, request.arguments)
+                await _send(lines, await self._status_document())
             elif request.method == "log" and request.arguments.get("follow"):
                 arguments = _read(LogArguments, request.arguments)
                 await self._stream(lines, lambda out: self._follow_log(out, arguments))
@@ -125,7 +101,7 @@ class ControlSocketServer:
                 arguments = _read(LogArguments, request.arguments)
                 await _send(lines, self._log_lines(arguments.after))
             elif request.method in self._methods:
-                await _send(lines, await self._methods[request.method](request.arguments))
+                await _send(lines, self._methods[request.method](request.arguments))
             else:
                 raise UsageError(
                     f"there is no method {request.method!r}; known methods: "
@@ -159,77 +135,26 @@ class ControlSocketServer:
 
     async def _follow(self, lines: LocalServerConnection) -> None:
         while True:
-            await _send(lines, await self._status({}))
+            await _send(lines, await self._status_document())
             await trio.sleep(FOLLOW_INTERVAL_SECONDS)
 
     async def _follow_log(self, lines: LocalServerConnection, arguments: LogArguments) -> None:
         after = arguments.after
         while True:
-            found = self._daemon.log_buffer.after(after, MAX_LOG_LINES)
-            if found:
-                after = found[-1].number
-                await _send(lines, {"lines": [line.model_dump(mode="json") for line in found]})
-            await self._daemon.log_buffer.wait_after(after)
+            found = self._log_lines(after)
+            if found["lines"]:
+                after = found["lines"][-1]["number"]
+                await _send(lines, found)
+            await self._log_buffer.wait_after(after)
 
     # ---- answers
 
     def _log_lines(self, after: int) -> dict[str, Any]:
-        found = self._daemon.log_buffer.after(after, MAX_LOG_LINES)
+        found = self._log_buffer.after(after, MAX_LOG_LINES)
         return {"lines": [line.model_dump(mode="json") for line in found]}
 
-    async def _status(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return (await self._daemon.status()).model_dump(mode="json")
-
-    async def _pause(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _message(self._daemon.pause(_read(PauseArguments, arguments).seconds))
-
-    async def _resume(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return _message(self._daemon.resume())
-
-    async def _finish(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return _message(self._daemon.finish())
-
-    async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return _message(self._daemon.leave())
-
-    async def _shutdown(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return _message(self._daemon.shutdown())
-
-    async def _join(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _message(self._daemon.join(_read(JoinArguments, arguments)))
-
-    async def _failure(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        error = self._daemon.failure
-        return {"problem": None if error is None else error_report_of(error).model_dump()}
-
-    async def _runs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return {"runs": [run.model_dump() for run in self._daemon.runs().listed()]}
-
-    async def _choose_run(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _message(self._daemon.choose_run(_read(RunArguments, arguments).run))
-
-    async def _forget_run(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _message(self._daemon.forget_run(_read(RunArguments, arguments).run))
-
-    async def _config_show(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(NoArguments, arguments)
-        return self._preferences().show()
-
-    async def _config_set(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        wanted = _read(ConfigArguments, arguments)
-        return {"value": self._preferences().set(wanted.name, wanted.text)}
-
-    def _preferences(self) -> PreferenceAccess:
-        if self._daemon.preferences is None:
-            raise UsageError("this daemon has no preferences")
-        return self._daemon.preferences
+    async def _status_document(self) -> dict[str, Any]:
+        return (await self._status()).model_dump(mode="json")
 
 
 def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:
@@ -237,10 +162,6 @@ def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:
         return kind.model_validate(arguments)
     except ValidationError as error:
         raise UsageError(f"invalid arguments: {first_error(error)}") from error
-
-
-def _message(sentence: str) -> dict[str, Any]:
-    return {"message": sentence}
 
 
 async def _send(lines: LocalServerConnection, answer: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ class InterruptionView(ControlModel):
     """The last time that this program was interrupted while in its run."""
 
     began: float
+    """Unix seconds."""
     seconds: float
     slept: bool
     """Whether the machine slept; otherwise only this program was stopped."""

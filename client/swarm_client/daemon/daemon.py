@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -23,13 +24,20 @@ from swarm_client.control import contribution_log as log_files
 from swarm_client.control import known_runs
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
-from swarm_client.control.messages import JoinArguments
-from swarm_client.control.server import ControlSocketServer, PreferenceAccess
-from swarm_client.control.status_document import Status, SuspendReason
+from swarm_client.control.messages import (
+    ConfigArguments,
+    JoinArguments,
+    NoArguments,
+    PauseArguments,
+    RunArguments,
+    error_report_of,
+)
+from swarm_client.control.server import ControlSocketServer, Method, order, query
+from swarm_client.control.status_document import InterruptionView, Status, SuspendReason
 from swarm_client.control.status_sentence import SENTENCES, StopCause, clock_text
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.participation import participate
-from swarm_client.daemon.sleep_watch import Interruption, SleepWatch
+from swarm_client.daemon.sleep_watch import SleepWatch
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder, stopped_by
 from swarm_client.governor.governor import Governor
 from swarm_client.governor.probes.all import SystemProbes
@@ -100,8 +108,8 @@ async def run_daemon(
 
 
 class Daemon:
-    """Made inside trio, with its home locked. Satisfies
-    `swarm_client.control.server.ControlledDaemon`."""
+    """Made inside trio, with its home locked. Commands that return text return one sentence that
+    says what happens now."""
 
     def __init__(
         self,
@@ -116,7 +124,7 @@ class Daemon:
         self.home = home
         self.identity = Identity.load_or_create(home.identity_path)
         self.log_buffer = LogBuffer(wall_clock)
-        self.preferences: PreferenceAccess | None = PreferenceStore(
+        self.preferences = PreferenceStore(
             preferences_path(home.path),
             lambda: () if self._target is None else self._target.preferences,
         )
@@ -135,11 +143,12 @@ class Daemon:
         self._status_builder = StatusBuilder()
         self._contribution = ContributionCounter(on_step=self._counted)
         self._last_step: int | None = None
-        self._interruption: Interruption | None = None
+        self._interruption: InterruptionView | None = None
         self._target: JoinArguments | None = None
         """The run to work on."""
         self._stopped = StopCause(SuspendReason.NO_RUN)
         self.failure: SwarmError | None = None
+        """The error that ended the last participation, until another one begins."""
         self._ending = False
         self._participation_scope: trio.CancelScope | None = None
         self._handing_over = False
@@ -172,17 +181,16 @@ class Daemon:
         self._report(text)
         self._notifier.status(text)
 
-    def _interrupted(self, interruption: Interruption) -> None:
+    def _interrupted(self, interruption: InterruptionView) -> None:
         self._interruption = interruption
         joined = self.device_group is not None
         self.event(f"{interruption.sentence}; joining again" if joined else interruption.sentence)
 
     async def _serve(self) -> None:
+        server = ControlSocketServer(self.status, self.log_buffer, self.methods())
         try:
             await serve_lines(
-                self.home.socket_path,
-                ControlSocketServer(self).converse,
-                on_listening=self._notifier.ready,
+                self.home.socket_path, server.converse, on_listening=self._notifier.ready
             )
         except StorageError as error:
             if not self._foreground:
@@ -324,6 +332,32 @@ class Daemon:
         self._changed = trio.Event()
 
     # ---- commands
+
+    def methods(self) -> dict[str, Method]:
+        """The methods of the control API (docs/control-api.md) that change or report this state."""
+        return {
+            "pause": order(PauseArguments, lambda wanted: self.pause(wanted.seconds)),
+            "resume": order(NoArguments, lambda _: self.resume()),
+            "finish": order(NoArguments, lambda _: self.finish()),
+            "leave": order(NoArguments, lambda _: self.leave()),
+            "shutdown": order(NoArguments, lambda _: self.shutdown()),
+            "join": order(JoinArguments, self.join),
+            "failure": query(NoArguments, self._failure_report),
+            "runs": query(
+                NoArguments, lambda _: {"runs": [run.model_dump() for run in self.runs().listed()]}
+            ),
+            "choose_run": order(RunArguments, lambda wanted: self.choose_run(wanted.run)),
+            "forget_run": order(RunArguments, lambda wanted: self.forget_run(wanted.run)),
+            "config_show": query(NoArguments, lambda _: self.preferences.show()),
+            "config_set": query(
+                ConfigArguments, lambda one: {"value": self.preferences.set(one.name, one.text)}
+            ),
+        }
+
+    def _failure_report(self, _: NoArguments) -> dict[str, Any]:
+        return {
+            "problem": None if self.failure is None else error_report_of(self.failure).model_dump()
+        }
 
     async def status(self) -> Status:
         governor = self.governor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ import trio
 
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.connectivity.listening import listen
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.control.messages import JoinArguments
@@ -35,7 +36,7 @@ from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.error_groups import expected_error
-from swarm_shared.base.errors import NetworkError, SwarmError, UsageError
+from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.credentials import sign_owner_binding
@@ -210,36 +211,16 @@ async def _take_part(
 
 @asynccontextmanager
 async def listening_node(
-    identity: Identity, listen: str, home: Home, bandwidth: Bandwidth
+    identity: Identity, listen_on: str, home: Home, bandwidth: Bandwidth
 ) -> AsyncIterator[Node]:
-    """A node that listens where the user says, by default on one port that this home keeps.
-
-    Routers remember mappings of a port, and hole punching targets the listening port. If another
-    program has taken it meanwhile, any other port is used.
-    """
-    ask_any = listen.endswith("/tcp/0")
-    remembered = home.remembered_port() if ask_any else None
-    wanted = listen if remembered is None else f"{listen.removesuffix('0')}{remembered}"
-    async with AsyncExitStack() as stack:
-        try:
-            node = await stack.enter_async_context(
-                open_node(identity, [wanted], bandwidth=bandwidth)
-            )
-        except NetworkError:
-            if remembered is None:
-                raise
-            node = await stack.enter_async_context(
-                open_node(identity, [listen], bandwidth=bandwidth)
-            )
+    """A node that listens where the user says, by default on one port that this home keeps."""
+    async with open_node(identity, bandwidth=bandwidth) as node:
+        remembered = home.remembered_port()
+        await listen(node, listen_on, remembered)
         port = node.listening_port
-        assert port is not None, "open_node listens on the given address"
-        if ask_any and port != remembered:
+        assert port is not None, "it listens on the given address"
+        if listen_on.endswith("/tcp/0") and port != remembered:
             home.remember_port(port)
-        if listen.startswith("/ip4/0.0.0.0/"):
-            try:
-                await node.listen([f"/ip6/::/tcp/{port}"])
-            except NetworkError as error:
-                log.info("no IPv6 on this machine: %s", error)
         yield node
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import trio
 
+from swarm_client.control.status_document import InterruptionView
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.units import duration_text
 
@@ -38,28 +38,12 @@ def clock_through_sleep() -> float:
     return wall()
 
 
-@dataclass(frozen=True, slots=True)
-class Interruption:
-    """A gap in which this program did not run."""
-
-    began: float
-    """Unix seconds."""
-    seconds: float
-    slept: bool
-    """Whether the machine slept; otherwise only this program was stopped."""
-
-    @property
-    def sentence(self) -> str:
-        what = "this machine slept" if self.slept else "this program was stopped"
-        return f"{what} for {duration_text(self.seconds)}"
-
-
 class SleepWatch:
     """Run `run` beside the code that may be interrupted."""
 
     def __init__(
         self,
-        on_return: Callable[[Interruption], None],
+        on_return: Callable[[InterruptionView], None],
         calendar: Clock = wall,
         awake: Clock = monotonic,
         always: Clock = clock_through_sleep,
@@ -83,5 +67,11 @@ class SleepWatch:
         stopped = max(0.0, awake - before[0] - CHECK_SECONDS)
         if asleep + stopped >= MIN_INTERRUPTION_SECONDS:
             seconds = asleep + stopped
-            began = self._calendar() - seconds
-            self._on_return(Interruption(began, seconds, slept=asleep >= stopped))
+            slept = asleep >= stopped
+            what = "this machine slept" if slept else "this program was stopped"
+            self._on_return(
+                InterruptionView(
+                    began=self._calendar() - seconds, seconds=seconds, slept=slept,
+                    sentence=f"{what} for {duration_text(seconds)}",
+                )
+            )  # fmt: skip

@@ -35,7 +35,7 @@ from swarm_client.control.status_sentence import (
     describe,
 )
 from swarm_client.control.suspension import Suspension
-from swarm_client.daemon.sleep_watch import SHOWN_SECONDS, Interruption
+from swarm_client.daemon.sleep_watch import SHOWN_SECONDS
 from swarm_client.governor.governor import Governor
 from swarm_client.governor.policy import gpu_index
 from swarm_client.governor.probes.readings import Readings
@@ -76,7 +76,7 @@ class DaemonFacts:
     """Why no run is worked on, when none is."""
     contribution_log: ContributionLog
     readings: Readings
-    interruption: Interruption | None = None
+    interruption: InterruptionView | None = None
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class StatusBuilder:
             stages=() if reporting_device is None else stage_views(reporting_device),
             peers=() if device_group is None else peer_views(device_group),
             leaderboard=() if device_group is None else leaderboard(device_group),
-            away=None if facts.interruption is None else interruption_view(facts.interruption),
+            away=facts.interruption,
         )
 
     def _devices(
@@ -186,9 +186,9 @@ class StatusBuilder:
         if holding is None:
             self._activities.pop(peer, None)
             return False
-        done = (holding.version, holding.seconds_per_microbatch)
+        done = (holding.version, holding.meter.seconds_per_microbatch)
         work = self._activities.setdefault(peer, _Activity((holding.version, None)))
-        if holding.in_flight or holding.closing or done != work.done:
+        if holding.in_flight or holding.account.closing or done != work.done:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
@@ -266,13 +266,6 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
     )
 
 
-def interruption_view(interruption: Interruption) -> InterruptionView:
-    return InterruptionView(
-        began=interruption.began, seconds=interruption.seconds, slept=interruption.slept,
-        sentence=interruption.sentence,
-    )  # fmt: skip
-
-
 def stopped_by(error: SwarmError) -> StopCause:
     refused = isinstance(error, AdmissionError)
     reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
@@ -293,13 +286,13 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
     )  # fmt: skip
     if holding is None:
         return view
-    phase = "averaging" if holding.closing else "serving"
+    phase = "averaging" if holding.account.closing else "serving"
     if volunteer.suspended is not None:
         phase = "paused"
     return view.model_copy(
         update={
             "stage": holding.stage, "phase": phase, "queued": holding.in_flight,
-            "microbatches_per_second": holding.microbatches_per_second,
+            "microbatches_per_second": holding.meter.microbatches_per_second,
         }
     )  # fmt: skip
 

@@ -7,11 +7,11 @@ address a router gives to that port.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 
 import trio
 
+from swarm_client.connectivity.listening import listen
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import (
     Observer,
@@ -24,7 +24,7 @@ from swarm_client.doctor.report import Check, Detail, ok, skipped, warning
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network import Node, open_node
+from swarm_shared.network import open_node
 from swarm_shared.protocol import Reachability
 
 
@@ -33,7 +33,9 @@ async def check_reachability(
 ) -> Check:
     """Ask the coordinator and, for a second opinion, a volunteer. A mapping is released
     afterwards."""
-    async with _listening(remembered_port) as node:
+    async with open_node(Identity.generate()) as node:
+        with contextlib.suppress(NetworkError):
+            await listen(node, "/ip4/0.0.0.0/tcp/0", remembered_port)
         port = node.listening_port
         if port is None:
             return skipped("reachability", "this machine does not allow programs to listen")
@@ -116,20 +118,3 @@ def _behind_nat(
         "reachability", f"{seen}, to another one for each path; paths go through relays{note}",
         f"It works through relays, more slowly; for direct paths {open_it}.", **details,
     )  # fmt: skip
-
-
-@asynccontextmanager
-async def _listening(remembered_port: int | None) -> AsyncIterator[Node]:
-    """A node on the port of the last start, or on any port if that one is taken or unknown."""
-    async with AsyncExitStack() as stack:
-        node = await stack.enter_async_context(open_node(Identity.generate()))
-        for port in ([remembered_port] if remembered_port else []) + [0]:
-            try:
-                await node.listen([f"/ip4/0.0.0.0/tcp/{port}"])
-                break
-            except NetworkError:
-                continue
-        if node.listening_port is not None:
-            with contextlib.suppress(NetworkError):  # no IPv6 on this machine
-                await node.listen([f"/ip6/::/tcp/{node.listening_port}"])
-        yield node

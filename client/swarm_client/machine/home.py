@@ -25,7 +25,7 @@ from pathlib import Path
 
 import platformdirs
 
-from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.atomic_file import make_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import RunId, StageIndex, Version
 
@@ -47,7 +47,7 @@ class Home:
         """The same; the folder exists afterwards."""
         home = cls.locate(path)
         try:
-            home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(home.path, 0o700)
             home.log_folder.mkdir(exist_ok=True)
         except OSError as error:
             raise StorageError(

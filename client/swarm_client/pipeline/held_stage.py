@@ -1,54 +1,27 @@
-"""The stage that this peer holds: its worker, version, receipts, and what is in flight."""
+"""The stage that this peer holds: its worker, its account, where its output goes, and its load."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.downstream import Downstream
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.volunteer_rules.stage_account import StageAccount
 
 RATE_WEIGHT = 0.2
 """Weight of the newest microbatch in the reported rate."""
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
-    stage: StageIndex
-    worker: StageWorker
-    version: Version
-    receipts: ReceiptBook
-    is_last: bool
-    closing: bool = False
-    """Set between Close and its end: nothing new of `step` is accumulated, its table is
-    complete."""
-    averaged_attempt: int | None = None
-    """The attempt of step version + 1 whose averaged gradient is in the result segment."""
-    in_flight: int = 0
+class ComputeMeter:
+    """What the device has computed of one stage."""
+
     seconds_per_microbatch: float | None = None
     computed: int = 0
     """Microbatches computed since the last heartbeat."""
     busy_seconds: float = 0.0
     """Seconds that these took to compute."""
-    staleness: int = 0
-    """Number of steps after `step` that can be computed as well; the run's setting."""
-
-    @property
-    def step(self) -> Step:
-        """The step that is applied next: the only one that can close."""
-        return Step(self.version + 1)
-
-    def works_on(self, step: Step) -> bool:
-        """Whether microbatches of this step can be computed now."""
-        return self.step <= step <= self.step + self.staleness
-
-    def evaluates(self, step: Step) -> bool:
-        """Whether the newest parameters are those that an evaluation in this step needs."""
-        return step == self.step
-
-    def closes(self, step: Step) -> bool:
-        """Whether the step's commit set is settled, so that nothing may be added."""
-        return self.closing and step == self.step
 
     def observe(self, compute_seconds: float) -> None:
         """Record the seconds that forward and backward of one microbatch took on this device."""
@@ -71,3 +44,30 @@ class Holding:
     def microbatches_per_second(self) -> float:
         seconds = self.seconds_per_microbatch
         return 1.0 / seconds if seconds else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    worker: StageWorker
+    account: StageAccount[str]
+    """Receipts are signed envelopes in base64."""
+    next_stage: Downstream | None
+    """None on the last stage, and while the stage is prepared beside the held one."""
+    averaged_attempt: int | None = None
+    """The attempt of step version + 1 whose averaged gradient is in the result segment."""
+    in_flight: int = 0
+    """Microbatches being served."""
+    meter: ComputeMeter = field(default_factory=ComputeMeter)
+
+    @property
+    def stage(self) -> StageIndex:
+        return self.account.stage
+
+    @property
+    def version(self) -> Version:
+        return self.account.version
+
+    @property
+    def step(self) -> Step:
+        """The step that is applied next: the only one that can close."""
+        return self.account.step

@@ -4,10 +4,8 @@ Every microbatch is one task: forward, on to a peer of the next stage, backward,
 of tasks is bounded by the manifest's queue length and by the credits of each edge, so sockets are
 always drained, whatever the device does (design: the life of a microbatch).
 
-Invariant: a receipt is signed if and only if the microbatch is in the accumulator.
-`_MicrobatchTask` decides whether a microbatch is counted and signs;
-`swarm_client.pipeline.receipts` stores the receipts; `swarm_client.pipeline.step_close` removes
-both together; the accumulator is in the stage worker (`swarm_client.stage.worker.accumulator`).
+What is counted, and what a receipt is signed for, is the account's
+(`swarm_shared.volunteer_rules.stage_account`).
 """
 
 from __future__ import annotations
@@ -23,13 +21,14 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
-from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, Stream
+from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, EdgeAnswer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
     Backward,
@@ -45,6 +44,7 @@ from swarm_shared.protocol import (
     stage_requests,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.volunteer_rules.stage_account import Computation
 
 log = logging.getLogger(__name__)
 
@@ -76,27 +76,24 @@ def stage_limits(manifest: Manifest) -> FrameLimits:
 
 
 class StageServer:
-    """Handler of the stage protocol. `holding` and `next_stage` return what is served now."""
+    """Handler of the stage protocol."""
 
     def __init__(
         self,
-        membership: Callable[[], Membership | None],
-        holding: Callable[[], Holding | None],
-        next_stage: Callable[[], Downstream | None],
         gate: AdmissionGate,
-        uplink_seconds: Callable[[Holding], float],
-        report_not_finite: Callable[[NotFinite], None] = lambda _: None,
+        uplink: UplinkShare,
+        report_not_finite: Callable[[NotFinite], None],
     ) -> None:
-        """`uplink_seconds` returns the seconds of the uplink that one microbatch takes;
-        `report_not_finite` reports a computation that was not finite at this peer."""
-        self._report_not_finite = report_not_finite
-        self._uplink_seconds = uplink_seconds
-        self._membership = membership
-        self._holding = holding
-        self._next_stage = next_stage
-        self._gate = gate
+        """`report_not_finite` reports a computation that was not finite at this peer."""
+        self.membership: Membership | None = None
+        """This peer's proof of admission; its owner sets it at each renewal."""
+        self.holding: Holding | None = None
+        """The stage that is served; its owner sets it."""
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
         """Refusals sent, by reason."""
+        self._gate = gate
+        self._uplink = uplink
+        self._report_not_finite = report_not_finite
         self._paused = False
         self._task_scopes: set[trio.CancelScope] = set()
         """Scopes of the microbatches in flight, from before the forward to the gradient."""
@@ -155,31 +152,30 @@ class StageServer:
         refused."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(stage_requests, frame.header)
-        membership, holding = self._membership(), self._holding()
-        refusal: tuple[RefusalReason, str] | None = None
         if not isinstance(hello, StageHello):
             raise ProtocolError(f"{stream.remote} did not begin with a hello")
+        membership, holding = self.membership, self.holding
         if membership is None or holding is None:
-            refusal = (RefusalReason.WRONG_STEP, "this peer holds no stage now")
+            refusal = StageRefused(
+                reason=RefusalReason.WRONG_STEP, detail="this peer holds no stage now"
+            )
         else:
             try:
                 self._gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
-                refusal = (RefusalReason.NOT_ADMITTED, str(error)[:500])
-        if refusal is not None:
-            self.refused[refusal[0]] += 1
-            await stream.send(encode(StageRefused(reason=refusal[0], detail=refusal[1])))
-            await stream.close()
-            return None
-        assert membership is not None
-        assert holding is not None
-        answer = StageHelloAnswer(
-            certificate=membership.certificate,
-            stage=holding.stage,
-            credits=membership.manifest.limits.edge_credits,
-        )
-        await stream.send(encode(answer))
-        return membership.manifest
+                refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
+            else:
+                answer = StageHelloAnswer(
+                    certificate=membership.certificate,
+                    stage=holding.stage,
+                    credits=membership.manifest.limits.edge_credits,
+                )
+                await stream.send(encode(answer))
+                return membership.manifest
+        self.refused[refusal.reason] += 1
+        await stream.send(encode(refusal))
+        await stream.close()
+        return None
 
     async def _serve(
         self,
@@ -210,7 +206,7 @@ class StageServer:
             self._gate.check_not_revoked(stream.remote)
         except AdmissionError as error:
             return refuse(RefusalReason.NOT_ADMITTED, str(error))
-        membership, holding = self._membership(), self._holding()
+        membership, holding = self.membership, self.holding
         if membership is None or holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
         if not _has_parameters_for(holding, message):
@@ -228,16 +224,16 @@ class StageServer:
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
-            work = _MicrobatchTask(
-                holding, self._next_stage(), membership.manifest, message, payload
-            )
+            work = _MicrobatchTask(holding, message, payload)
             answer = await self._run_task(work)
             if answer is None:
                 # Not BUSY: a peer downstream may have counted it, and the sender must ask for a
                 # mask.
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
             header, gradient = answer
-            header = header.model_copy(update={"uplink_seconds": self._uplink_seconds(holding)})
+            header = header.model_copy(
+                update={"uplink_seconds": self._uplink.microbatch_seconds(holding)}
+            )
             faults.inject_outage(FaultPoint.RECEIPT, message.step)
             faults.inject(FaultPoint.RECEIPT, message.step)
             try:
@@ -284,99 +280,56 @@ class StageServer:
 def _has_parameters_for(holding: Holding, message: Forward) -> bool:
     """Whether this peer has the parameters with which the message has to be computed."""
     if message.mode == "evaluate":
-        return holding.evaluates(message.step)
-    return holding.works_on(message.step)
+        return holding.account.evaluates(message.step)
+    return holding.account.works_on(message.step)
 
 
 class _MicrobatchTask:
     """One microbatch in this stage."""
 
-    def __init__(
-        self,
-        holding: Holding,
-        next_stage: Downstream | None,
-        manifest: Manifest,
-        message: Forward,
-        payload: Buffer,
-    ) -> None:
+    def __init__(self, holding: Holding, message: Forward, payload: Buffer) -> None:
         self._holding = holding
-        self._next_stage = next_stage
-        self._manifest = manifest
         self._message = message
         view = memoryview(payload)
         self._input = view[: message.input_bytes]
         self._targets = view[message.input_bytes :]
-        self._compute_seconds = 0.0
         self._arrived = time.monotonic()
-        self._accumulation_requested = False
 
     def _still_wanted(self) -> bool:
         return _has_parameters_for(self._holding, self._message)
 
-    def _receipt(self) -> str | None:
-        return self._holding.receipts.get(self._message.step, self._message.microbatch)
-
-    def _may_accumulate(self) -> bool:
-        """Whether to count the microbatch: the mask includes this stage, it has no receipt, and the
-        step is not closing."""
-        return (
-            self._message.mode == "train"
-            and self._holding.stage in self._message.accumulate
-            and self._receipt() is None
-            and not self._holding.closes(self._message.step)
-        )
-
-    def _request_accumulation(self) -> bool:
-        """The same, recorded as requested from the worker."""
-        self._accumulation_requested = self._may_accumulate()
-        return self._accumulation_requested
-
-    def _needs_receipt(self, output: Output) -> bool:
-        """Whether the accumulator holds the microbatch without a receipt.
-
-        Not only if it was added just now: an earlier request may have been cancelled after the
-        worker had counted the microbatch and before it was signed. The worker does not add it
-        again, and without a receipt it would be leased again and again.
-        """
-        if not self._still_wanted():
-            return False
-        held = self._accumulation_requested and not self._holding.closes(self._message.step)
-        return output.added or (held and self._receipt() is None)
-
     async def run(self) -> tuple[Backward, Output]:
-        if self._message.mode == "evaluate":
+        message, holding = self._message, self._holding
+        if message.mode == "evaluate":
             return await self._evaluate()
-        if self._holding.is_last:
-            return await self._run_last_stage()
-        return await self._run_middle_stage()
+        computation = holding.account.begin(message.step, message.microbatch, message.accumulate)
+        if holding.next_stage is None:
+            return await self._run_last_stage(computation)
+        return await self._run_middle_stage(computation, holding.next_stage)
 
-    async def _run_last_stage(self) -> tuple[Backward, Output]:
-        message, worker = self._message, self._holding.worker
-        output = await worker.forward(
-            message.step,
-            message.microbatch,
-            self._request_accumulation(),
+    async def _run_last_stage(self, computation: Computation) -> tuple[Backward, Output]:
+        output = await self._holding.worker.forward(
+            computation.step,
+            computation.microbatch,
+            computation.accumulate,
             (self._input, self._targets),
         )
-        self._holding.observe(output.seconds)
-        self._compute_seconds = output.seconds
-        return self._answer(output, (), output.loss_sum or 0.0), output
+        self._holding.meter.observe(output.seconds)
+        receipt = self._holding.account.finish(
+            computation, added=output.added, tokens=output.tokens, loss_sum=output.loss_sum or 0.0
+        )
+        receipts = () if receipt is None else (receipt,)
+        return self._answer(receipts, output.seconds, output.loss_sum or 0.0, output.tokens), output
 
-    async def _run_middle_stage(self) -> tuple[Backward, Output]:
-        message, worker, downstream = self._message, self._holding.worker, self._next_stage
-        assert downstream is not None
+    async def _run_middle_stage(
+        self, computation: Computation, next_stage: Downstream
+    ) -> tuple[Backward, Output]:
+        message, worker = self._message, self._holding.worker
         activation = await worker.forward(
-            message.step, message.microbatch, self._request_accumulation(), (self._input,)
+            computation.step, computation.microbatch, computation.accumulate, (self._input,)
         )
         try:
-            assert activation.payload is not None
-            answer = await downstream.send(
-                MicrobatchRequest(
-                    "train", message.step, message.microbatch, message.accumulate,
-                    activation.payload, self._targets,
-                ),
-                self._still_wanted,
-            )  # fmt: skip
+            answer = await self._send_on(next_stage, activation, message.accumulate)
             faults.inject_outage(FaultPoint.BACKWARD, message.step)
             if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
                 raise MicrobatchAbandoned("the returned gradient has a wrong size")
@@ -385,56 +338,51 @@ class _MicrobatchTask:
             worker.discard(activation)
             raise
         activation.release()
-        self._compute_seconds = activation.seconds + gradient.seconds
-        self._holding.observe(self._compute_seconds)
-        return (
-            self._answer(gradient, answer.header.receipts, answer.header.loss_sum),
-            gradient,
+        seconds = activation.seconds + gradient.seconds
+        self._holding.meter.observe(seconds)
+        receipt = self._holding.account.finish(
+            computation, added=gradient.added, tokens=gradient.tokens, loss_sum=None
         )
-
-    def _answer(self, output: Output, receipts: tuple[str, ...], loss_sum: float) -> Backward:
-        message, book = self._message, self._holding.receipts
-        if self._needs_receipt(output):
-            book.add(
-                message.step,
-                message.microbatch,
-                self._manifest.training.sequences_per_microbatch,
-                output.tokens,
-                output.loss_sum if self._holding.is_last else None,
-            )
-        own = self._receipt()
-        return Backward(
-            request=message.request,
-            receipts=(*receipts, own) if own is not None else receipts,
-            service_seconds=self._compute_seconds,
-            total_seconds=time.monotonic() - self._arrived,
-            loss_sum=loss_sum,
-            tokens=output.tokens,
-        )
+        receipts = answer.header.receipts if receipt is None else (*answer.header.receipts, receipt)
+        return self._answer(receipts, seconds, answer.header.loss_sum, gradient.tokens), gradient
 
     async def _evaluate(self) -> tuple[Backward, Output]:
-        message, worker = self._message, self._holding.worker
-        last = self._holding.is_last
-        parts = (self._input, self._targets) if last else (self._input,)
-        output = await worker.evaluate(parts)
-        if last:
+        worker, next_stage = self._holding.worker, self._holding.next_stage
+        if next_stage is None:
+            output = await worker.evaluate((self._input, self._targets))
             loss_sum, tokens = output.loss_sum or 0.0, output.tokens
         else:
+            output = await worker.evaluate((self._input,))
             try:
-                assert output.payload is not None
-                assert self._next_stage is not None
-                answer = await self._next_stage.send(
-                    MicrobatchRequest(
-                        "evaluate", message.step, message.microbatch, (),
-                        output.payload, self._targets,
-                    ),
-                    self._still_wanted,
-                )  # fmt: skip
+                answer = await self._send_on(next_stage, output, ())
             finally:
                 output.release()
             loss_sum, tokens = answer.header.loss_sum, answer.header.tokens
-        header = Backward(
-            request=message.request, receipts=(), service_seconds=output.seconds,
-            total_seconds=time.monotonic() - self._arrived, loss_sum=loss_sum, tokens=tokens,
+        return self._answer((), output.seconds, loss_sum, tokens), output
+
+    async def _send_on(
+        self, next_stage: Downstream, output: Output, accumulate: tuple[StageIndex, ...]
+    ) -> EdgeAnswer:
+        """Send this stage's output to the next one; return the answer with its gradient."""
+        if output.payload is None:
+            raise MicrobatchAbandoned("the stage worker returned no activation")
+        message = self._message
+        return await next_stage.send(
+            MicrobatchRequest(
+                message.mode, message.step, message.microbatch, accumulate,
+                output.payload, self._targets,
+            ),
+            self._still_wanted,
         )  # fmt: skip
-        return header, output
+
+    def _answer(
+        self, receipts: tuple[str, ...], service_seconds: float, loss_sum: float, tokens: int
+    ) -> Backward:
+        return Backward(
+            request=self._message.request,
+            receipts=receipts,
+            service_seconds=service_seconds,
+            total_seconds=time.monotonic() - self._arrived,
+            loss_sum=loss_sum,
+            tokens=tokens,
+        )

@@ -24,7 +24,7 @@ from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import ProtocolError, SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.base.types import PeerId, Step
 from swarm_shared.protocol import (
     AbortRound,
     Applied,
@@ -130,7 +130,7 @@ class StepCloser:
         """End the running attempt, whose report cannot be sent; what is averaged stays."""
         if self._scope is not None:
             self._scope.cancel()
-        self._holding.closing = False
+        self._holding.account.reopen()
         self._session += 1
 
     async def run(self) -> None:
@@ -142,7 +142,7 @@ class StepCloser:
                     await self._close(message)
             elif isinstance(message, AbortRound):
                 self._aborted_attempts.discard((message.step, message.attempt))
-                self._holding.closing = False
+                self._holding.account.reopen()
                 self._holding.averaged_attempt = None
             elif isinstance(message, Apply):
                 await self._apply(message)
@@ -160,7 +160,8 @@ class StepCloser:
             )  # fmt: skip
             return
         self._attempt = (close.step, close.attempt)
-        holding.closing, holding.averaged_attempt = True, None
+        holding.account.settle()
+        holding.averaged_attempt = None
         with trio.CancelScope() as self._scope:
             try:
                 report = await self._average(close)
@@ -179,7 +180,7 @@ class StepCloser:
                 holding.averaged_attempt = close.attempt
             self._handler.send(report)
         if self._scope.cancelled_caught:
-            holding.closing = False
+            holding.account.reopen()
         self._attempt = self._scope = None
 
     async def _average(self, close: Close) -> RoundReport:
@@ -261,32 +262,30 @@ class StepCloser:
     async def _reconcile(self, close: Close) -> RoundReport | None:
         """Make the gradients segment hold exactly the committed microbatches, or report why not."""
         holding, worker = self._holding, self._holding.worker
-        committed = set(close.committed)
         while True:
-            prepared_round = await worker.prepare_round(close.step)
-            prepared = set(prepared_round.microbatches)
-            extra = tuple(sorted(prepared - committed))
+            prepared = await worker.prepare_round(close.step)
+            difference = holding.account.reconcile(close.committed, prepared.microbatches)
+            extra, missing = difference.extra, difference.missing
             if not extra:
                 break
             if not await worker.uncommit(close.step, extra):
                 await worker.reset_accumulator(close.step)
-                holding.receipts.clear(close.step)
+                holding.account.emptied(close.step)
                 return RoundReport(
                     step=close.step, attempt=close.attempt, ok=False, reset=True,
                     reason=f"{len(extra)} extra microbatches could not be removed",
                 )  # fmt: skip
-            holding.receipts.drop(close.step, extra)
-        if not prepared_round.finite:
+            holding.account.removed(close.step, extra)
+        if not prepared.finite:
             # Each one was finite when it was added; after this no part of the sum is trusted.
             await worker.reset_accumulator(close.step)
-            holding.receipts.clear(close.step)
+            holding.account.emptied(close.step)
             return RoundReport(
                 step=close.step, attempt=close.attempt, ok=False, reset=True, not_finite=True,
                 reason="the sum of its gradients is not finite",
             )  # fmt: skip
-        missing: tuple[MicrobatchIndex, ...] = tuple(sorted(committed - prepared))
         if missing:
-            holding.receipts.drop(close.step, missing)
+            holding.account.removed(close.step, missing)
             return RoundReport(
                 step=close.step, attempt=close.attempt, ok=False, missing=missing,
                 reason=f"{len(missing)} committed microbatches are not held here",
@@ -311,8 +310,8 @@ class StepCloser:
             # The run counts on this peer in its new stage, which is lost: join again.
             self._handler.rejoin()
             return
-        counted = self._holding.receipts.count(apply.step)
-        prepared.version = done.version
+        counted = self._holding.account.count(apply.step)
+        prepared.account.applied(done.version)
         prepared.averaged_attempt = None
         self._handler.step_applied(prepared, apply, counted)
         self._handler.send(Applied(step=apply.step, digest=done.digest, norm=done.norm))
@@ -339,10 +338,7 @@ class StepCloser:
                 )
             )  # fmt: skip
             return
-        holding.version = done.version
+        counted = holding.account.applied(done.version)
         holding.averaged_attempt = None
-        holding.closing = False
-        counted = holding.receipts.count(apply.step)
-        holding.receipts.clear(apply.step)
         self._handler.step_applied(holding, apply, counted)
         self._handler.send(Applied(step=apply.step, digest=done.digest, norm=done.norm))

@@ -7,7 +7,8 @@ an index are a pure function of the run's seed, so any trainer can make them aga
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
-from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
+from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,16 @@ CurrentStep = Callable[[], Step | None]
 """The oldest step that this volunteer's own stage works on; None while it holds none."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a trainer needs besides leases."""
+
+    samples: Samples
+    first_stage: Downstream
+
+
 class Trainer:
-    """Works through leases with as many microbatches in flight as the pipelines carry.
+    """Works through leases (`swarm_shared.volunteer_rules.lease_queue`).
 
     Until `begin` leases are ignored: a volunteer without data cannot make samples.
     """
@@ -47,103 +56,66 @@ class Trainer:
         self._report = report
         self._current_step = current_step
         self._nursery = nursery
-        self._samples: Samples | None = None
-        self._first_stage: Downstream | None = None
-        self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
-        self._flight = InFlightWindow()
-        self._min_window, self._max_window = 1, 1
-        self._refusing: str | None = None
-        """Why no lease is taken; None while leases are taken."""
-        self._leaving = False
+        self._leases = LeaseQueue()
+        self._source: _Source | None = None
 
     @property
     def begun(self) -> bool:
-        return self._samples is not None
+        return self._source is not None
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
-        self._samples, self._first_stage = samples, first_stage
+        self._source = _Source(samples, first_stage)
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
-        if not self.begun:
-            return
-        self._min_window = max(1, lease.window)
-        self._max_window = max(self._min_window, lease.max_window)
-        if self._refusing is not None:
-            for leased in lease.microbatches:
-                self._hand_back(lease, leased, self._refusing)
-            return
-        self._waiting.extend((lease, leased) for leased in lease.microbatches)
-        # An older step's missing microbatches delay its close, and every later step.
-        self._waiting.sort(key=lambda entry: entry[0].step)
-        self._start_more()
+        if self._source is not None:
+            self._report_all(self._leases.take(lease))
+            self._start_more(self._source)
 
     def leave(self) -> None:
-        self._leaving = True
-        self._refuse("this volunteer is leaving")
+        self._report_all(self._leases.leave())
 
     def pause(self) -> None:
-        if not self._leaving:
-            self._refuse("this volunteer is paused")
+        self._report_all(self._leases.pause())
 
     def resume(self) -> None:
         """Take leases again, unless the volunteer is leaving."""
-        if not self._leaving:
-            self._refusing = None
-
-    def _refuse(self, reason: str) -> None:
-        """Take no lease, and hand back what has not been started."""
-        self._refusing = reason
-        waiting, self._waiting = self._waiting, []
-        for lease, leased in waiting:
-            self._hand_back(lease, leased, reason)
+        self._leases.resume()
 
     def roster_changed(self) -> None:
-        if self._first_stage is not None:
-            self._first_stage.roster_changed()
+        if self._source is not None:
+            self._source.first_stage.roster_changed()
 
-    def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
-        self._report(
-            LeaseResult(
-                step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
-                ok=False, reason=reason[:500],
-            )
-        )  # fmt: skip
+    def _report_all(self, results: Iterable[LeaseResult]) -> None:
+        for result in results:
+            self._report(result)
 
-    def _start_more(self) -> None:
-        step = self._current_step()
-        self._waiting = [entry for entry in self._waiting if step is None or entry[0].step >= step]
-        window = self._flight.size(self._min_window, self._max_window)
-        while self._waiting and self._flight.in_flight < window:
-            lease, leased = self._waiting.pop(0)
-            send_record = self._flight.sent(trio.current_time())
-            self._nursery.start_soon(self._drive, lease, leased, send_record)
+    def _start_more(self, source: _Source) -> None:
+        for started in self._leases.start(self._current_step(), trio.current_time()):
+            self._nursery.start_soon(self._drive, source, started)
 
-    async def _drive(self, lease: Lease, leased: LeasedMicrobatch, send_record: SendRecord) -> None:
-        result: LeaseResult | None = None
+    async def _drive(self, source: _Source, started: StartedMicrobatch) -> None:
+        lease, leased = started.lease, started.leased
+        ok = False
         try:
-            result = await self._send(lease, leased)
+            result = await self._send(source, lease, leased)
+            ok = True
             self._report(result)
         except MicrobatchAbandoned as error:
-            self._hand_back(lease, leased, str(error))
+            self._report(handed_back(lease, leased, str(error)))
         except SwarmError as error:
             log.warning("microbatch %s of step %s: %s", leased.microbatch, lease.step, error)
-            self._hand_back(lease, leased, str(error))
+            self._report(handed_back(lease, leased, str(error)))
         finally:
-            if result is not None:
-                self._flight.returned(send_record, trio.current_time())
-            else:
-                self._flight.failed()
-            self._start_more()
+            self._leases.finished(started, trio.current_time(), ok=ok)
+            self._start_more(source)
 
-    async def _send(self, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
-        assert self._samples is not None
-        assert self._first_stage is not None
+    async def _send(self, source: _Source, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
         evaluate = lease.mode == "evaluate"
         if evaluate:
-            inputs_BT, targets_BT = self._samples.heldout(leased.microbatch)
+            inputs_BT, targets_BT = source.samples.heldout(leased.microbatch)
         else:
-            inputs_BT, targets_BT = self._samples.training(lease.step, leased.microbatch)
+            inputs_BT, targets_BT = source.samples.training(lease.step, leased.microbatch)
         request = MicrobatchRequest(
             lease.mode,
             lease.step,
@@ -157,7 +129,7 @@ class Trainer:
             step = self._current_step()
             return step is not None and step <= lease.step
 
-        answer = await self._first_stage.send(request, wanted)
+        answer = await source.first_stage.send(request, wanted)
         header = answer.header
         return LeaseResult(
             step=lease.step,

@@ -23,7 +23,7 @@ from swarm_client.preferences.layers import (
     read_file,
 )
 from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences, Preferences
-from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
+from swarm_shared.base.atomic_file import PRIVATE_MODE, make_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.settings.commented_toml import comment, setting, toml_value
 
@@ -108,7 +108,7 @@ def set_preference(path: Path, name: str, text: str | None) -> object:
     content = edited(path.read_text() if path.exists() else template(), name, value)
     _check_same(content, named, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent, 0o700)
     except OSError as error:
         raise StorageError(
             f"the folder {path.parent} cannot be made: {error.strerror}; choose one with --home"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.message import Message
+from textual.reactive import reactive
 from textual.widgets import Input
 
 from swarm_client.tui.model import ClientModel
@@ -52,36 +52,16 @@ def log_line(entry: LogEntry) -> Line:
 class LogLines(Pane):
     """Stays at the newest line; scrolling up stops following, going to the end resumes it."""
 
-    follows = True
-
-    class Scrolled(Message):
-        def __init__(self, to_end: bool) -> None:
-            super().__init__()
-            self.to_end = to_end
+    follows = reactive(True)
 
     def redraw(self, *, faded: bool | None = None) -> None:
         super().redraw(faded=faded)
         if self.follows:
             self.scroll_end(animate=False)
 
-    def action_scroll_up(self) -> None:
-        self.post_message(self.Scrolled(False))
-        super().action_scroll_up()
-
-    def action_page_up(self) -> None:
-        self.post_message(self.Scrolled(False))
-        super().action_page_up()
-
-    def action_scroll_home(self) -> None:
-        self.post_message(self.Scrolled(False))
-        super().action_scroll_home()
-
-    def action_scroll_end(self) -> None:
-        self.post_message(self.Scrolled(True))
-        super().action_scroll_end()
-
-    def on_mouse_scroll_up(self) -> None:
-        self.post_message(self.Scrolled(False))
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.follows = self.is_vertical_scroll_end
 
 
 class LogPane(Vertical):
@@ -137,15 +117,13 @@ class LogPane(Vertical):
     def turn_follow(self) -> None:
         pane = self.query_one(LogLines)
         pane.follows = not pane.follows
-        self.renew()
 
     def start_filter(self) -> None:
         self.add_class("-filtering")
         self.query_one(Input).focus()
 
-    def on_log_lines_scrolled(self, message: LogLines.Scrolled) -> None:
-        if message.to_end != self.query_one(LogLines).follows:
-            self.turn_follow()
+    def on_mount(self) -> None:
+        self.watch(self.query_one(LogLines), "follows", self.renew, init=False)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         self.words = event.value
@@ -162,7 +140,3 @@ class LogPane(Vertical):
         self.remove_class("-filtering")
         self.query_one(LogLines).focus()
         self.renew()
-
-    @property
-    def filtering(self) -> bool:
-        return self.has_class("-filtering")

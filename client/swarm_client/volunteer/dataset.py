@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import trio
 
 from swarm_client.machine.home import Home
+from swarm_shared.base.atomic_file import make_folder, sync_folder
 from swarm_shared.base.errors import DataError
 from swarm_shared.base.types import RunId
 from swarm_shared.data.shards import verify_shard
@@ -45,7 +47,7 @@ async def fetch_data(
     """
     async with lock or trio.Lock():
         folder = home.data_folder(run)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
         claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
         for shard in manifest.data.shards:
@@ -98,4 +100,7 @@ def _download(url: str, path: Path, size_bytes: int) -> None:
             left -= len(piece)
         if left or answer.read(1):
             raise ValueError("its size differs from the manifest's")
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
+    sync_folder(path.parent)

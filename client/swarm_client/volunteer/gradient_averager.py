@@ -183,12 +183,8 @@ class GroupAverager:
         assert self._host is not None
         assert self._routes is not None
         request = StartRound(
-            round_id=spec.round_id,
+            spec=spec,
             members=self._routes.members(spec.members),
-            me=spec.me,
-            elements=spec.elements,
-            codec=spec.codec,
-            shares=spec.shares,
             source_shm_name=holding.worker.gradients_name,
             result_shm_name=holding.worker.result_name,
             offset_elements=offset,
@@ -224,7 +220,7 @@ class GroupAverager:
         result = shared_memory.attach(holding.worker.result_name)
         try:
             with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
-                report = await all_reduce(
+                links = await all_reduce(
                     spec,
                     self._host.carrier(),
                     _totals(source, spec, offset),
@@ -236,7 +232,7 @@ class GroupAverager:
         finally:
             source.close()
             result.close()
-        self._record_outcome(spec, report.links, (), done=True)
+        self._record_outcome(spec, links, (), done=True)
 
     def _record_outcome(
         self,

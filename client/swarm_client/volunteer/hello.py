@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-from swarm_client.connectivity.relay_policy import Announcement
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.volunteer.options import VolunteerOptions
@@ -12,6 +11,7 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
+    AddressUpdate,
     CarrierAddress,
     DoctorHello,
     Heartbeat,
@@ -23,7 +23,7 @@ from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnap
 
 
 def hello(
-    invite: Invite, options: VolunteerOptions, announcement: Announcement, holding: Holding | None
+    invite: Invite, options: VolunteerOptions, announcement: AddressUpdate, holding: Holding | None
 ) -> Hello:
     return Hello(
         run=invite.run_id,
@@ -42,7 +42,7 @@ def hello(
         stage=holding.stage if holding is not None else None,
         version=holding.version if holding is not None else Version(0),
         averaged_attempt=holding.averaged_attempt if holding is not None else None,
-        receipts=holding.receipts.all() if holding is not None else (),
+        receipts=holding.account.receipts() if holding is not None else (),
     )
 
 
@@ -60,10 +60,10 @@ def heartbeat(
     delta: HeartbeatDelta, members: int, holding: Holding | None, node: Node,
     links: tuple[LinkBytes, ...], *, paused: bool,
 ) -> Heartbeat:  # fmt: skip
-    computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
+    computed, busy_seconds = holding.meter.take_work() if holding else (0, 0.0)
     return delta.heartbeat(
         HeartbeatSnapshot(
-            microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
+            microbatches_per_second=holding.meter.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
             up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,
             links=links,
@@ -84,6 +84,6 @@ def directory_record(
         stage=holding.stage,
         addresses=node.addresses,
         certificate=membership.certificate,
-        microbatches_per_second=holding.microbatches_per_second,
+        microbatches_per_second=holding.meter.microbatches_per_second,
         carrier=carrier,
     )

@@ -20,10 +20,10 @@ from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.machine.home import Home
 from swarm_client.membership.membership import Membership
-from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.receipts import receipt_signer
 from swarm_client.pipeline.stage_links import StageLinks
+from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.pipeline.step_close import CloseOrder, StepCloser
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.warm_worker import WarmWorker
@@ -41,6 +41,7 @@ from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node
 from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
+from swarm_shared.volunteer_rules.stage_account import StageAccount
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,6 @@ class _StageTenure:
     holding: Holding | None = None
     """Set once the worker is at the assigned version."""
     nursery: trio.Nursery | None = None
-    next_stage: Downstream | None = None
     worker: StageWorker | None = None
     """Set while its process lives."""
 
@@ -101,6 +101,7 @@ class StageHost(Protocol):
     snapshots: SnapshotStore
     averager: GroupAverager
     stage_links: StageLinks
+    stage_server: StageServer
     uplink_share: UplinkShare
 
     @property
@@ -114,8 +115,6 @@ class StageManager:
     """The stage that the volunteer holds, if any, and the one that it prepares for a move."""
 
     def __init__(self, volunteer: StageHost, nursery: trio.Nursery) -> None:
-        self.holding: Holding | None = None
-        self.next_stage: Downstream | None = None
         self._volunteer = volunteer
         self._nursery = nursery
         self._step_closer: StepCloser | None = None
@@ -128,6 +127,10 @@ class StageManager:
             volunteer.options.threads, volunteer.home.log_folder / "worker.log"
         )
         nursery.start_soon(self._spare.run)
+
+    @property
+    def holding(self) -> Holding | None:
+        return self._volunteer.stage_server.holding
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -155,7 +158,7 @@ class StageManager:
         again = held is not None and held.assignment.stage == assignment.stage
         if held is not None and held.serving is not None and again:
             held.assignment, held.holding = assignment, None
-            self.holding = self.next_stage = self._step_closer = None
+            self._volunteer.stage_server.holding = self._step_closer = None
             held.serving.cancel()
             return
         if held is not None:
@@ -224,7 +227,8 @@ class StageManager:
         finally:
             held = self._held_tenure is tenure
             if held:
-                self.holding = self.next_stage = self._step_closer = self._held_tenure = None
+                self._volunteer.stage_server.holding = None
+                self._step_closer = self._held_tenure = None
             elif self._prepared_tenure is tenure:
                 self._prepared_tenure = None
             tenure.ended.set()
@@ -271,6 +275,7 @@ class StageManager:
             return error
         async with trio.open_nursery() as nursery:
             tenure.holding, tenure.nursery = self._new_holding(worker, assignment), nursery
+            holding = tenure.holding
             if not assignment.prepare:
                 self._install(tenure.holding, tenure)
             volunteer.send(Ready(stage=assignment.stage, version=assignment.version, digest=digest))
@@ -279,8 +284,8 @@ class StageManager:
                 died = await worker.wait_died()
             finally:
                 # Tasks of other senders' links outlive this nursery and send through it.
-                if tenure.next_stage is not None:
-                    tenure.next_stage.close()
+                if holding.next_stage is not None:
+                    holding.next_stage.close()
             nursery.cancel_scope.cancel()
         return died
 
@@ -316,27 +321,26 @@ class StageManager:
     def _new_holding(self, worker: StageWorker, assignment: AssignStage) -> Holding:
         volunteer = self._volunteer
         assert volunteer.membership is not None
-        stage = assignment.stage
-        last = stage == volunteer.membership.manifest.stage_count - 1
-        book = ReceiptBook(
-            volunteer.identity, volunteer.membership.run, stage, volunteer.generation
-        )
-        return Holding(
-            stage, worker, Version(assignment.version), book, last,
-            staleness=volunteer.membership.manifest.training.staleness,
+        stage, manifest = assignment.stage, volunteer.membership.manifest
+        sign = receipt_signer(
+            volunteer.identity, volunteer.membership.run, stage,
+            manifest.training.sequences_per_microbatch, volunteer.generation,
         )  # fmt: skip
+        account = StageAccount(
+            stage, Version(assignment.version), manifest.training.staleness, sign
+        )
+        return Holding(worker, account, None)
 
     def _install(self, holding: Holding, tenure: _StageTenure) -> None:
         """Make this the held stage; its step closer lives as long as the tenure's serving."""
         volunteer = self._volunteer
         assert volunteer.membership is not None
         assert tenure.nursery is not None
-        self.holding, self.next_stage = holding, None
-        if not holding.is_last:
-            self.next_stage = volunteer.stage_links.downstream(
+        if holding.stage < volunteer.membership.manifest.stage_count - 1:
+            holding.next_stage = volunteer.stage_links.downstream(
                 StageIndex(holding.stage + 1), tenure.nursery
             )
-        tenure.next_stage = self.next_stage
+        volunteer.stage_server.holding = holding
         self._step_closer = StepCloser(
             holding, volunteer.membership.manifest, volunteer.averager, self
         )

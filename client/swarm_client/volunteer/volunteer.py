@@ -128,16 +128,13 @@ class Volunteer:
         node.on_network_change(self.attachment.network_changed)
         self.gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
         self.uplink_share = UplinkShare(node.bandwidth, averager)
-        self._stage_server = server = StageServer(
-            lambda: self.membership, lambda: self.holding, lambda: self._stage_manager.next_stage,
-            self.gate, self.uplink_share.microbatch_seconds, self.send,
-        )  # fmt: skip
+        self.stage_server = StageServer(self.gate, self.uplink_share, self.send)
         self.pause = Pause(
-            self._trainer, server, lambda: self.send(self.heartbeat()), self._leave_until_resumed,
-            options.long_pause_seconds, nursery,
+            self._trainer, self.stage_server, lambda: self.send(self.heartbeat()),
+            self._leave_until_resumed, options.long_pause_seconds, nursery,
         )  # fmt: skip
         self.stage_links = StageLinks(
-            node, self.roster, server, lambda: self.member, self._masks.ask, nursery
+            node, self.roster, self.stage_server, lambda: self.member, self._masks.ask, nursery
         )
         self.snapshots.clear()
         serve_transfers(node, self.snapshots.find, self.gate.check_transfer)
@@ -218,7 +215,7 @@ class Volunteer:
         membership = verify_welcome(welcome, self.invite, self.node.peer_id)
         manifest, before = membership.manifest, self.membership
         self.gate.attached(welcome.generation)
-        self.membership = membership
+        self.membership = self.stage_server.membership = membership
         self._heartbeat_delta = HeartbeatDelta(
             welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds
         )
@@ -226,7 +223,7 @@ class Volunteer:
             # Public: the protocol checks a certificate itself, and a joining peer's may arrive
             # before the roster does.
             self.node.serve(
-                STAGE_PROTOCOL, self._stage_server.handle, HELLO_LIMITS, public=True,
+                STAGE_PROTOCOL, self.stage_server.handle, HELLO_LIMITS, public=True,
                 max_streams_per_peer=MAX_STAGE_STREAMS,
             )  # fmt: skip
             self.report(
@@ -276,7 +273,7 @@ class Volunteer:
         )
 
     def take_receipts(self) -> tuple[str, ...]:
-        return self.holding.receipts.take_unreported() if self.holding is not None else ()
+        return self.holding.account.take_unreported() if self.holding is not None else ()
 
     def detached(self) -> None:
         self.gate.detached()
@@ -295,7 +292,7 @@ class Volunteer:
             case RosterChange():
                 self._roster_changed(self.roster.change(message))
             case CertificateRenewed():
-                self.membership = renew_certificate(
+                self.membership = self.stage_server.membership = renew_certificate(
                     self.member, message.certificate, self.node.peer_id
                 )
             case AssignStage():
@@ -317,8 +314,8 @@ class Volunteer:
         self._show_membership()
         self._trainer.roster_changed()
         self.relay_policy.roster_changed()
-        if self._stage_manager.next_stage is not None:
-            self._stage_manager.next_stage.roster_changed()
+        if self.holding is not None and self.holding.next_stage is not None:
+            self.holding.next_stage.roster_changed()
 
     async def _disconnect_revoked(self, peer: PeerId) -> None:
         """Close all connections with a peer that the coordinator has revoked."""

@@ -11,15 +11,24 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
 
 AdmissionMode = Literal["open", "token", "allow-list"]
 
+MAX_TEXT_CHARACTERS = 200
+ShortText = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
+
 
 # ---------------------------------------------------------------- records
+# Those with a field `do` are also the organiser's requests for them.
+
+_REQUEST = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,10 @@ class TokenCreated:
     expires_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class TokenRevoked:
     token: int
+    do: Literal["revoke token"] = "revoke token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +57,29 @@ class MemberAdmitted:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerAllowed:
     peer: PeerId
+    do: Literal["allow"] = "allow"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerDisallowed:
     peer: PeerId
+    do: Literal["disallow"] = "disallow"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerBanned:
     peer: PeerId
-    reason: str
+    reason: ShortText = ""
+    do: Literal["ban"] = "ban"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerUnbanned:
     peer: PeerId
+    do: Literal["unban"] = "unban"
 
 
 AdmissionRecord = (
@@ -84,13 +98,8 @@ class TokenState(StrEnum):
     REVOKED = "revoked"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
-    token: int
-    secret_sha256: str
-    note: str
-    uses: int | None
-    expires_at: float | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEntry(TokenCreated):
     created_at: float
     revoked_at: float | None = None
 
@@ -121,7 +130,9 @@ class AdmissionBook:
         """Enter a record that is written, or about to be."""
         match record:
             case TokenCreated(token, secret_sha256, note, uses, expires_at):
-                self.tokens[token] = TokenEntry(token, secret_sha256, note, uses, expires_at, now)
+                self.tokens[token] = TokenEntry(
+                    token, secret_sha256, note, uses, expires_at, created_at=now
+                )
                 self._by_hash[secret_sha256] = token
             case TokenRevoked(token):
                 self.tokens[token] = replace(self.tokens[token], revoked_at=now)

@@ -1,25 +1,27 @@
 """The coordinator as a state machine: `transition(state, event, now)` returns commands.
 
-The phases of a run (`RunPhase`), what ends each, and the phase that follows:
+The phases of a run, those that may follow each, and what leads there. `core.state.phases.ALLOWED`
+is the same table as data, and `enter_phase` refuses everything else:
 
-    WAITING     every stage has a ready peer                → COLLECT, or EVALUATING after the
-                                                              last step
-                the last step is evaluated, and its
-                checkpoint is stored or given up            → FINISHED
-    COLLECT     the table is complete, and no joining peer,
-                move or failed attempt delays the close     → CLOSING
-    CLOSING     every member of every round has averaged    → durable, then APPLYING
-                a member fails, or leaves before the rest
-                of its round has averaged                   → COLLECT; the other rounds stand
-    APPLYING    every remaining member has applied, or the
-                time limit has passed                       → WAITING; a member that has not
-                                                              applied is synced anew
-    EVALUATING  every held-out microbatch has a loss        → WAITING
-    WAITING, COLLECT, EVALUATING
-                a stage has lost its state with its last
-                holder                                      → WAITING, at the checkpoint's version
-    any         the organiser stops the run: a close under
-                way ends, a checkpoint is stored            → STOPPING
+    WAITING     COLLECT     every stage has a ready peer
+                EVALUATING  the same, after the last step
+                FINISHED    the last step is evaluated, its checkpoint is stored or given up
+                WAITING     a stage has lost its state with its last holder: the run goes back to
+                            the checkpoint's version
+                STOPPING    the organiser stops the run; a checkpoint is stored, or takes too long
+    COLLECT     CLOSING     the table is complete, and no joining peer, move or failed attempt
+                            delays the close
+                WAITING     back to the checkpoint, as above
+                STOPPING    as above
+    CLOSING     APPLYING    every member of every round has averaged, and the decision is durable
+                COLLECT     a member fails, or leaves before the rest of its round has averaged;
+                            the other rounds stand
+                STOPPING    as above, if the close takes too long
+    APPLYING    WAITING     every remaining member has applied, or the time limit has passed; a
+                            member that has not applied is synced anew
+                STOPPING    as above, if the apply takes too long
+    EVALUATING  WAITING     every held-out microbatch has a loss; or back to the checkpoint
+                STOPPING    as above
 
 No I/O, no clock, no randomness: the same events at the same times give the same commands. The
 simulator (`swarm_coordinator.simulator`) and the tests rely on that.
@@ -68,8 +70,18 @@ from swarm_coordinator.core.rules import (
     step_close,
     step_start,
 )
+from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.state.checkpoints import CheckpointState
+from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.moves import RebalancingSettings
-from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState, display
+from swarm_coordinator.core.state.peer_table import PeerTable
+from swarm_coordinator.core.state.peers import PeerState, display
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.roster import RosterState
+from swarm_coordinator.core.state.run import CoordinatorStart, RunState, enter_phase
+from swarm_coordinator.core.state.statistics import RunStatistics
+from swarm_coordinator.core.state.steps import StepsInProgress, StepState
+from swarm_coordinator.core.state.utilisation import UtilisationStats
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
@@ -109,25 +121,29 @@ def begin(
     `moves` configures whether and when peers move between stages; without it they never do.
     """
     stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
-    return RunState(
-        manifest=manifest,
-        manifest_envelope=manifest_envelope,
-        coordinator=coordinator,
-        generation=restored.generation,
+    history = RunHistory(
         version=restored.version,
-        started_at=now,
         last_applied=restored.last_applied,
-        checkpoint=restored.checkpoint,
-        checkpoint_overdue=restored.version - stored_version > manifest.checkpoint_steps,
-        # Messages of earlier generations may still arrive, so numbers are never reused.
-        attempt_counter=restored.generation * NUMBERS_PER_GENERATION,
-        lease_counter=restored.generation * NUMBERS_PER_GENERATION,
         # A run whose steps were raised after its end is evaluated again at its new end.
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
         rolled_back=restored.rolled_back,
-        on_current_history=set(restored.on_current_history),
-        revoked=dict(revoked or {}),
+        members=set(restored.on_current_history),
+    )
+    # Messages of earlier generations may still arrive, so numbers are never reused.
+    last_number = restored.generation * NUMBERS_PER_GENERATION
+    return RunState(
+        manifest=manifest,
+        start=CoordinatorStart(restored.generation, now, coordinator, manifest_envelope),
+        history=history,
+        peers=PeerTable(manifest.stages, history),
+        roster=RosterState(revoked=dict(revoked or {})),
+        steps=StepsInProgress(last_lease=last_number, last_attempt=last_number),
+        checkpoints=CheckpointState(
+            stored=restored.checkpoint,
+            overdue=restored.version - stored_version > manifest.checkpoint_steps,
+        ),
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
+        statistics=RunStatistics(UtilisationStats(manifest.stage_count)),
     )
 
 
@@ -192,8 +208,11 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             step_close.give_up_catching_up(run, now)
         roster.drop_expired_revocations(run, now)
     elif isinstance(event, PeerAttached):
-        # What the older attachment held is either reported again in this Hello or lost.
-        drop(run, event.peer, "attached anew", now, announce=False)
+        older = run.peers.get(event.peer)
+        if older is not None:
+            # What it held is either reported again in this Hello or lost.
+            release(run, older, Release.MEMBERSHIP, now)
+            step_close.advance_close(run, now)
         membership.attach(run, event, now)
     elif isinstance(event, CheckpointStored):
         checkpoints.store_done(run, event, now)
@@ -202,7 +221,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     elif isinstance(event, PeersRevoked):
         roster.revoke(run, event)
         for revoked in event.peers:
-            drop(run, revoked, event.reason, now)
+            _drop(run, revoked, event.reason, now)
     elif isinstance(event, PeersReinstated):
         for welcome in event.peers:
             roster.reinstate(run, welcome)
@@ -232,7 +251,7 @@ def _from_peer(
 ) -> None:
     peer.last_heard = now
     if isinstance(event, SessionLost):
-        drop(run, peer.peer, "it left" if peer.leaving else "its connection ended", now)
+        _drop(run, peer.peer, "it left" if peer.leaving else "its connection ended", now)
     elif isinstance(event, ReceiptsVerified):
         for receipt in event.receipts:
             if receipt.peer == peer.peer:
@@ -265,19 +284,21 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         checkpoints.snapshot_ready(run, peer, message)
         state_transfer.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
-        pending = run.pending_checkpoint
+        pending = run.checkpoints.pending
         if pending is not None and pending.holders.get(message.stage) == peer.peer:
             checkpoints.store_failed(run, message.version, message.reason, now)
     elif isinstance(message, Leaving) and not peer.leaving:
-        peer.leaving, peer.leaving_since = True, now
-        run.roster_dirty = True
+        run.peers.set_leaving(peer, now)
+        run.roster.dirty = True
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
-def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
-    """Remove a peer, its cells, its leases and its part in the close."""
-    membership.remove(run, peer, reason, now, announce=announce)
-    step_close.advance_close(run, now)
+def _drop(run: RunState, peer_id: PeerId, reason: str, now: float) -> None:
+    """Remove a peer that is lost, and continue the close without it."""
+    peer = run.peers.get(peer_id)
+    if peer is not None:
+        membership.dismiss(run, peer, reason, now)
+        step_close.advance_close(run, now)
 
 
 def _drop_silent_peers(run: RunState, now: float) -> None:
@@ -285,7 +306,7 @@ def _drop_silent_peers(run: RunState, now: float) -> None:
     limit = run.manifest.limits.dead_after_seconds
     for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
         run.commands.append(CloseSession(peer.peer, "silent for too long"))
-        drop(run, peer.peer, f"silent for more than {limit:g} s", now)
+        _drop(run, peer.peer, f"silent for more than {limit:g} s", now)
 
 
 def _advance(run: RunState, now: float) -> None:
@@ -302,7 +323,7 @@ def _advance(run: RunState, now: float) -> None:
     step_close.advance_close(run, now)
     _advance_step(run, now)
     if run.stop_requested_at is not None:
-        _stop(run, now)
+        _stop(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:
         departure.release_leavers(run, now)
         _next(run, now)
@@ -311,23 +332,22 @@ def _advance(run: RunState, now: float) -> None:
 def _advance_step(run: RunState, now: float) -> None:
     """Apply the rules of the step in progress."""
     accumulate_masks.answer_masks(run, now)
-    if run.ahead is not None and run.stop_requested_at is None:
-        microbatches.lease_open_microbatches(run, run.ahead, now)
-    if run.phase is RunPhase.COLLECT:
-        _collect(run, now)
-    elif run.phase is RunPhase.EVALUATING:
-        _evaluate(run, now)
-
-
-def _collect(run: RunState, now: float) -> None:
-    step = run.step
-    assert step is not None
     if run.stop_requested_at is not None:
         return
-    microbatches.begin_ahead(run, now)
-    if not microbatches.complete(run):
+    step, ahead = run.steps.current, run.steps.ahead
+    if ahead is not None:
+        microbatches.lease_open_microbatches(run, ahead, now)
+    if step is not None and run.phase is RunPhase.COLLECT:
+        _collect(run, step, now)
+    elif step is not None and run.phase is RunPhase.EVALUATING:
+        _evaluate(run, step, now)
+
+
+def _collect(run: RunState, step: StepState, now: float) -> None:
+    microbatches.begin_ahead(run, step, now)
+    if not microbatches.complete(run, step):
         microbatches.lease_open_microbatches(run, step, now)
-        speculation.lease_stragglers(run, now)
+        speculation.lease_stragglers(run, step, now)
         return
     if step.complete_at is None:
         step.complete_at = now
@@ -335,14 +355,16 @@ def _collect(run: RunState, now: float) -> None:
         _joining_peer_delays_close(run, now) or rebalancing.mover_delays_close(run, now)
     )
     if now >= step.close_not_before and not held:
-        step_close.start_close(run, now)
+        step_close.start_close(run, step, now)
 
 
 def _joining_peer_delays_close(run: RunState, now: float) -> bool:
     """Whether a peer that downloads the current version delays the close, for a bounded time."""
     return any(
-        not peer.leaving and now < peer.close_delayed_until and run.round_of(peer.stage) is None
-        for peer in run.peers.syncing.values()
+        not run.peers[peer].leaving
+        and now < transfer.close_delayed_until
+        and run.steps.round_of(transfer.stage) is None
+        for peer, transfer in run.peers.syncing.items()
     )
 
 
@@ -350,13 +372,15 @@ def _next(run: RunState, now: float) -> None:
     """Go from WAITING to the next step, to the evaluation, or to the end."""
     if run.stop_requested_at is not None:
         return
-    at_end = run.version >= run.manifest.training.steps
-    if at_end or (checkpoints.due(run) and run.pending_checkpoint is None):
+    at_end = run.history.version >= run.manifest.training.steps
+    if at_end or (checkpoints.due(run) and run.checkpoints.pending is None):
         checkpoints.request(run, now)
     if not at_end:
         rebalancing.move_between_steps(run, now)
     step_start.balance_stages(run, now)
-    evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
+    evaluated = (
+        run.history.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
+    )
     if at_end and evaluated:
         _finish(run)
     elif lacking := step_start.unmet_requirement(run, now):
@@ -369,22 +393,17 @@ def _next(run: RunState, now: float) -> None:
         microbatches.begin_step(run, now)
 
 
-def _evaluate(run: RunState, now: float) -> None:
-    step = run.step
-    assert step is not None
-    if run.stop_requested_at is not None:
-        return
+def _evaluate(run: RunState, step: StepState, now: float) -> None:
     if len(step.evaluations) < microbatches.microbatch_count(run):
         microbatches.lease_open_microbatches(run, step, now)
-        speculation.lease_stragglers(run, now)
+        speculation.lease_stragglers(run, step, now)
         return
     tokens = sum(count for _, count in step.evaluations.values())
     loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
-    run.heldout_loss = loss
-    run.commands.append(Persist(EvaluationRecord(run.version, loss, tokens)))
-    run.note(f"held-out loss after step {run.version}: {loss:.4f}")
-    run.step = None
-    run.phase = RunPhase.WAITING
+    run.history.heldout_loss = loss
+    run.commands.append(Persist(EvaluationRecord(run.history.version, loss, tokens)))
+    run.note(f"held-out loss after step {run.history.version}: {loss:.4f}")
+    enter_phase(run, RunPhase.WAITING)
 
 
 def _finish(run: RunState) -> None:
@@ -393,11 +412,11 @@ def _finish(run: RunState) -> None:
         run.waiting_reason = "writing the last checkpoint"
         return
     if checkpoints.stored(run):
-        run.commands.append(Persist(RunFinished(run.version)))
-        run.note(f"the run is finished after {run.version} steps")
+        run.commands.append(Persist(RunFinished(run.history.version)))
+        run.note(f"the run is finished after {run.history.version} steps")
     else:
         run.note("the run reached its last step, but its last checkpoint could not be stored")
-    run.phase = RunPhase.FINISHED
+    enter_phase(run, RunPhase.FINISHED)
     for peer in run.peers.values():
         run.send(peer.peer, Goodbye(finished=True, reason="the run is finished"))
         run.commands.append(CloseSession(peer.peer, "the run is finished"))
@@ -405,20 +424,19 @@ def _finish(run: RunState) -> None:
     run.commands.append(ShutDown())
 
 
-def _stop(run: RunState, now: float) -> None:
+def _stop(run: RunState, requested_at: float, now: float) -> None:
     """Stop on the organiser's request: let a close end, store a checkpoint, disconnect the
     peers."""
-    assert run.stop_requested_at is not None
     if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
         return
-    late = now - run.stop_requested_at > STOP_TIMEOUT_SECONDS
+    late = now - requested_at > STOP_TIMEOUT_SECONDS
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and not late:
         return
     if not checkpoints.stored(run) and not late and checkpoints.request(run, now):
         return
-    run.phase = RunPhase.STOPPING
+    enter_phase(run, RunPhase.STOPPING)
     for peer in run.peers.values():
         run.send(peer.peer, Goodbye(reason="the coordinator is stopping"))
         run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
-    run.note(f"stopped after step {run.version}")
+    run.note(f"stopped after step {run.history.version}")
     run.commands.append(ShutDown())

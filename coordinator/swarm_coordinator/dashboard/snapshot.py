@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.admission.requests import admission_document, token_document
+from swarm_coordinator.admission.requests import admission_status, token_document
 from swarm_coordinator.dashboard.api_models import (
     ID_END,
     AdmissionOverview,
@@ -26,7 +26,7 @@ from swarm_coordinator.dashboard.api_models import (
     TokenItem,
     Tokens,
 )
-from swarm_coordinator.dashboard.database_reader import DatabaseView, StoredNote
+from swarm_coordinator.dashboard.database_reader import DatabaseView
 from swarm_coordinator.dashboard.redact import without_addresses
 from swarm_coordinator.status.document import (
     SYNCING,
@@ -81,13 +81,9 @@ class Snapshot:
 
     @cached_property
     def admission(self) -> AdmissionOverview:
-        document = admission_document(
-            self.database.book,
-            self.status.admission.mode,
-            self.taken_at,
-            attached=len(self.status.peers),
-        )
-        return AdmissionOverview.model_validate(document)
+        mode, attached = self.status.admission.mode, len(self.status.peers)
+        status = admission_status(self.database.book, mode, self.taken_at, attached)
+        return AdmissionOverview(mode=mode, members=status.members, bans=status.bans)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -144,8 +140,8 @@ _SUMMARY_FIELDS = tuple(field.name for field in fields(PeerSummary))
 _PEER_FIELDS = tuple(field.name for field in fields(PeerRow))
 
 
-def public_event(note: StoredNote) -> EventRow:
-    return EventRow(id=note.id, written_at=note.written_at, text=_public_text(note.text))
+def public_event(note: EventRow) -> EventRow:
+    return note.model_copy(update={"text": _public_text(note.text)})
 
 
 def full_peers(status: StatusDocument) -> tuple[FullPeer, ...]:

@@ -1,8 +1,10 @@
-"""`swarm-coordinator demo`: a whole run on this machine, from its creation to a summary.
+"""`swarm-coordinator demo`: a whole run on this machine, and its comparison with one process.
 
 Owns the order of the work and its output. Coordinator and volunteers are real processes, started as
-organisers and volunteers start them (`demo.local_swarm`); the figures come from the run's database,
-their presentation from `demo.run_summary` and `demo.progress_line`.
+organisers and volunteers start them (`demo.local_swarm`); one volunteer is killed in the middle
+(`demo.churn`). The figures come from the run's database, their presentation from
+`demo.run_summary` and `demo.progress_line`. At the end one process computes the same run, and every
+loss has to be equal (`demo.reference_check`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,21 @@ from typing import Any
 
 import click
 
+from swarm_coordinator.demo.churn import FEWEST_STEPS, Churn, Kill, kill_step
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.progress_line import Progress, ProgressDisplay
+from swarm_coordinator.demo.reference_check import (
+    COMPARED_STEPS,
+    ComparedStep,
+    compare_with_reference,
+    remarks,
+    require_equal,
+    rows_shown,
+    steps_to_compare,
+    table_head,
+    table_row,
+    verdict,
+)
 from swarm_coordinator.demo.run_summary import RunResult, result_document, summary_text
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.offline.loss_plot import draw_loss_curve
@@ -33,16 +48,19 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import PeerId
-from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
 DEFAULT_FOLDER = "demo-run"
 CHART_NAME = "loss.png"
 
-DEMO_STEPS = {"tiny": 60}
+DEMO_STEPS = {"tiny": 40}
 """Steps per preset that keep the whole demo below three minutes on two cores; other presets use
 their own number."""
+
+CHECKPOINT_STEPS = 10
+"""Steps between two checkpoints. Where the kill takes a stage's only peer, the run goes back to the
+last one."""
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = {"bytes": 320, "bpe": 120}
@@ -62,6 +80,12 @@ class DemoOptions:
     run_dir: Path
     json_file: Path | None
     keep: bool
+    kill: bool
+
+    @property
+    def kill_step(self) -> int:
+        """The step after which a volunteer is killed; it is among those that are compared."""
+        return kill_step(min(self.steps, COMPARED_STEPS))
 
 
 @click.command("demo")
@@ -102,6 +126,10 @@ class DemoOptions:
     "--keep/--no-keep", default=True, show_default=True,
     help="Keep the run folder after a successful run.",
 )  # fmt: skip
+@click.option(
+    "--kill/--no-kill", default=True, show_default=True,
+    help="Kill a volunteer in the middle of the run and start another one.",
+)  # fmt: skip
 def demo_command(
     volunteers: int,
     stages: int,
@@ -112,8 +140,9 @@ def demo_command(
     run_dir: Path | None,
     json_file: Path | None,
     keep: bool,
+    kill: bool,
 ) -> None:
-    """Train a small model across processes of this machine and show the result."""
+    """Train a small model across processes of this machine and compare it with one process."""
     if volunteers < stages:
         raise UsageError(
             f"{volunteers} volunteer(s) cannot hold {stages} stages, one each is needed; "
@@ -124,17 +153,24 @@ def demo_command(
             f"the folder of --json {json_file} does not exist; make it first, so that the result "
             "is not lost at the end"
         )
+    steps = steps or DEMO_STEPS.get(preset) or PRESETS[preset].steps
+    if kill and steps < FEWEST_STEPS:
+        raise UsageError(
+            f"a run of {steps} step has no middle in which a volunteer could be killed; give "
+            f"--steps {FEWEST_STEPS} or more, or --no-kill"
+        )
     run_demo(
         DemoOptions(
             volunteers=volunteers,
             stages=stages,
-            steps=steps or DEMO_STEPS.get(preset) or PRESETS[preset].steps,
+            steps=steps,
             seed=seed,
             preset=preset,
             threads=threads,
             run_dir=run_dir or free_folder(Path(DEFAULT_FOLDER)),
             json_file=json_file,
             keep=keep,
+            kill=kill,
         )
     )
 
@@ -145,28 +181,34 @@ def run_demo(options: DemoOptions) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     with _sigterm_as_interrupt():
-        try:
-            _run(options)
-        except KeyboardInterrupt:
-            click.echo(
-                f"\nstopped. All processes have ended; run and logs are in {options.run_dir}. "
-                f"`swarm-coordinator start {quoted(options.run_dir)}` continues it.",
-                err=True,
-            )
-            raise SystemExit(130) from None
+        run_dir = quoted(options.run_dir)
+        with _interrupted(
+            f"All processes have ended; run and logs are in {options.run_dir}. "
+            f"`swarm-coordinator start {run_dir}` continues it."
+        ):
+            click.echo(f"making a run in {options.run_dir}")
+            manifest = _make_run(options)
+            finished, kill = _train(options)
+        with _interrupted(
+            f"The run itself is finished and lies in {options.run_dir}; "
+            f"`swarm-coordinator reference {run_dir}` compares it with one process."
+        ):
+            _show_result(options, manifest, finished, kill)
 
 
-def _run(options: DemoOptions) -> None:
-    click.echo(f"making a run in {options.run_dir}")
-    manifest = _make_run(options)
-    finished = _train(options)
+def _show_result(
+    options: DemoOptions, manifest: Manifest, finished: History, kill: Kill | None
+) -> None:
+    """Print the summary, compare the run with one process, and write the files of the result."""
     folder = RunFolder(options.run_dir)
     result = RunResult(
         history=finished,
         coordinator=PeerId(manifest.organiser),
         unigram_entropy=manifest.data.unigram_entropy_nats,
         sample=_sample(folder, manifest, finished, options.seed),
+        kill=kill,
     )
+    events = remarks(kill, result.joined_step)
     chart = options.run_dir / CHART_NAME
     draw_loss_curve(
         chart,
@@ -175,17 +217,48 @@ def _run(options: DemoOptions) -> None:
         [step.loss for step in finished.steps],
         result.unigram_entropy,
         finished.heldout_loss,
+        events,
     )
     click.echo(f"\n{summary_text(result)}\n")
+    compared = _compare(options, folder, manifest, result, events)
     if options.json_file is not None:
-        text = json.dumps(result_document(result), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(result_document(result, compared), indent=2, allow_nan=False) + "\n"
         write_atomically(options.json_file, text.encode(), mode=0o644)
+    require_equal(compared, folder)
+    click.echo(f"{verdict(compared, len(finished.steps), kill, result.joined_step)}\n")
+    if options.json_file is not None:
         click.echo(f"{'result':<14} {options.json_file}")
     if options.keep:
         click.echo(f"{'loss curve':<14} {chart}")
         click.echo(f"{'run folder':<14} {options.run_dir}  (logs in {folder.log})")
     else:
         _remove(options.run_dir)
+
+
+def _compare(
+    options: DemoOptions,
+    folder: RunFolder,
+    manifest: Manifest,
+    result: RunResult,
+    events: Mapping[int, str],
+) -> list[ComparedStep]:
+    """Compute the run again in this process, and print a table of both while it is computed."""
+    steps = steps_to_compare(len(result.history.steps), result.joined_step)
+    shown = rows_shown(steps)
+    which = "" if len(shown) == steps else f" ({len(shown)} are shown, all are compared)"
+    click.echo(f"The same {steps} steps in one process, without volunteers{which}\n{table_head()}")
+
+    def show(one: ComparedStep) -> None:
+        if one.step in events:
+            click.echo(f"      -- {events[one.step]}")
+        if one.step in shown or not one.equal:
+            click.echo(table_row(one))
+
+    compared = compare_with_reference(
+        folder, manifest, result.history, steps, options.threads, show
+    )
+    click.echo()
+    return compared
 
 
 def _make_run(options: DemoOptions) -> Manifest:
@@ -201,6 +274,7 @@ def _make_run(options: DemoOptions) -> Manifest:
             "run.seed": options.seed,
             # All volunteers start together, so the first step waits for all of them.
             "limits.starting_peers_per_stage": options.volunteers // options.stages,
+            "checkpoint.every_steps": CHECKPOINT_STEPS,
             # No other machine needs to reach the demo.
             "network.listen_host": "127.0.0.1",
         },
@@ -208,7 +282,7 @@ def _make_run(options: DemoOptions) -> Manifest:
     )
 
 
-def _train(options: DemoOptions) -> History:
+def _train(options: DemoOptions) -> tuple[History, Kill | None]:
     """Start all processes, show progress, and wait until they have ended."""
     with Subprocesses() as children:
         swarm = LocalSwarm(options.run_dir, children, options.threads)
@@ -218,17 +292,19 @@ def _train(options: DemoOptions) -> History:
             for _ in range(options.volunteers):
                 swarm.start_volunteer(invite)
             click.echo(f"started {options.volunteers} volunteers, {options.stages} stages")
-            finished = _watch(swarm, options)
+            if options.kill:
+                click.echo(f"after step {options.kill_step} one of them will be killed")
+            finished, kill = _watch(swarm, options, invite)
         except KeyboardInterrupt:
             click.echo("stopping: the coordinator stores a checkpoint (Ctrl-C again stops at once)")
             swarm.stop()
             raise
         for child in swarm.wait_for_exit():
             click.echo(f"note: {child.name} {child.describe_exit()}; see {child.log}", err=True)
-    return finished
+    return finished, kill
 
 
-def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
+def _watch(swarm: LocalSwarm, options: DemoOptions, invite: str) -> tuple[History, Kill | None]:
     peers: list[int] = []
 
     def show(seen: History, status: Mapping[str, Any]) -> None:
@@ -236,16 +312,19 @@ def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
         if len(seen.steps) < options.steps or not peers:
             peers[:] = peers_per_stage(status)
         display.show(Progress(options.steps, seen.steps, tuple(peers), _note(seen, status)))
+        if options.kill:
+            churn.follow(seen, status)
 
     def _note(seen: History, status: Mapping[str, Any]) -> str:
-        if not seen.steps:
-            return str(status.get("waiting_for") or "the first step is under way")
-        if len(seen.steps) >= options.steps and not seen.restored.finished:
-            return "evaluating and saving"
-        return ""
+        if len(seen.steps) >= options.steps:
+            return "" if seen.restored.finished else "evaluating and saving"
+        if waiting := status.get("waiting_for"):
+            return f"waiting for volunteers: {waiting}"
+        return "" if seen.steps else "the first step is under way"
 
     with ProgressDisplay(sys.stdout, monotonic) as display:
-        return swarm.watch(show)
+        churn = Churn(swarm, invite, options.kill_step, display.write_line)
+        return swarm.watch(show), churn.kill
 
 
 def peers_per_stage(status: Mapping[str, Any]) -> list[int]:
@@ -268,9 +347,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
 
     # One token at a time is too little work for several threads.
     torch.set_num_threads(1)
-    checkpoints = CheckpointFolder(
-        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
-    )
+    checkpoints = CheckpointFolder.of_run(folder, manifest)
     model = build_whole(manifest)
     files = checkpoints.stage_files(checkpoint.version)
     model.load_state_dict(merge_stages(manifest.model, files), strict=False)
@@ -295,6 +372,16 @@ def _remove(run_dir: Path) -> None:
     except OSError as error:
         raise StorageError(f"{run_dir} cannot be removed: {error.strerror}") from error
     click.echo(f"removed {run_dir}")
+
+
+@contextmanager
+def _interrupted(explanation: str) -> Iterator[None]:
+    """Turn Ctrl-C into an explanation and the exit code of an interrupted program."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nstopped. {explanation}", err=True)
+        raise SystemExit(130) from None
 
 
 @contextmanager

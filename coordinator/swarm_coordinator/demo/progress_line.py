@@ -1,6 +1,7 @@
 """The live progress of a run: one line updated in place, or plain lines in a log.
 
-Owns the text of the line, the estimate of the remaining time, and how often the line is written.
+Owns the text of the line, the estimate of the remaining time, how often the line is written, and
+the lines of events between.
 The caller supplies figures, clock and stream.
 """
 
@@ -103,6 +104,11 @@ class ProgressDisplay:
             self._written_at = now
             self._write(f"{self._latest}\n")
         self._written = self._latest
+
+    def write_line(self, text: str) -> None:
+        """Write a line that stays, above the progress."""
+        self._write(f"\r{text}{CLEAR_TO_END_OF_LINE}\n" if self._in_place else f"{text}\n")
+        self._written = ""
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

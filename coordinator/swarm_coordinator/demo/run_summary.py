@@ -6,15 +6,23 @@ Losses are in nats per token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from swarm_coordinator.demo.churn import Kill, first_counted_step
+from swarm_coordinator.demo.reference_check import ComparedStep
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_coordinator.storage.history import History, LinkTotal, steps_document
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
-from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
+from swarm_shared.protocol import (
+    CONTROL_PROTOCOL,
+    DOCTOR_PROTOCOL,
+    STAGE_PROTOCOL,
+    TRANSFER_PROTOCOL,
+)
 
 CLEARLY_BELOW_NATS = 0.1
 """Nats below the unigram entropy that count as clear. A model of single tokens cannot get below it,
@@ -32,6 +40,7 @@ _PROTOCOL_LABELS = {
     CONTROL_PROTOCOL: "control",
     STAGE_PROTOCOL: "activations, gradients",
     TRANSFER_PROTOCOL: "data, checkpoints",
+    DOCTOR_PROTOCOL: "reachability",
 }
 
 
@@ -43,6 +52,13 @@ class RunResult:
     coordinator: PeerId
     unigram_entropy: float
     sample: str
+    kill: Kill | None = None
+    """None in a run without one."""
+
+    @property
+    def joined_step(self) -> int | None:
+        """The first step that contains a gradient of the newcomer; None if there is none."""
+        return first_counted_step(self.history, self.kill.newcomer) if self.kill else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +77,8 @@ def tokens_per_second(history: History) -> float:
     return sum(step.tokens for step in history.steps) / seconds if seconds > 0 else 0.0
 
 
-def result_document(result: RunResult) -> dict[str, Any]:
-    """Return the document of `demo --json`."""
+def result_document(result: RunResult, compared: Sequence[ComparedStep]) -> dict[str, Any]:
+    """Return the document of `demo --json`; a loss that is not finite becomes null."""
     return {
         **steps_document(result.history.steps),
         "heldout_loss": result.history.heldout_loss,
@@ -79,6 +95,11 @@ def result_document(result: RunResult) -> dict[str, Any]:
         ],
         "unigram_entropy": result.unigram_entropy,
         "sample": result.sample,
+        "kill": asdict(result.kill) | {"joined_step": result.joined_step} if result.kill else None,
+        "reference": {
+            "losses": [one.alone if math.isfinite(one.alone) else None for one in compared],
+            "equal": all(one.equal for one in compared),
+        },
     }
 
 
@@ -114,7 +135,10 @@ def summary_text(result: RunResult) -> str:
         "Bytes per link\n" + _links(result),
     ]
     if result.sample:
-        blocks.append("Text sampled from the trained model\n" + _indented(result.sample))
+        blocks.append(
+            f"Text sampled from the model after {len(history.steps)} steps\n"
+            + _indented(result.sample)
+        )
     return "\n\n".join(blocks)
 
 
@@ -172,11 +196,12 @@ def _contributions(parts: Sequence[StageContribution]) -> str:
             f"{part.microbatches:,}",
             f"{part.tokens:,}",
             f"{part.microbatches / max(1, whole[part.stage]):.0%}",
+            f"{part.first_step}-{part.last_step}",
         )
         for part in parts
     ]
-    header = ("peer", "name", "stage", "microbatches", "tokens", "share of stage")
-    return table(header, rows, right=(2, 3, 4, 5))
+    header = ("peer", "name", "stage", "microbatches", "tokens", "share of stage", "in steps")
+    return table(header, rows, right=(2, 3, 4, 5, 6))
 
 
 def _links(result: RunResult) -> str:

@@ -26,8 +26,8 @@ from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
-from swarm_coordinator.storage.store import SqliteStore, Store
-from swarm_shared.base.atomic_file import storage_error, sync_folder
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, sync_tree
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.types import Version
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -75,6 +75,7 @@ def restore_backup(
             known = _known_generation(run_dir)
         partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
         try:
+            make_folder(run_dir.parent)
             _assemble(backup, summary, partial_dir, run_dir if occupied else None)
             folder = RunFolder(partial_dir)
             location = database_location(folder)
@@ -95,6 +96,7 @@ def restore_backup(
                 postgresql_driver().load_backup(location, folder.database, force)
                 for path in database_files(folder.database):
                     path.unlink()
+            sync_tree(partial_dir)
             replaced = _swap(partial_dir, run_dir, occupied, now)
         except OSError as error:
             raise storage_error(run_dir, error) from error
@@ -126,13 +128,11 @@ def _known_generation(run_dir: Path) -> int:
 
 
 def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path | None) -> None:
-    target.mkdir(mode=0o700, parents=True)
+    target.mkdir(mode=0o700)
     for saved in summary.files:
         path = target / saved.path
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(backup / saved.path, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
     for name in _CARRIED_OVER:
         if replaced is not None and (replaced / name).exists() and not (target / name).exists():
             if (replaced / name).is_dir():
@@ -145,7 +145,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
 
 def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
     """Roll the run back to the backup's checkpoint, in a new generation; return the generation."""
-    store: Store = SqliteStore.open(folder.database)
+    store = SqliteStore.open(folder.database)
     try:
         generation = store.next_generation(above)
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(summary.saved_at))
@@ -156,9 +156,6 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
             trio.run(partial(store.write, record))
     finally:
         store.close()
-    for path in database_files(folder.database):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
     return generation
 
 

@@ -1,14 +1,15 @@
 """The loss curve of a run as a PNG.
 
-Owns the drawing only. One hue shows the data (the loss per step); the reference line and the
-held-out marker are neutral and labelled in place.
+Owns the drawing only. One hue shows the data (the loss per step); the reference line, the
+held-out marker and events are neutral and labelled in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -29,8 +30,9 @@ def draw_loss_curve(
     losses: Sequence[float],
     unigram_entropy: float | None = None,
     heldout_loss: float | None = None,
+    events: Mapping[int, str] | None = None,
 ) -> None:
-    """Write the curve of `losses` (nats per token) over `steps` to `path`.
+    """Write the curve of `losses` (nats per token) over `steps` to `path`, with events at steps.
 
     Drawn without pyplot, which has global state and looks for a display.
     """
@@ -55,9 +57,10 @@ def draw_loss_curve(
         )  # fmt: skip
         axes.annotate(
             f"held-out loss {heldout_loss:.3f}",
-            xy=(steps[-1], heldout_loss), xytext=(6, 12), textcoords="offset points",
-            ha="right", va="bottom", color=INK_COLOR, fontsize=9,
+            xy=(steps[-1], heldout_loss), xytext=(-10, 0), textcoords="offset points",
+            ha="right", va="center", color=INK_COLOR, fontsize=9,
         )  # fmt: skip
+    _draw_events(axes, events or {})
     axes.set_title(title, loc="left", color=INK_COLOR, fontsize=11)
     axes.set_xlabel("optimizer step", color=INK_COLOR)
     axes.set_ylabel("cross entropy (nats per token)", color=INK_COLOR)
@@ -77,3 +80,13 @@ def draw_loss_curve(
             f"the loss curve could not be written to {path}: {error.strerror}; "
             "free some space or name another folder"
         ) from error
+
+
+def _draw_events(axes: Axes, events: Mapping[int, str]) -> None:
+    for step, text in events.items():
+        axes.axvline(step, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (1, 2)))
+        axes.annotate(
+            text, xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
+            textcoords="offset points", ha="left", va="top", rotation=90, color=INK_COLOR,
+            fontsize=9,
+        )  # fmt: skip

@@ -29,7 +29,7 @@ from swarm_coordinator.durability.run_files import (
 from swarm_coordinator.run_creation.corpus import ReadyShards, read_corpus
 from swarm_coordinator.run_creation.shards import Progress, prepare_data
 from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
-from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
@@ -176,7 +176,7 @@ def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
     """Yield a locked folder next to `run_dir`, renamed to it when the block succeeds."""
     prefix = f".{run_dir.name[:64]}.initialising-"
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir.parent)
         _remove_abandoned(run_dir.parent, prefix)
         temporary = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=prefix))
     except OSError as error:
@@ -212,11 +212,3 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 def _name_for(run_dir: Path) -> str:
     name = run_dir.absolute().name.encode("utf-8", "replace").decode("utf-8")
     return name[:100] or "my-run"
-
-
-__all__ = [
-    "initialise_from_settings",
-    "initialise_run",
-    "load_manifest",
-    "refresh_manifest",
-]

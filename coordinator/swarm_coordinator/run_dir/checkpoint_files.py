@@ -21,17 +21,19 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from swarm_coordinator.core.events import CheckpointRecord, StoredStage
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, StageIndex, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 SUMMARY_NAME = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _ITEM = re.compile(r"checkpoint/(\d{1,15})/(\d{1,6})")
 _MAX_SUMMARY_BYTES = 16 * 2**20
-_READ_BYTES = 4 * 2**20
 
 
 class StageFile(FrozenModel):
@@ -79,6 +81,11 @@ class CheckpointFolder:
         self._stages = stages
         self._keep = max(1, keep)
 
+    @classmethod
+    def of_run(cls, folder: RunFolder, manifest: Manifest, keep: int = 1) -> CheckpointFolder:
+        """The checkpoints in a run's folder."""
+        return cls(folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep)
+
     def folder(self, version: int) -> Path:
         return self._root / f"step-{version:08d}"
 
@@ -96,8 +103,7 @@ class CheckpointFolder:
     ) -> CheckpointRecord:
         """Make the checkpoint of the stages (bytes, sha256) in its partial folder.
 
-        Afterwards all but the newest `keep` checkpoints are deleted, and so are those of a history
-        that was rolled back (their version is higher).
+        Checkpoints of a higher version are deleted: they belong to a history that was rolled back.
         """
         assert sorted(files) == list(range(self._stages)), "every stage once"
         summary = CheckpointSummary(
@@ -117,8 +123,22 @@ class CheckpointFolder:
         except OSError as error:
             raise storage_error(final, error) from error
         sync_folder(self._root)
-        self._prune(version)
+        for later in (there for there in self.versions() if there > version):
+            self._discard(self.folder(later))
         return summary.record()
+
+    def prune(self, newest: Version) -> None:
+        """Delete all but the newest `keep` checkpoints up to `newest`.
+
+        Only when the database lists `newest`: after a power cut in between, the run would have no
+        checkpoint that both the database and the folder have.
+        """
+        older = [version for version in self.versions() if version < newest]
+        try:
+            for version in older[self._keep - 1 :]:
+                self._discard(self.folder(version))
+        except OSError as error:
+            raise storage_error(self._root, error) from error
 
     def discard_partial(self, version: int) -> None:
         """Delete the partial folder of a checkpoint that failed."""
@@ -218,13 +238,6 @@ class CheckpointFolder:
         except ValidationError as error:
             raise StorageError(f"the checkpoint {folder} is damaged: {path.name}") from error
 
-    def _prune(self, newest: int) -> None:
-        """Delete surplus checkpoints; `newest` has just been written and stays."""
-        older = [version for version in self.versions() if version < newest]
-        stale = [version for version in self.versions() if version > newest]
-        for version in (*older[self._keep - 1 :], *stale):
-            self._discard(self.folder(version))
-
     def _discard(self, folder: Path) -> None:
         # The summary first: without it a half-deleted folder is not a checkpoint.
         (folder / SUMMARY_NAME).unlink(missing_ok=True)
@@ -232,13 +245,11 @@ class CheckpointFolder:
 
 
 def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
-    digest = hashlib.sha256()
     try:
         if path.stat().st_size != size_bytes:
             raise StorageError(f"the checkpoint file {path} is damaged (its size is wrong)")
         with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise StorageError(
             f"the checkpoint file {path} cannot be read ({error.strerror})"

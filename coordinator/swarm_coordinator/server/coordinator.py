@@ -20,12 +20,12 @@ from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
+    CheckpointRecord,
     CheckpointStored,
     CloseSession,
     Command,
     Event,
     FetchSnapshot,
-    HeartbeatsReceived,
     Note,
     PeerAttached,
     PeersRevoked,
@@ -51,13 +51,12 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.error_groups import leaves
-from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
 from swarm_shared.base.text import printable
-from swarm_shared.base.types import Generation, PeerId
+from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
@@ -115,10 +114,9 @@ class Coordinator:
         self._queue = EventQueue()
         self._sessions = ClientSessions()
         self._news = NewsPublisher(Leaderboard(service.manifest))
-        self._checkpoints = CheckpointFolder(
-            service.folder.checkpoints, self._run_id, service.manifest.stage_count,
-            service.settings.checkpoint.keep,
-        )  # fmt: skip
+        self._checkpoints = CheckpointFolder.of_run(
+            service.folder, service.manifest, service.settings.checkpoint.keep
+        )
 
     async def run(self) -> None:
         service = self._service
@@ -159,7 +157,7 @@ class Coordinator:
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
         reports = LinkReports(node)
-        self.control = ControlServer(admission, self._sessions, self._queue.put, reports.record)
+        self.control = ControlServer(admission, self._sessions, self._queue, reports.record)
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
             self._own_certificate, self._queue.put,
@@ -178,11 +176,8 @@ class Coordinator:
             max_streams_per_peer=MAX_CONTROL_STREAMS,
         )  # fmt: skip
         return StatusWriter(
-            self._state,
-            StatusFile(service.folder.status, self._state, addresses, service.wall_clock),
-            service.store, reports, self._admission_service, self._sessions, self.control,
-            service.dashboard_process,
-            service.clock,
+            service, self._state, addresses, reports, self._admission_service, self._sessions,
+            self.control,
         )  # fmt: skip
 
     @property
@@ -218,7 +213,6 @@ class Coordinator:
         store = self._service.store
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.contributions),
-            await anyio.to_thread.run_sync(store.teams),
             await anyio.to_thread.run_sync(store.owners),
         )
 
@@ -228,9 +222,7 @@ class Coordinator:
         """Process one event. Returns True when the core commands the end."""
         # A process that was frozen and has lost the leadership must not send anything more.
         await self._service.store.ensure_leadership()
-        if isinstance(event, HeartbeatsReceived):
-            event = self.control.take_heartbeats()
-        elif isinstance(event, PeerAttached):
+        if isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
                 self._sessions.refuse(event.session, refusal)
@@ -289,6 +281,8 @@ class Coordinator:
             await self._service.store.write(command.record)
             if isinstance(command.record, AppliedStep):
                 self._news.leaderboard.add(command.record)
+            elif isinstance(command.record, CheckpointRecord):
+                self._nursery.start_soon(self._prune_checkpoints, command.record.version)
             elif isinstance(command.record, RolledBack):
                 await self._count_contributions()
         elif isinstance(command, Note):
@@ -298,6 +292,12 @@ class Coordinator:
             self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
+
+    async def _prune_checkpoints(self, newest: Version) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._checkpoints.prune, newest)
+        except StorageError as error:
+            self._note(f"an old checkpoint could not be deleted: {error}")
 
     def _note(self, text: str, peer: PeerId | None = None) -> None:
         text = printable(text)

@@ -15,8 +15,14 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.probe_pass import sign_probe_pass
-from swarm_shared.probe.server import AnswerHello, HelloAnswer
-from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
+from swarm_shared.probe.server import AnswerHello
+from swarm_shared.protocol import (
+    SOFTWARE_VERSION,
+    DoctorHello,
+    DoctorWelcome,
+    Neighbour,
+    Reachability,
+)
 from swarm_shared.run.manifest import Manifest
 
 MAX_NEIGHBOURS = 3
@@ -31,7 +37,7 @@ def probe_judge(
     smallest_stage_bytes = min(stage.memory_bytes for stage in manifest.stages)
     tokens = sum(shard.tokens for shard in manifest.data.shards)
 
-    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+    def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         if hello.run != admission.run:
             raise AdmissionError(
                 f"this coordinator serves run {admission.run[:12]}, not {hello.run[:12]}; "
@@ -46,9 +52,9 @@ def probe_judge(
             now = admission.clock()
             probe_pass = sign_probe_pass(admission.organiser, remote, admission.run, now)
             neighbours = _neighbours(state(), remote)
-        return HelloAnswer(
+        return DoctorWelcome(
             software_fits=compatible(hello.software, SOFTWARE_VERSION),
-            admission=refusal or "",
+            admission=(refusal or "")[:500],
             probe_pass=probe_pass,
             neighbours=neighbours,
             smallest_stage_bytes=smallest_stage_bytes,
@@ -74,8 +80,8 @@ def _neighbours(state: RunState, visitor: PeerId) -> tuple[Neighbour, ...]:
     """Volunteers that can be dialled, chosen at random to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
     found = [
-        Neighbour(peer=peer.peer, addresses=peer.addresses)
+        Neighbour(peer=peer.peer, addresses=peer.contact.addresses)
         for peer in state.peers.values()
-        if peer.reachability in public and peer.peer != visitor
+        if peer.contact.reachability in public and peer.peer != visitor
     ]
     return tuple(random.sample(found, min(MAX_NEIGHBOURS, len(found))))

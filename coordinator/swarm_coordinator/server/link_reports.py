@@ -64,20 +64,18 @@ class LinkReports:
                     return  # of a session that has been replaced
                 del self._of[reporter]
             of = self._of[reporter] = ReporterState(session)
-        if heartbeat.changed_links or heartbeat.links is not None:
+        if heartbeat.changed_links:
             self._record_links(reporter, of, heartbeat)
-        if heartbeat.paths is not None:
-            of.paths = {}
-        if heartbeat.changed_paths or heartbeat.lost_paths or heartbeat.paths:
+        if heartbeat.changed_paths or heartbeat.lost_paths:
             for remote in heartbeat.lost_paths:
                 of.paths.pop(remote, None)
-            for path in (*(heartbeat.paths or ()), *heartbeat.changed_paths):
+            for path in heartbeat.changed_paths:
                 _set_newest(of.paths, path.remote, path)
             _drop_oldest(of.paths, self._room(MAX_PATHS), self._node.peer_id)
 
     def _record_links(self, reporter: PeerId, of: ReporterState, heartbeat: Heartbeat) -> None:
         unsaved = self._unsaved.setdefault(reporter, {})
-        for link in (*(heartbeat.links or ()), *heartbeat.changed_links):
+        for link in heartbeat.changed_links:
             key = (link.remote, link.protocol)
             unsaved[key] = link
             _set_newest(of.links, key, link)

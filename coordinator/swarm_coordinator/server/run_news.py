@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from swarm_coordinator.core.events import AppliedStep
-from swarm_coordinator.core.rules.status_view import waiting_for
+from swarm_coordinator.core.rules.waiting import waiting_reason
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, Version
@@ -40,15 +40,14 @@ class Leaderboard:
     def begin(
         self,
         contributions: Iterable[StageContribution],
-        teams: Mapping[PeerId, str] | None = None,
         owners: Mapping[PeerId, PeerId] | None = None,
     ) -> None:
         """Take over the database's sums, at a start and after a rollback to a checkpoint."""
         self._sums.clear()
-        teams, owners = teams or {}, owners or {}
+        owners = owners or {}
         for part in contributions:
             self._sums.add(part.peer, part.stage, part.microbatches, part.tokens)
-            self.describe(part.peer, part.name, teams.get(part.peer), owners.get(part.peer))
+            self.describe(part.peer, part.name, part.team, owners.get(part.peer))
 
     def add(self, step: AppliedStep) -> None:
         for share in step.shares:
@@ -92,20 +91,20 @@ class NewsPublisher:
         """The message to broadcast now; None while nothing is new or it is too soon."""
         if now < self._next_at:
             return None
-        waits = waiting_for(run)
-        if (run.version, waits) == self._published:
+        waits = waiting_reason(run)
+        if (run.history.version, waits) == self._published:
             return None
-        self._published = (run.version, waits)
+        self._published = (run.history.version, waits)
         self._next_at = now + max(MIN_INTERVAL_SECONDS, INTERVAL_SECONDS_PER_PEER * len(run.peers))
         self.latest = self._news(run, waits)
         return self.latest
 
     def _news(self, run: RunState, waits: str) -> RunNews:
-        last = run.last_applied
+        last = run.history.last_applied
         finite = last is not None and math.isfinite(last.loss)
         decisions = [note.text for note in run.rebalancing.decisions][-DECISIONS_PER_MESSAGE:]
         return RunNews(
-            version=run.version,
+            version=run.history.version,
             loss=last.loss if last is not None and finite else None,
             tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
             waiting_for=waits[:500],

@@ -29,7 +29,6 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
 from swarm_coordinator.simulator.downloads import Downloads
@@ -62,9 +61,6 @@ LAST_HEARD_INTERVAL_SECONDS = 2.0
 """Seconds between updates of when the living peers were last heard, in place of their
 heartbeats."""
 NEVER_ENDING_STEPS = 2**31
-
-_SET_LAST_HEARD = vars(PeerState)["last_heard"].__set__
-"""Sets a peer's `last_heard` without notifying its table: no index depends on it."""
 
 
 class Swarm:
@@ -183,7 +179,11 @@ class Swarm:
     def takes_part(self, volunteer: SimulatedVolunteer) -> bool:
         """Whether the coordinator counts it as a holder of its stage at this version."""
         peer = self.run.peers.get(volunteer.peer)
-        return peer is not None and peer.stage == volunteer.stage and self.run.holds_current(peer)
+        return (
+            peer is not None
+            and peer.stage == volunteer.stage
+            and self.run.peers.holds_current(peer)
+        )
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         self.plane.serves(volunteer)
@@ -203,10 +203,10 @@ class Swarm:
         self.event_heap.later(self.options.tick_seconds, self._tick)
 
     def _refresh_last_heard(self) -> None:
-        now, silent, hear = self.event_heap.now, self._silent, _SET_LAST_HEARD
+        now, silent = self.event_heap.now, self._silent
         for peer_id, peer in self.run.peers.items():
             if peer_id not in silent:
-                hear(peer, now)
+                peer.last_heard = now
         self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def deliver(self, event: Event) -> None:
@@ -246,12 +246,12 @@ class Swarm:
             for peer in command.peers:
                 self._carry_out(Send(peer, command.message))
             return
-        assert self.run.published is not None
+        assert self.run.roster.published is not None
         if self.plane.FOLLOWS_ROSTERS:
             for peer in command.peers:
                 volunteer = self.volunteers.get(peer)
                 if volunteer is not None and volunteer.alive and volunteer.attached:
-                    self.plane.roster(volunteer, self.run.published)
+                    self.plane.roster(volunteer, self.run.roster.published)
 
     def _deliver_message(self, volunteer: SimulatedVolunteer, message: object) -> None:
         latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds

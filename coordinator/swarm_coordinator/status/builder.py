@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from swarm_coordinator.core.rules.status_view import waiting_for
-from swarm_coordinator.core.state.run import PeerState, RunState
+from swarm_coordinator.core.rules.waiting import waiting_reason
+from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import (
     Rejection,
     StageUtilisation,
@@ -35,57 +36,57 @@ def document_of(run: RunState, now: float) -> StatusDocument:
 
 
 def document_without_peers(run: RunState, now: float) -> StatusDocument:
-    step, last = run.step, run.last_applied
+    step, last = run.steps.current, run.history.last_applied
     return StatusDocument(
         run=run.manifest.name,
         phase=run.phase.value,
-        waiting_for=waiting_for(run),
-        generation=run.generation,
-        version=run.version,
+        waiting_for=waiting_reason(run),
+        generation=run.start.generation,
+        version=run.history.version,
         steps=run.manifest.training.steps,
-        step=step.step if step is not None else Step(run.version),
+        step=step.step if step is not None else Step(run.history.version),
         cells_done=len(step.table) if step is not None else 0,
         cells_total=run.manifest.training.microbatches_per_step * run.manifest.stage_count,
         loss=last.loss if last is not None else None,
         diverged=last is not None and not math.isfinite(last.loss),
         tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
-        heldout_loss=run.heldout_loss,
+        heldout_loss=run.history.heldout_loss,
         work=WorkCounts(
-            counted=run.work.counted,
-            duplicated=run.work.duplicated,
-            cleared=run.work.cleared,
+            counted=run.statistics.work.counted,
+            duplicated=run.statistics.work.duplicated,
+            cleared=run.statistics.work.cleared,
         ),
-        checkpoint_version=run.checkpoint.version if run.checkpoint else None,
-        uptime_seconds=now - run.started_at,
-        coordinator=run.coordinator.peer,
+        checkpoint_version=run.checkpoints.stored.version if run.checkpoints.stored else None,
+        uptime_seconds=now - run.start.at,
+        coordinator=run.start.record.peer,
         stages=tuple(
             StageStatusRow(
                 stage=row.stage,
-                peers=len(run.ready_peers(row.stage)),
+                peers=len(run.peers.ready(row.stage)),
                 microbatches_per_second=row.microbatches_per_second,
             )
-            for row in run.stage_rows()
+            for row in run.peers.stage_rows()
         ),
-        figures=figures_of(run.utilisation),
+        figures=figures_of(run.statistics.utilisation),
         rebalancing=_rebalancing(run, now),
     )
 
 
 def peer_row(run: RunState, peer: PeerState, now: float) -> PeerRow:
-    flag = run.flags.get(peer.peer)
+    flag = run.statistics.flags.get(peer.peer)
     return PeerRow(
         peer=peer.peer,
-        name=peer.name,
+        name=peer.profile.name,
         stage=peer.stage,
         phase=peer.phase.value,
         version=peer.version,
         leaving=peer.leaving,
         paused=peer.paused,
-        device=peer.device,
-        reachability=peer.reachability.value,
-        offers_relay=peer.offers_relay,
-        microbatches_per_second=peer.microbatches_per_second,
-        queued=peer.queued,
+        device=peer.profile.device,
+        reachability=peer.contact.reachability.value,
+        offers_relay=peer.contact.offers_relay,
+        microbatches_per_second=peer.rates.microbatches_per_second,
+        queued=peer.rates.queued,
         silent_seconds=round(now - peer.last_heard, 1),
         flagged_times=0 if flag is None else flag.times,
         flagged_reason="" if flag is None else flag.reason,

@@ -26,7 +26,7 @@ from swarm_coordinator.storage.postgresql import (
     open_for_writing,
 )
 from swarm_coordinator.storage.records import Record, insert, insert_generation
-from swarm_coordinator.storage.store import WriterStore
+from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
 
@@ -66,11 +66,8 @@ class PostgresqlDatabase:
         """Return the error; a lost connection is checked for a successor first."""
         if self.generation and self.connection.raw.closed:
             with contextlib.suppress(SwarmError, psycopg.Error):
-                raw = connect(self._location)
-                try:
+                with contextlib.closing(connect(self._location)) as raw:
                     found = raw.execute("SELECT generation FROM leadership").fetchone()
-                finally:
-                    raw.close()
                 if found is not None and found[0] != self.generation:
                     return _superseded(self.generation)
         return explain(self._location, error)
@@ -94,7 +91,7 @@ def _superseded(generation: int) -> LeadershipError:
     )
 
 
-class PostgresqlStore(WriterStore):
+class PostgresqlStore(Store):
     """The store of a run whose run.toml names a PostgreSQL server."""
 
     database_errors = (psycopg.Error,)

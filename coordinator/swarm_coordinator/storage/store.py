@@ -29,11 +29,7 @@ from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.core.events import CheckpointRecord, Restored
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.contributions import (
-    StageContribution,
-    read_contributions,
-    read_teams,
-)
+from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.device_owner_rows import read_owners
 from swarm_coordinator.storage.records import (
     Record,
@@ -58,54 +54,6 @@ commit_hook: Callable[[str], None] | None = None
 `written`, `committed` and `answered`; never set in production."""
 
 
-class Store(Protocol):
-    """The durable records of a run. `write` is for decisions, `post` for everything else."""
-
-    def next_generation(self, above: int = 0) -> int:
-        """Write and return the generation of this start: above all earlier ones and above
-        `above`."""
-
-    def restore(self) -> Restored:
-        """Return the progress of the run, from which the pure core begins."""
-
-    def checkpoints(self) -> list[CheckpointRecord]:
-        """Return the checkpoints of the run's history, the newest first."""
-
-    def admission(self) -> AdmissionBook:
-        """Return tokens, members, the allow-list and bans."""
-
-    def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
-        """Return the peers admitted at that time or later, with the time of the last admission."""
-
-    def teams(self) -> dict[PeerId, str]:
-        """Return the team of each peer that is in one."""
-
-    def owners(self) -> dict[PeerId, PeerId]:
-        """Return the owner of each device that is bound to one."""
-
-    def contributions(self) -> tuple[StageContribution, ...]:
-        """Sum the contributions over all steps of the run's history; takes long in a long run."""
-
-    async def write(self, record: Record) -> None:
-        """Return when the record is durable; StorageError when it cannot be written."""
-
-    def post(self, record: Record) -> None:
-        """Queue a record. It is lost if the process dies first; a failure is logged, not raised."""
-
-    def close(self) -> None:
-        """Write the queued records and close the database."""
-
-    @property
-    def renew_seconds(self) -> float | None:
-        """Seconds between calls of `renew_lease`; None where no other coordinator could lead."""
-
-    async def renew_lease(self) -> None:
-        """Extend the lease. LeadershipError when another coordinator has taken over."""
-
-    async def ensure_leadership(self) -> None:
-        """Return at once while the lease is valid; otherwise renew it first."""
-
-
 class Database(Protocol):
     """An open database with one transaction at a time; used from one thread only."""
 
@@ -125,16 +73,17 @@ class Database(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """Work for the writer thread; `done` is called there, exactly once."""
+    """Work for the writer thread, which answers it exactly once."""
 
     work: Callable[[Connection], Any]
-    done: Callable[[Any, SwarmError | None], None]
+    answer: Future[Any]
 
 
-class WriterStore:
-    """A `Store` over any `Database`. May be constructed before the event loop runs."""
+class Store:
+    """The durable records of a run, over any `Database`. May be constructed before the event loop
+    runs. `write` is for decisions, `post` for everything else."""
 
     database_errors: ClassVar[tuple[type[Exception], ...]]
     """Exceptions that the database raises when it refuses a statement."""
@@ -146,7 +95,6 @@ class WriterStore:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._generation = 0
         self._closed = False
-        self._failures = 0
         self._opened: Future[None] = Future()
         # The last two: a value that the database's binding cannot represent.
         self._handled_errors: tuple[type[Exception], ...] = (
@@ -164,52 +112,55 @@ class WriterStore:
         """Whether this store has a generation; no other coordinator may write then."""
         return self._generation > 0
 
-    @property
-    def failures(self) -> int:
-        """Number of posted records that could not be written."""
-        return self._failures
-
     def next_generation(self, above: int = 0) -> int:
+        """Write and return the generation of this start: above all earlier ones and above
+        `above`."""
         now = self._clock()
         self._generation = self._call(lambda connection: insert_generation(connection, now, above))
         return self._generation
 
     def restore(self) -> Restored:
+        """Return the progress of the run, from which the pure core begins."""
         return self._call(read_restored)
 
     def checkpoints(self) -> list[CheckpointRecord]:
+        """Return the checkpoints of the run's history, the newest first."""
         return self._call(read_checkpoints)
 
     def admission(self) -> AdmissionBook:
+        """Return tokens, members, the allow-list and bans."""
         return self._call(read_admission)
 
     def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
+        """Return the peers admitted at that time or later, with the time of the last admission."""
         return self._call(lambda connection: read_seen_since(connection, unix_seconds))
 
     def contributions(self) -> tuple[StageContribution, ...]:
+        """Sum the contributions over all steps of the run's history; takes long in a long run."""
         return self._call(read_contributions)
 
-    def teams(self) -> dict[PeerId, str]:
-        return self._call(read_teams)
-
     def owners(self) -> dict[PeerId, PeerId]:
+        """Return the owner of each device that is bound to one."""
         return self._call(read_owners)
 
     async def write(self, record: Record) -> None:
+        """Return when the record is durable; StorageError when it cannot be written."""
         await self._call_async(self._insertion(record))
 
     def post(self, record: Record) -> None:
+        """Queue a record. It is lost if the process dies first; a failure is logged, not raised."""
         if self._closed:
             return
 
-        def done(_: Any, error: SwarmError | None) -> None:
+        def done(answer: Future[None]) -> None:
+            error = answer.exception()
             if error is not None:
-                self._failures += 1
                 log.error("a %s could not be stored: %s", type(record).__name__, error)
 
-        self._submit(_Job(self._insertion(record), done))
+        self._submit(self._insertion(record)).add_done_callback(done)
 
     def close(self) -> None:
+        """Write the queued records and close the database."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -217,55 +168,42 @@ class WriterStore:
 
     @property
     def renew_seconds(self) -> float | None:
+        """Seconds between calls of `renew_lease`; None where no other coordinator could lead."""
         return None
 
     async def renew_lease(self) -> None:
-        return
+        """Extend the lease. LeadershipError when another coordinator has taken over."""
 
     async def ensure_leadership(self) -> None:
-        return
+        """Return at once while the lease is valid; otherwise renew it first."""
 
     def _insertion(self, record: Record) -> Callable[[Connection], None]:
         generation, now = self._generation, self._clock()
         return lambda connection: insert(connection, record, generation, now)
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, work: Callable[[Connection], _T]) -> Future[_T]:
         if self._closed:
             raise StorageError(f"{self._name} is closed already")
-        self._jobs.put(job)
+        answer: Future[_T] = Future()
+        self._jobs.put(_Job(work, answer))
+        return answer
 
     def _call(self, work: Callable[[Connection], _T]) -> _T:
-        answer: Future[_T] = Future()
-
-        def done(result: Any, error: SwarmError | None) -> None:
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
-
-        self._submit(_Job(work, done))
-        return answer.result()
+        return self._submit(work).result()
 
     async def _call_async(self, work: Callable[[Connection], _T]) -> _T:
         token = trio.lowlevel.current_trio_token()
         finished = trio.Event()
-        answer: list[_T] = []
-        failure: list[SwarmError] = []
 
-        def done(result: Any, error: SwarmError | None) -> None:
-            if error is not None:
-                failure.append(error)
-            else:
-                answer.append(result)
+        def done(_: Future[_T]) -> None:
             # The event loop may have ended while the thread was writing.
             with contextlib.suppress(trio.RunFinishedError):
                 token.run_sync_soon(finished.set)
 
-        self._submit(_Job(work, done))
+        answer = self._submit(work)
+        answer.add_done_callback(done)
         await finished.wait()
-        if failure:
-            raise failure[0]
-        return answer[0]
+        return answer.result()
 
     # ------------------------------------------------------------ the writer thread
 
@@ -309,10 +247,10 @@ class WriterStore:
             database.roll_back()
             if final or len(jobs) == 1:
                 known = error if isinstance(error, SwarmError) else database.explain(error)
-                jobs[0].done(None, known)
+                jobs[0].answer.set_exception(known)
             return False
         for job, result in zip(jobs, results, strict=True):
-            job.done(result, None)
+            job.answer.set_result(result)
         _call_commit_hook("answered")
         return True
 
@@ -350,7 +288,7 @@ class SqliteDatabase:
         self.connection.close()
 
 
-class SqliteStore(WriterStore):
+class SqliteStore(Store):
     """The store in a run folder."""
 
     database_errors = (sqlite3.Error,)

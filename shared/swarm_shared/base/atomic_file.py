@@ -59,8 +59,8 @@ def atomic_file(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
+            os.chmod(temporary, mode)  # noqa: PTH101
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)  # noqa: PTH101
         os.replace(temporary, path)  # noqa: PTH105 (`temporary` is a name, as mkstemp gives it)
         done = True
         sync_folder(path.parent)
@@ -76,6 +76,30 @@ def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> Non
     """Replace `path` by `content`; a crash leaves either the old file or the new one."""
     with atomic_file(path, mode) as file:
         file.write(content)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and its missing parents survive a power cut; `mode` is the folder's own.
+
+    A folder that exists is left as it is. OSError passes through.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make a folder with all its files and folders survive a power cut; OSError passes through.
+
+    The folder's own name is its parent's: `sync_folder(folder.parent)`.
+    """
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

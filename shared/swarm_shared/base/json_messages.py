@@ -39,11 +39,16 @@ def parse(adapter: TypeAdapter[MessageT], content: bytes | bytearray | memoryvie
         parsed: MessageT = adapter.validator.validate_json(bytes(content))
         return parsed
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
         raise FrameError(
-            f"the remote sent a message that does not parse: {place}: {first['msg']}"
+            f"the remote sent a message that does not parse: {first_error(error)}"
         ) from error
+
+
+def first_error(error: ValidationError) -> str:
+    """The first thing that is wrong with a document: its place, and what is wrong there."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
 def encode_prefixed(message: FrozenModel, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:

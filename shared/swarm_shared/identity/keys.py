@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from swarm_shared.base.atomic_file import make_folder, sync_folder
 from swarm_shared.base.errors import ConfigurationError, SignatureError, StorageError
 from swarm_shared.base.types import PeerId
 
@@ -85,7 +86,7 @@ class Identity:
             pass
         identity = cls.generate()
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent, 0o700)
             _write_exclusively(path, identity._to_pem())
         except FileExistsError:
             # Another process created one at the same moment: its key is kept.
@@ -185,6 +186,7 @@ def _write_exclusively(path: Path, content: bytes) -> None:
         os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def _read_private_file(path: Path) -> bytes:

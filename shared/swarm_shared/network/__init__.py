@@ -15,7 +15,6 @@ from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.nat.relay_server import RelayLimits
 from swarm_shared.network.node import Node
 from swarm_shared.network.opening import open_node
-from swarm_shared.network.traffic import LinkTraffic
 from swarm_shared.protocol.framing import Frame, FrameLimits
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "FrameLimits",
     "FramedStream",
     "Handler",
-    "LinkTraffic",
     "Node",
     "RelayLimits",
     "open_node",

@@ -52,8 +52,7 @@ class FramedStream:
         self._frames: deque[Frame] = deque()
         self._send_lock = trio.Lock()
         self._closed = False
-        self._sent = traffic.counter(self._remote, protocol, "sent")
-        self._received = traffic.counter(self._remote, protocol, "received")
+        self._traffic = traffic.link(self._remote, protocol)
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,8 +110,7 @@ class FramedStream:
         with self._deadline(timeout_seconds, "sending to"):
             async with self._send_lock:
                 await self._write(pieces, stall_seconds)
-        self._sent[0] += 1
-        self._sent[1] += sum(memoryview(piece).nbytes for piece in pieces)
+        self._traffic.sent += sum(memoryview(piece).nbytes for piece in pieces)
 
     async def receive(self, timeout_seconds: float | None = None) -> Frame:
         """Return the next frame.
@@ -129,8 +127,7 @@ class FramedStream:
             while not self._frames:
                 await self._read()
         frame = self._frames.popleft()
-        self._received[0] += 1
-        self._received[1] += frame.size_bytes
+        self._traffic.received += frame.size_bytes
         return frame
 
     async def close(self) -> None:

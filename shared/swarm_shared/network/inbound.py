@@ -23,6 +23,7 @@ from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, Sw
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.libp2p.errors import summary
+from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol.framing import FrameLimits
@@ -92,9 +93,7 @@ class Inbound:
             logger.debug("a stream from %s was refused: %s", remote, summary(error))
             await stream.reset()
         finally:
-            self._open[remote] -= 1
-            if not self._open[remote]:
-                del self._open[remote]
+            take_one(self._open, remote)
 
     async def _count(
         self,
@@ -114,9 +113,7 @@ class Inbound:
         try:
             await handle(stream)
         finally:
-            self._open_of_protocol[key] -= 1
-            if not self._open_of_protocol[key]:
-                del self._open_of_protocol[key]
+            take_one(self._open_of_protocol, key)
 
     def _refuses(self, remote: PeerId, protocol: str, public: bool) -> bool:
         if public or self.admits(remote, protocol):

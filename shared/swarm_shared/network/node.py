@@ -39,7 +39,6 @@ from swarm_shared.network.nat.relay_client import RelayClient
 from swarm_shared.network.nat.relay_server import RelayLimits, RelayServer
 from swarm_shared.network.outbound import StreamOpener
 from swarm_shared.network.own_addresses import OwnAddresses
-from swarm_shared.network.traffic import LinkTraffic
 from swarm_shared.protocol import LinkBytes, LinkPath
 from swarm_shared.protocol.framing import FrameLimits
 
@@ -154,12 +153,8 @@ class Node:
         """Return the best connection to every connected peer."""
         return self._links.paths()
 
-    def traffic(self) -> list[LinkTraffic]:
-        """Return the traffic of framed streams since the node was opened."""
-        return self._inbound.traffic.totals()
-
     def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """Return the traffic per remote and protocol, as peers report it."""
+        """Return the bytes of framed streams per remote and protocol since the node was opened."""
         return self._inbound.traffic.link_bytes()
 
     def observed_address(self, peer: PeerId) -> str | None:

@@ -1,58 +1,42 @@
-"""Counters of the bytes of frames per remote peer, protocol and direction."""
+"""Counters of the bytes of frames per remote peer and protocol."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import LinkBytes
 
-Direction = Literal["sent", "received"]
-
 OTHERS = PeerId("others")
-"""Counts the peers beyond MAX_COUNTERS together: a remote can make any number of IDs."""
-MAX_COUNTERS = 50_000
+"""Counts the peers beyond MAX_LINKS together: a remote can make any number of IDs."""
+MAX_LINKS = 25_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LinkTraffic:
-    remote: PeerId
-    protocol: str
-    direction: Direction
-    frames: int
-    bytes: int
+    """Bytes over one link since the node was opened."""
+
+    sent: int = 0
+    received: int = 0
 
 
 class TrafficCounter:
-    """Totals since the node was opened."""
+    """The counters of all links of a node."""
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[PeerId, str, Direction], list[int]] = {}
+        self._links: dict[tuple[PeerId, str], LinkTraffic] = {}
 
-    def counter(self, remote: PeerId, protocol: str, direction: Direction) -> list[int]:
-        """Return the pair [frames, bytes] of one link, which the caller adds to in place."""
-        key = (remote, protocol, direction)
-        if key not in self._totals and len(self._totals) >= MAX_COUNTERS:
-            key = (OTHERS, protocol, direction)
-        return self._totals.setdefault(key, [0, 0])
-
-    def totals(self) -> list[LinkTraffic]:
-        return [
-            LinkTraffic(remote, protocol, direction, frames, size_bytes)
-            for (remote, protocol, direction), (frames, size_bytes) in self._totals.items()
-            if frames
-        ]
+    def link(self, remote: PeerId, protocol: str) -> LinkTraffic:
+        """Return the counter of one link, which the caller adds to in place."""
+        key = (remote, protocol)
+        if key not in self._links and len(self._links) >= MAX_LINKS:
+            key = (OTHERS, protocol)
+        return self._links.setdefault(key, LinkTraffic())
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """Return the totals in the form in which peers report them."""
-        both: dict[tuple[PeerId, str], dict[Direction, int]] = {}
-        for link in self.totals():
-            both.setdefault((link.remote, link.protocol), {})[link.direction] = link.bytes
+        """Return the links that have carried frames, in the form in which peers report them."""
         return tuple(
-            LinkBytes(
-                remote=remote, protocol=protocol, sent=counts.get("sent", 0),
-                received=counts.get("received", 0),
-            )
-            for (remote, protocol), counts in both.items()
-        )  # fmt: skip
+            LinkBytes(remote=remote, protocol=protocol, sent=link.sent, received=link.received)
+            for (remote, protocol), link in self._links.items()
+            if link.sent or link.received
+        )

@@ -10,10 +10,9 @@ Admission, and what a client learns about the run, is the caller's part (`Answer
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -25,12 +24,12 @@ from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.network.libp2p.host import address_group, take_one
 from swarm_shared.network.nat.dial_back import dial_back
 from swarm_shared.protocol import (
     DOCTOR_PROTOCOL,
     MAX_RATE_BYTES,
     RATE_CHUNK_BYTES,
-    SOFTWARE_VERSION,
     DialBack,
     DialBackAnswer,
     DialBackResult,
@@ -43,7 +42,6 @@ from swarm_shared.protocol import (
     DownloadChunk,
     Echo,
     EchoAnswer,
-    Neighbour,
     Upload,
     UploadAnswer,
     doctor_requests,
@@ -86,20 +84,9 @@ class ProbeLimits:
     about 1 MB/s."""
 
 
-@dataclass(frozen=True, slots=True)
-class HelloAnswer:
-    """The server's answer to a hello. Fields as in DoctorWelcome."""
-
-    software_fits: bool = True
-    admission: str = ""
-    probe_pass: str | None = None
-    neighbours: tuple[Neighbour, ...] = ()
-    smallest_stage_bytes: int = 0
-    data_bytes: int = 0
-
-
-AnswerHello = Callable[[PeerId, DoctorHello], HelloAnswer]
-"""Answers a hello; raises AdmissionError when this client is not served at all."""
+AnswerHello = Callable[[PeerId, DoctorHello], DoctorWelcome]
+"""Answers a hello, all but the observed address. Raises AdmissionError when this client is not
+served at all."""
 
 CheckMember = Callable[[PeerId, RunId, str], None]
 """Raises AdmissionError unless the certificate, in base64, is the peer's."""
@@ -110,7 +97,7 @@ def answer_members_only(
 ) -> AnswerHello:
     """Return a volunteer's `AnswerHello`: members of the run, and clients with a probe pass."""
 
-    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+    def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         if hello.run != run:
             raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
         if hello.probe_pass is not None:
@@ -119,7 +106,7 @@ def answer_members_only(
             check_member(remote, run, hello.certificate)
         else:
             raise AdmissionError("a volunteer answers members and clients with a probe pass only")
-        return HelloAnswer()
+        return DoctorWelcome()
 
     return judge
 
@@ -143,16 +130,10 @@ def observed_endpoint(stream: FramedStream) -> Endpoint | None:
     return None if address is None else Endpoint.parse(address)
 
 
-def address_key(observed: Endpoint | None) -> Hashable:
-    """Return what counts as one requester: an IPv4 address, or the network of a home with IPv6.
-
-    All clients behind relays count as one: their own addresses are not known.
-    """
-    if observed is None:
-        return "relayed"
-    if observed.ip.version == 6:
-        return ipaddress.ip_network((observed.ip, 64), strict=False)
-    return observed.ip
+def address_key(observed: Endpoint | None) -> str:
+    """Return what counts as one requester. All clients behind relays count as one: their own
+    addresses are not known."""
+    return "relayed" if observed is None else address_group(str(observed.ip))
 
 
 def busy(reason: str, retry_after_seconds: float) -> DoctorRefused:
@@ -170,7 +151,7 @@ class ProbeServer:
         self.measuring = trio.Semaphore(limits.measuring_sessions)
         self.dialling = trio.Semaphore(limits.dials)
         self._active_peers: set[PeerId] = set()
-        self._addresses: Counter[Hashable] = Counter()
+        self._addresses: Counter[str] = Counter()
 
     async def handle(self, stream: FramedStream) -> None:
         """Handle one session, from its hello to its end."""
@@ -187,11 +168,9 @@ class ProbeServer:
                 log.info("the probe session of %s took too long", stream.remote)
         finally:
             self._active_peers.discard(stream.remote)
-            self._addresses[key] -= 1
-            if not self._addresses[key]:
-                del self._addresses[key]
+            take_one(self._addresses, key)
 
-    def _enter(self, visitor: PeerId, key: Hashable) -> DoctorRefused | None:
+    def _enter(self, visitor: PeerId, key: str) -> DoctorRefused | None:
         limits = self.limits
         if visitor in self._active_peers:
             return busy("another probe session of this peer is open", 1.0)
@@ -215,7 +194,7 @@ class _ProbeSession:
         server: ProbeServer,
         stream: FramedStream,
         observed: Endpoint | None,
-        key: Hashable,
+        key: str,
     ) -> None:
         self._server = server
         self._stream = stream
@@ -255,22 +234,12 @@ class _ProbeSession:
         if not isinstance(hello, DoctorHello):
             raise ProtocolError(f"{self._stream.remote} began a probe session with {hello.kind}")
         try:
-            verdict = self._server.judge(self._stream.remote, hello)
+            welcome = self._server.judge(self._stream.remote, hello)
         except AdmissionError as error:
             await self._send(DoctorRefused(code="admission", reason=str(error)[:500]))
             return False
-        await self._send(
-            DoctorWelcome(
-                software=SOFTWARE_VERSION,
-                software_fits=verdict.software_fits,
-                observed_address=self._observed.multiaddr if self._observed else None,
-                admission=verdict.admission[:500],
-                probe_pass=verdict.probe_pass,
-                neighbours=verdict.neighbours,
-                smallest_stage_bytes=verdict.smallest_stage_bytes,
-                data_bytes=verdict.data_bytes,
-            )
-        )
+        observed = self._observed.multiaddr if self._observed else None
+        await self._send(welcome.model_copy(update={"observed_address": observed}))
         return True
 
     async def _answer(self, request: DoctorRequest, payload_bytes: int) -> None:

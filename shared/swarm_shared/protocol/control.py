@@ -67,7 +67,6 @@ class Hello(FrozenModel):
     carrier: CarrierAddress | None = None
     device: Text
     memory_bytes: Count
-    trainer: bool = True
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
     wanted_stage: StageIndex | None = None
@@ -104,9 +103,6 @@ class Heartbeat(FrozenModel):
     changed_paths: tuple[LinkPath, ...] = Field(default=(), max_length=MAX_PATHS)
     lost_paths: tuple[PeerId, ...] = Field(default=(), max_length=MAX_PATHS)
     """Remotes to which the peer has no connection any more."""
-    links: tuple[LinkBytes, ...] | None = Field(default=None, max_length=MAX_LINKS)
-    """All of them, from a client that does not know how to say what has changed."""
-    paths: tuple[LinkPath, ...] | None = Field(default=None, max_length=MAX_PATHS)
     paused: bool = False
     """The peer receives no new work. Its accumulated gradient stays, and it still closes steps."""
     computed: Count = 0

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol.common import Address, Count, Envelope, Seconds, Text
 
 DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"
@@ -43,8 +44,8 @@ class Neighbour(FrozenModel):
 
 class DoctorWelcome(FrozenModel):
     kind: Literal["doctor_welcome"] = "doctor_welcome"
-    software: Annotated[str, Field(max_length=50)]
-    software_fits: bool
+    software: Annotated[str, Field(max_length=50)] = SOFTWARE_VERSION
+    software_fits: bool = True
     """Whether the server's version accepts the client's `software`."""
     observed_address: Address | None = None
     """The source of the client's connection; None when it comes through a relay."""

@@ -51,16 +51,6 @@ class ModelProfile:
     boundary_activation_bytes: int
     """Bytes that cross each boundary forwards, and as gradient backwards, per microbatch."""
 
-    @property
-    def total_parameters(self) -> int:
-        """Parameters of the whole model, the tied table counted once."""
-        layers = sum(part.parameters for part in self.layers)
-        return self.embedding.parameters + layers + self.head.parameters - self.tied_parameters
-
-    @property
-    def total_flops(self) -> int:
-        return self.embedding.flops + self.head.flops + sum(part.flops for part in self.layers)
-
 
 def stage_flops(
     profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool

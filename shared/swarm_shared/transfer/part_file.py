@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from swarm_shared.base.atomic_file import storage_error, sync_folder
+from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.units import size_text
 
@@ -66,7 +66,7 @@ class PartFile:
     def open(self) -> set[int]:
         """Reserve the space on the disk; return the chunks of an earlier attempt, hash-checked."""
         try:
-            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.destination.parent)
             present = self._read_journal()
             self._check_space()
             self._file = self._part.open("r+b" if self._part.exists() else "w+b")

@@ -225,7 +225,7 @@ class _Fetch:
 
 async def fetch(
     node: Node,
-    sources: Sequence[TransferSource | tuple[PeerId, Sequence[str]]],
+    sources: Sequence[TransferSource],
     item: str,
     total_bytes: int,
     sha256: str,
@@ -240,9 +240,6 @@ async def fetch(
 
     StorageError: the disk is full. NetworkError: no source is left.
     """
-    remaining = [
-        s if isinstance(s, TransferSource) else TransferSource(s[0], tuple(s[1])) for s in sources
-    ]
     hello = TransferHello(run=run, certificate=certificate)
     part = PartFile(destination, item, total_bytes, sha256)
     if await _in_thread(part.is_complete):
@@ -252,12 +249,12 @@ async def fetch(
     work = _Fetch(node, item, hello, part, progress, stall_seconds)
     try:
         work.begin(await _in_thread(part.open))
-        await _fetch_and_verify(work, remaining)
+        await _fetch_and_verify(work, sources)
     finally:
         part.close()
 
 
-async def _fetch_and_verify(work: _Fetch, sources: list[TransferSource]) -> None:
+async def _fetch_and_verify(work: _Fetch, sources: Sequence[TransferSource]) -> None:
     resumed = work.received_bytes > 0
     await _fetch_missing(work, sources)
     if await _in_thread(work.part.finish):

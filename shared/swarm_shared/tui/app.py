@@ -36,7 +36,7 @@ from swarm_shared.tui.source import (
 from swarm_shared.tui.styled_text import Line, Role, Span, ends, line, wrapped
 from swarm_shared.tui.terminal_style import Look, ThemeName
 from swarm_shared.tui.themes import THEMES, AsciiOnly
-from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
+from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow
 
 if TYPE_CHECKING:
     from swarm_shared.tui.recording import Recorder
@@ -78,7 +78,7 @@ class ViewApp(App[None], Generic[D]):
     #head { height: 2; background: $background; }
     #panes { height: 1fr; }
     #panes > * { height: 1fr; }
-    #small { display: none; }
+    #small { display: none; width: 1fr; height: 1fr; background: $background; }
     Screen.-small { #head, #tabs, #panes, Footer { display: none; } #small { display: block; } }
     Footer { background: $panel; }
     Toast { max-width: 70; }
@@ -144,7 +144,7 @@ class ViewApp(App[None], Generic[D]):
         with ContentSwitcher(initial=self.specs[0].widget.id, id="panes"):
             for spec in self.specs:
                 yield spec.widget
-        yield TooSmall(self._too_small, id="small")
+        yield Block(self._too_small, id="small")
         yield Footer(show_command_palette=True)
 
     def on_mount(self) -> None:

@@ -6,15 +6,18 @@ Each returns the person's choice, or None when it was cancelled.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
+
+T = TypeVar("T")
 
 _FRAME = """
     align: center middle;
@@ -32,30 +35,37 @@ _FRAME = """
 """
 
 
-class Choose(ModalScreen[int | None]):
-    """A choice of one option; Escape cancels."""
+class _Window(ModalScreen[T]):
+    """A framed window with a title and a text; Escape cancels."""
 
-    DEFAULT_CSS = f"Choose {{ {_FRAME} }}"
+    DEFAULT_CSS = f"_Window {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
 
-    def __init__(self, title: str, text: str, options: Sequence[str]) -> None:
+    def __init__(self, title: str, text: str, *parts: Widget) -> None:
         super().__init__()
         self._title = title
         self._text = text
-        self._options = options
+        self._parts = parts
 
     def compose(self) -> ComposeResult:
         with Vertical(id="window"):
             yield Label(Content(self._title), id="title")
             if self._text:
                 yield Label(Content(self._text), id="text")
-            yield OptionList(*(Option(Content(option)) for option in self._options))
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(event.option_index)
+            yield from self._parts
 
     def action_cancel(self) -> None:
         self.dismiss(None)
+
+
+class Choose(_Window[int | None]):
+    """A choice of one option."""
+
+    def __init__(self, title: str, text: str, options: Sequence[str]) -> None:
+        super().__init__(title, text, OptionList(*(Option(Content(one)) for one in options)))
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_index)
 
 
 class Confirm(Choose):
@@ -73,29 +83,15 @@ class Confirm(Choose):
         self.dismiss(1)
 
 
-class Fill(ModalScreen[str | None]):
+class Fill(_Window[str | None]):
     """A line of text. `check` processes it and returns what is wrong with it; None: it is
     accepted."""
-
-    DEFAULT_CSS = f"Fill {{ {_FRAME} }}"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
 
     def __init__(
         self, title: str, text: str, value: str, check: Callable[[str], Awaitable[str | None]]
     ) -> None:
-        super().__init__()
-        self._title = title
-        self._text = text
-        self._value = value
+        super().__init__(title, text, Input(value, id="value"), Label("", id="trouble"))
         self._check = check
-
-    def compose(self) -> ComposeResult:
-        with Vertical(id="window"):
-            yield Label(Content(self._title), id="title")
-            if self._text:
-                yield Label(Content(self._text), id="text")
-            yield Input(self._value, id="value")
-            yield Label("", id="trouble")
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         trouble = await self._check(event.value)
@@ -104,27 +100,10 @@ class Fill(ModalScreen[str | None]):
         else:
             self.query_one("#trouble", Label).update(Content(trouble))
 
-    def action_cancel(self) -> None:
-        self.dismiss(None)
 
-
-class Page(ModalScreen[None]):
+class Page(_Window[None]):
     """A page to read; any of the usual keys closes it."""
 
-    DEFAULT_CSS = f"Page {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter,question_mark", "cancel", "Back")
     ]
-
-    def __init__(self, title: str, text: str) -> None:
-        super().__init__()
-        self._title = title
-        self._text = text
-
-    def compose(self) -> ComposeResult:
-        with Vertical(id="window"):
-            yield Label(Content(self._title), id="title")
-            yield Label(Content(self._text), id="text")
-
-    def action_cancel(self) -> None:
-        self.dismiss(None)

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import DataError, StorageError, UsageError, VersionError
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.tui.source import (
     D,
     DocumentReceived,
@@ -216,7 +217,7 @@ class Replay(ReplayControls, Generic[D]):
         try:
             body = _Body.model_validate_json(content)
         except ValidationError as error:
-            self._refuse(number, _reason(error))
+            self._refuse(number, first_error(error))
         what = {name for name in ("status", "log", "away") if getattr(body, name) is not None}
         if len(what) != 1 and what != {"status", "away"}:
             self._refuse(number, "it must hold one of status, log and away")
@@ -233,16 +234,10 @@ class Replay(ReplayControls, Generic[D]):
                 self._now, self._model.model_validate(self._known), body.away or ""
             )
         except ValidationError as error:
-            self._refuse(number, _reason(error))
+            self._refuse(number, first_error(error))
 
     def _refuse(self, number: int, why: str) -> NoReturn:
         raise DataError(
             f"line {number} of {self._path} is not what a recording holds ({why}); the file is "
             "damaged or was edited"
         )
-
-
-def _reason(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])

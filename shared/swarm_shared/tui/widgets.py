@@ -11,14 +11,13 @@ from typing import ClassVar
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
-from textual.binding import BindingType
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from swarm_shared.tui.styled_text import Line, Span, cut, line, width_of
+from swarm_shared.tui.styled_text import Line, cut, width_of
 from swarm_shared.tui.terminal_style import Look
 
 Draw = Callable[[int, int], Sequence[Line]]
@@ -144,7 +143,6 @@ class TabRow(Widget):
     """The panes' names with their keys; the active one is highlighted. Clicks select a pane as
     well."""
 
-    BINDINGS: ClassVar[list[BindingType]] = []
     COMPONENT_CLASSES: ClassVar[set[str]] = {"tab--active", "tab--key"}
     DEFAULT_CSS = """
     TabRow {
@@ -197,20 +195,3 @@ class TabRow(Widget):
             if event.x < left:
                 self.post_message(self.Chosen(index))
                 return
-
-
-class TooSmall(Widget):
-    """Replaces the whole view where the terminal is too small for it."""
-
-    DEFAULT_CSS = "TooSmall { width: 1fr; height: 1fr; background: $background; }"
-
-    def __init__(self, sentence: Callable[[int, int], Sequence[Line]], *, id: str) -> None:
-        super().__init__(id=id)
-        self._sentence = sentence
-
-    def render_line(self, y: int) -> Strip:
-        lines = self._sentence(self.size.width, self.size.height)
-        drawn = lines[y] if y < len(lines) else line(Span(""))
-        base = self.rich_style
-        segments = [Segment(piece.text, base) for piece in drawn]
-        return Strip(segments, width_of(drawn)).adjust_cell_length(self.size.width, base)

@@ -3,8 +3,8 @@
 Invariants:
 
 1. A microbatch is in the set at most once: `wants` is False for one that is in it.
-2. The set is exactly what the gradient sum beside it contains. Whoever changes the sum changes the
-   set in the same call: `add` after adding, `remove` after subtracting, `clear` after zeroing.
+2. The set is exactly what the gradient sum beside it contains: its owner calls `add`, `remove` and
+   `clear` in the same call that adds to the sum, subtracts from it or zeroes it.
 3. A removal takes out all microbatches that it names, or is None and takes out none.
 
 The gradients themselves are with the owner of the set (the stage worker's accumulator); so this

@@ -2,8 +2,9 @@
 
 Invariants:
 
-1. Every microbatch of an accepted lease is started at most once, and ends exactly once: by a result,
-   by a hand-back, or silently because its step is over (the coordinator leases nothing of it).
+1. Every microbatch of an accepted lease is started at most once, and ends exactly once: by a
+   result, by a hand-back, or silently because its step is over (the coordinator does not lease it
+   again).
 2. No more microbatches are started than the in-flight window allows
    (`swarm_shared.scheduling.inflight_window`), which the coordinator bounds in every lease.
 3. An older step comes first: its missing microbatches delay its close, and every later step.

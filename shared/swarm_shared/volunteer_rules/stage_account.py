@@ -89,7 +89,7 @@ class StageAccount(Generic[ReceiptT]):
         """`staleness`: number of steps after the next one that can be computed as well."""
         self.stage = stage
         self.version = version
-        self._staleness = staleness
+        self.staleness = staleness
         self._sign = sign
         self._steps: dict[Step, _OpenStep[ReceiptT]] = {}
         self._unreported: dict[tuple[Step, MicrobatchIndex], ReceiptT] = {}
@@ -104,11 +104,16 @@ class StageAccount(Generic[ReceiptT]):
 
     def works_on(self, step: Step) -> bool:
         """Whether training microbatches of this step can be computed now."""
-        return self.step <= step <= self.step + self._staleness
+        return self.step <= step <= self.step + self.staleness
 
     def evaluates(self, step: Step) -> bool:
         """Whether the newest parameters are those that an evaluation in this step needs."""
         return step == self.step
+
+    @property
+    def closing(self) -> bool:
+        """Whether the coordinator closes the step now."""
+        return self._closing
 
     def closes(self, step: Step) -> bool:
         """Whether the step's commit set is settled, so that nothing may be added."""
@@ -151,6 +156,11 @@ class StageAccount(Generic[ReceiptT]):
             receipt = self._sign(Counted(step, microbatch, tokens, loss_sum))
             opened.receipts[microbatch] = self._unreported[step, microbatch] = receipt
         return opened.receipts.get(microbatch)
+
+    def receipt(self, step: Step, microbatch: MicrobatchIndex) -> ReceiptT | None:
+        """The receipt of the microbatch, if there is one."""
+        opened = self._steps.get(step)
+        return None if opened is None else opened.receipts.get(microbatch)
 
     def count(self, step: Step) -> int:
         """Number of the step's receipts."""

@@ -32,8 +32,14 @@ from swarm_shared.base.types import PeerId, RunId, StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
 from swarm_shared.probe.client import ProbeBusy
-from swarm_shared.probe.server import HelloAnswer, serve_probe
-from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, PeerRecord, Reachability
+from swarm_shared.probe.server import serve_probe
+from swarm_shared.protocol import (
+    SOFTWARE_VERSION,
+    DoctorHello,
+    DoctorWelcome,
+    PeerRecord,
+    Reachability,
+)
 
 PORT = 4001
 OUTSIDE = ipaddress.ip_address("1.2.3.4")
@@ -295,7 +301,7 @@ async def test_two_nodes_of_one_machine_know_nothing_of_the_internet() -> None:
         open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as coordinator,
         open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as node,
     ):
-        serve_probe(coordinator, lambda remote, hello: HelloAnswer())
+        serve_probe(coordinator, lambda remote, hello: DoctorWelcome())
         observer = PeerObserver(node, coordinator.peer_id, coordinator.addresses, lambda: hello)
         port = node.listening_port
         assert port is not None

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_client.control.status_document import DaemonState
+from swarm_client.control.status_document import DaemonState, InterruptionView
 from swarm_client.control.status_sentence import StatusFacts, describe
 from swarm_client.daemon.sleep_watch import (
     CHECK_SECONDS,
-    Interruption,
     SleepWatch,
     clock_through_sleep,
 )
@@ -20,7 +19,7 @@ from swarm_client.daemon.sleep_watch import (
 class Clocks:
     def __init__(self) -> None:
         self.awake, self.always, self.calendar = 50.0, 100.0, 1_000_000.0
-        self.found: list[Interruption] = []
+        self.found: list[InterruptionView] = []
         self.watch = SleepWatch(
             self.found.append, lambda: self.calendar, lambda: self.awake, lambda: self.always
         )

@@ -28,8 +28,8 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.network import Node, open_node
-from swarm_shared.probe.server import HelloAnswer, ProbeLimits, answer_members_only, serve_probe
-from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
+from swarm_shared.probe.server import ProbeLimits, answer_members_only, serve_probe
+from swarm_shared.protocol import DoctorHello, DoctorWelcome, Neighbour, Reachability
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)
@@ -44,14 +44,15 @@ def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
     )  # fmt: skip
 
 
-def anybody(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+def anybody(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
     assert hello.token == "a token"
-    return HelloAnswer(smallest_stage_bytes=2**20, data_bytes=2**30)
+    return DoctorWelcome(smallest_stage_bytes=2**20, data_bytes=2**30)
 
 
 @asynccontextmanager
 async def coordinator(
-    judge: Callable[[PeerId, DoctorHello], HelloAnswer] = anybody, limits: ProbeLimits | None = None
+    judge: Callable[[PeerId, DoctorHello], DoctorWelcome] = anybody,
+    limits: ProbeLimits | None = None,
 ) -> AsyncIterator[Node]:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         serve_probe(node, judge, limits, lambda: NOW)
@@ -137,17 +138,17 @@ async def test_one_address_that_works_is_enough(tmp_path: Path) -> None:
 
 
 async def test_another_version_is_a_problem_that_names_the_right_one(tmp_path: Path) -> None:
-    async with coordinator(lambda remote, hello: HelloAnswer(software_fits=False)) as node:
+    async with coordinator(lambda remote, hello: DoctorWelcome(software_fits=False)) as node:
         found = (await checks(invite_to(node), tmp_path))["version"]
     assert found.exit_code == VersionError.exit_code
     assert found.fix.startswith("Install swarmtrain ")
 
 
 async def test_a_run_that_would_not_take_this_machine_gives_the_reason(tmp_path: Path) -> None:
-    def refusing(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
-        return HelloAnswer(admission="the list does not name you")
+    def refusing(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
+        return DoctorWelcome(admission="the list does not name you")
 
-    def silent(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+    def silent(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         raise AdmissionError("you are banned")
 
     async with coordinator(refusing) as node:
@@ -195,12 +196,12 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
             judge = answer_members_only(RUN, ORGANISER.peer_id, nobody_is_a_member, lambda: NOW)
             serve_probe(volunteer, judge)
 
-        def naming(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+        def naming(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
             neighbours = [
                 Neighbour(peer=node.peer_id, addresses=node.addresses) for node in (one, other)
             ]
             gone = Neighbour(peer=Identity.generate().peer_id, addresses=one.addresses)
-            return HelloAnswer(
+            return DoctorWelcome(
                 probe_pass=sign_probe_pass(ORGANISER, remote, RUN, NOW),
                 neighbours=(*neighbours, gone),
             )

@@ -17,13 +17,13 @@ import pytest
 import trio
 import trio.testing
 
+from kits.client.held_stage import held_stage
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.hedging import LatencyEstimate
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
 from swarm_shared.base.errors import LinkClosed
@@ -34,6 +34,7 @@ from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Backward,
     Forward,
+    NotFinite,
     PeerRecord,
     RefusalReason,
     Roster,
@@ -106,28 +107,24 @@ class Peer:
             run=RUN, organiser=world.organiser.peer_id, certificate=world.certify(identity),
             manifest=world.manifest,
         )  # fmt: skip
-        book = ReceiptBook(identity, RUN, stage, lambda: 1)
-        self.holding: Holding | None = Holding(
-            stage,
-            self.worker,
-            0,
-            book,
-            self.worker.is_last,  # type: ignore[arg-type]
-        )
-        self.next_stage: Downstream | None = None
+        self.holding = held_stage(identity, self.worker, stage, run=RUN)
         self.uplink_seconds = 0.0
+        self.not_finite: list[NotFinite] = []
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         self.server = StageServer(
-            lambda: self.membership, lambda: self.holding, lambda: self.next_stage,
-            AdmissionGate(RUN, world.organiser.peer_id, self.view),
-            uplink_seconds=lambda _: self.uplink_seconds,
-        )  # fmt: skip
+            AdmissionGate(RUN, world.organiser.peer_id, self.view), self, self.not_finite.append
+        )
+        self.server.membership, self.server.holding = self.membership, self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
             peer=identity.peer_id, stage=stage, addresses=node.addresses,
             certificate=self.membership.certificate, microbatches_per_second=1.0,
         )  # fmt: skip
+
+    def microbatch_seconds(self, _holding: Holding) -> float:
+        """In the uplink share's place."""
+        return self.uplink_seconds
 
 
 class World:
@@ -158,7 +155,8 @@ class World:
         identity = Identity.generate()
         async with open_node(identity, ["/ip4/127.0.0.1/tcp/0"]) as node:
             peer = Peer(self, identity, node, stage)
-            peer.next_stage = self.downstream(peer, stage + 1)
+            if stage < self.stages - 1:
+                peer.holding.next_stage = self.downstream(peer, stage + 1)
             self.peers.append(peer)
             self.publish()
             yield peer
@@ -257,13 +255,13 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
             dying.worker.hold = trio.Event()
             survivor.worker.hold = trio.Event()
             somebody = dying.worker.entered = survivor.worker.entered = trio.Event()
-            sender.next_stage = w.downstream(sender, 1)
+            sender.holding.next_stage = w.downstream(sender, 1)
             async with trio.open_nursery() as nursery:
                 answers: list[object] = []
 
                 async def send() -> None:
-                    assert sender.next_stage is not None
-                    answers.append(await sender.next_stage.send(parcel(5), lambda: True))
+                    assert sender.holding.next_stage is not None
+                    answers.append(await sender.holding.next_stage.send(parcel(5), lambda: True))
 
                 nursery.start_soon(send)
                 await somebody.wait()
@@ -280,7 +278,6 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
 
 async def test_a_full_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as full, w.peer(1) as free:
-        assert full.holding is not None
         full.holding.in_flight = 3
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
@@ -293,13 +290,11 @@ async def test_a_full_peer_answers_busy_and_the_sender_chooses_another_without_a
 
 async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as slow:
-        assert slow.holding is not None
 
         async def catch_up() -> None:
             while slow.server.refused[RefusalReason.WRONG_STEP] < 2:
                 await trio.sleep(0.01)
-            assert slow.holding is not None
-            slow.holding.version = 1
+            slow.holding.account.applied(1)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(catch_up)
@@ -410,8 +405,7 @@ async def test_a_peer_that_was_not_asked_to_count_signs_nothing() -> None:
 
 async def test_nothing_is_counted_while_the_step_is_closing() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        assert last.holding is not None
-        last.holding.closing = True
+        last.holding.account.settle()
         answer = await w.downstream(sender, 1).send(parcel(2), lambda: True)
     assert last.worker.forwards == [(2, False)]
     assert answer.header.receipts == ()
@@ -419,10 +413,10 @@ async def test_nothing_is_counted_while_the_step_is_closing() -> None:
 
 async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_lag() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        assert last.holding is not None
         downstream = w.downstream(sender, 1)
         await downstream.send(parcel(2), lambda: True)
-        last.holding.closing, last.holding.staleness = True, 1
+        last.holding.account.staleness = 1
+        last.holding.account.settle()
         late = await downstream.send(parcel(3), lambda: True)
         ahead = [await downstream.send(parcel(index, step=2), lambda: True) for index in (2, 4, 4)]
     # What is held of one step does not affect the other.
@@ -430,16 +424,15 @@ async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_l
     assert late.header.receipts == ()
     receipts = [open_receipt(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
     assert [(r.step, r.microbatch) for r in receipts] == [(2, 2), (2, 4), (2, 4)]
-    assert len(last.holding.receipts.take_unreported()) == 3
-    assert (last.holding.receipts.count(1), last.holding.receipts.count(2)) == (1, 2)
+    assert len(last.holding.account.take_unreported()) == 3
+    assert (last.holding.account.count(1), last.holding.account.count(2)) == (1, 2)
 
 
 async def test_a_step_too_far_ahead_and_an_evaluation_of_what_is_not_applied_yet_are_refused() -> (
     None
 ):
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        assert last.holding is not None
-        last.holding.staleness = 1
+        last.holding.account.staleness = 1
         stream = await raw_edge(w, sender, last)
         answers = []
         for request, step, mode in (
@@ -525,8 +518,8 @@ async def test_a_member_of_another_stage_than_the_one_before_has_no_business_her
         # The roster that has it in the preceding stage had not arrived yet.
         moved = sender.record.model_copy(update={"stage": 0})
         receiver.view.replace(Roster(serial=2, peers=(moved, receiver.record)))
-        receiver.next_stage = None
-        receiver.worker.is_last = receiver.holding.is_last = True
+        receiver.holding.next_stage = None
+        receiver.worker.is_last = True
         await stream.send(forward(2), (INPUT, TARGETS))
         assert isinstance(await answer_to(stream), Backward)
     assert [microbatch for microbatch, _ in receiver.worker.forwards] == [2]

@@ -1,49 +1,27 @@
-"""The receipt book: the receipts of each step, and those not reported yet."""
+"""Signed receipts of a held stage."""
 
 from __future__ import annotations
 
 import base64
 
-from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.receipts import receipt_signer
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import open_receipt
 from swarm_shared.identity.keys import Identity
+from swarm_shared.volunteer_rules.stage_account import Counted
 
 
-def book_of(*held: tuple[int, int]) -> ReceiptBook:
-    """(step, microbatch) each."""
-    book = ReceiptBook(
-        Identity.from_seed(b"r" * 32), RunId("ab" * 32), StageIndex(0), lambda: Generation(1)
+def test_a_receipt_names_the_run_the_stage_the_peer_and_the_coordinator_of_now() -> None:
+    identity = Identity.from_seed(b"r" * 32)
+    generation = 1
+    sign = receipt_signer(
+        identity, RunId("ab" * 32), StageIndex(3), 2, lambda: Generation(generation)
     )
-    for step, microbatch in held:
-        book.add(Step(step), MicrobatchIndex(microbatch), 1, 4, None)
-    return book
-
-
-def named(envelopes: tuple[str, ...]) -> list[tuple[int, int]]:
-    receipts = [open_receipt(base64.b64decode(envelope)) for envelope in envelopes]
-    return [(receipt.step, receipt.microbatch) for receipt in receipts]
-
-
-def test_the_same_microbatch_of_two_steps_is_two_receipts() -> None:
-    book = book_of((1, 7), (2, 7), (1, 3))
-    assert named(book.all()) == [(1, 7), (1, 3), (2, 7)]
-    assert book.get(Step(1), MicrobatchIndex(7)) != book.get(Step(2), MicrobatchIndex(7))
-    assert book.get(Step(2), MicrobatchIndex(3)) is None
-    assert [book.count(Step(step)) for step in (1, 2, 3)] == [2, 1, 0]
-
-
-def test_both_steps_are_reported_once_in_the_order_in_which_they_were_signed() -> None:
-    book = book_of((1, 7), (2, 7), (1, 3))
-    assert named(book.take_unreported()) == [(1, 7), (2, 7), (1, 3)]
-    assert book.take_unreported() == ()
-    assert len(book.all()) == 3
-
-
-def test_a_step_that_is_over_leaves_the_other_s_receipts_and_reports() -> None:
-    book = book_of((1, 7), (2, 7), (1, 3), (2, 4))
-    book.drop(Step(2), (MicrobatchIndex(4), MicrobatchIndex(99)))
-    book.clear(Step(1))
-    book.clear(Step(9))
-    assert named(book.all()) == [(2, 7)]
-    assert named(book.take_unreported()) == [(2, 7), (2, 4)]
+    counted = Counted(Step(5), MicrobatchIndex(7), tokens=8, loss_sum=1.5)
+    sign(counted)
+    generation = 2
+    receipt = open_receipt(base64.b64decode(sign(counted)))
+    assert receipt.peer == identity.peer_id
+    assert (receipt.run, receipt.stage, receipt.generation) == ("ab" * 32, 3, 2)
+    assert (receipt.step, receipt.microbatch) == (5, 7)
+    assert (receipt.samples, receipt.tokens, receipt.loss_sum) == (2, 8, 1.5)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import trio
 
+from kits.client.held_stage import held_stage
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_client.pipeline.step_close import MAX_QUEUED_ORDERS, AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_shared.base.errors import ProtocolError
@@ -120,13 +120,10 @@ class Scene:
         self.me = identity.peer_id
         self.worker = Worker(held)
         self.averager = Averager()
-        book = ReceiptBook(identity, "ab" * 32, 0, lambda: 1)
-        for microbatch in held:
-            book.add(1, microbatch, 1, 4, None)
-        for microbatch in next_held:
-            book.add(2, microbatch, 1, 4, None)
-        self.holding = Holding(0, self.worker, 0, book, False)  # type: ignore[arg-type]
-        self.holding.staleness = 1 if next_held else 0
+        self.holding = held_stage(
+            identity, self.worker, 0, staleness=1 if next_held else 0,
+            counted=[(1, one) for one in sorted(held)] + [(2, one) for one in next_held],
+        )  # fmt: skip
         self.handler = Handler()
         manifest = SimpleNamespace(tokens_per_step=8)
         self.rounds = StepCloser(self.holding, manifest, self.averager, self.handler)  # type: ignore[arg-type]
@@ -163,14 +160,14 @@ async def test_what_is_held_and_committed_is_averaged_and_applied_once() -> None
     async with scene(0, 3) as s:
         s.close((0, 3))
         assert (await report(s)).ok
-        assert s.holding.closing
+        assert s.holding.account.closing
         s.apply()
         assert isinstance(await s.said(), Applied)
         assert s.holding.version == 1
-        assert not s.holding.closing
+        assert not s.holding.account.closing
         assert s.worker.applied == [(1, 2.0)]
         assert s.handler.counted == [2]
-        assert s.holding.receipts.all() == ()
+        assert s.holding.account.receipts() == ()
 
 
 async def test_a_surplus_is_taken_out_before_the_round() -> None:
@@ -178,7 +175,7 @@ async def test_a_surplus_is_taken_out_before_the_round() -> None:
         s.close((0, 3))
         assert (await report(s)).ok
         assert s.worker.held == {0, 3}
-        assert s.holding.receipts.get(1, 5) is None
+        assert s.holding.account.receipt(1, 5) is None
 
 
 async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_reported() -> None:
@@ -189,7 +186,7 @@ async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is
         assert (answer.ok, answer.reset) == (False, True)
         assert s.worker.resets == 1
         assert s.averager.rounds == []
-        assert s.holding.receipts.all() == ()
+        assert s.holding.account.receipts() == ()
 
 
 async def test_what_is_committed_and_not_held_is_named() -> None:
@@ -290,7 +287,7 @@ async def test_a_sum_that_is_not_finite_is_thrown_away_before_others_get_it() ->
         answer = await report(s)
         assert (answer.ok, answer.reset, answer.not_finite) == (False, True, True)
         assert s.averager.rounds == []
-        assert s.holding.receipts.all() == ()
+        assert s.holding.account.receipts() == ()
 
 
 async def test_a_step_that_cannot_be_applied_is_reported_and_does_not_end_the_volunteer() -> None:
@@ -310,13 +307,13 @@ async def test_what_was_counted_of_the_next_step_outlives_the_apply_of_this_one(
     async with scene(0, 3, next_held=(3, 5)) as s:
         s.close((0, 3))
         assert (await report(s)).ok
-        assert s.holding.closes(1)
-        assert not s.holding.closes(2)
+        assert s.holding.account.closes(1)
+        assert not s.holding.account.closes(2)
         s.apply()
         assert isinstance(await s.said(), Applied)
         assert s.handler.counted == [2]
-        assert [s.holding.receipts.get(step, 3) is None for step in (1, 2)] == [True, False]
-        assert len(s.holding.receipts.all()) == 2
+        assert [s.holding.account.receipt(step, 3) is None for step in (1, 2)] == [True, False]
+        assert len(s.holding.account.receipts()) == 2
         s.worker.held |= {3, 5}
         s.close((3, 5), step=2, attempt=2)
         assert (await report(s)).ok
@@ -327,8 +324,8 @@ async def test_an_accumulator_that_is_emptied_takes_the_receipts_of_its_step_alo
         s.worker.can_uncommit = False
         s.close((0, 3))
         assert (await report(s)).reset
-        assert s.holding.receipts.count(1) == 0
-        assert s.holding.receipts.count(2) == 2
+        assert s.holding.account.count(1) == 0
+        assert s.holding.account.count(2) == 2
 
 
 async def test_the_next_step_does_not_close_before_this_one_was_applied() -> None:

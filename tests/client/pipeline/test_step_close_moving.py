@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import trio
 
 from client.pipeline.test_step_close import Handler
+from kits.client.held_stage import held_stage
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_client.pipeline.step_close import AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.identity.keys import Identity
@@ -64,13 +64,11 @@ class Scene:
         self.me = identity.peer_id
         self.averager = Averager()
         self.old, self.new = Worker((0, 3)), Worker()
-        book = ReceiptBook(identity, "ab" * 32, 0, lambda: 1)
-        for microbatch in self.old.held:
-            book.add(1, microbatch, 1, 4, None)
-        self.holding = Holding(0, self.old, 0, book, False)  # type: ignore[arg-type]
-        empty = ReceiptBook(identity, "ab" * 32, 1, lambda: 1)
+        self.holding = held_stage(
+            identity, self.old, 0, counted=[(1, one) for one in self.old.held]
+        )
         self.handler = Handler()
-        self.handler.next_stage = Holding(1, self.new, 0, empty, True)  # type: ignore[arg-type]
+        self.handler.next_stage = held_stage(identity, self.new, 1)
         self.rounds = StepCloser(
             self.holding, SimpleNamespace(tokens_per_step=8), self.averager, self.handler
         )  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ class Peer:
         self.now, self.own_up_bytes_per_second, self.sent_bytes = 0.0, 100.0, 0
         sizes = SimpleNamespace(output_bytes=30, input_gradient_bytes=20)
         self.holding: Any = SimpleNamespace(
-            worker=SimpleNamespace(sizes=sizes), staleness=staleness
+            worker=SimpleNamespace(sizes=sizes), account=SimpleNamespace(staleness=staleness)
         )
         self.line = UplinkShare(self, self, lambda: self.now)
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import trio
 
+from kits.power_cut.lab import SYNCED_ONLY, PowerCutDisk, at_every_instant
 from swarm_client.machine.home import Home
 from swarm_client.volunteer.dataset import fetch_data
 from swarm_shared.base.errors import NetworkError
@@ -151,3 +153,28 @@ async def test_what_is_here_and_whole_is_not_fetched_again_and_a_damaged_file_is
         await fetch_data(node, home, RUN, manifest, source, certificate)
     assert set(asked) == {"data/b.tokens"}
     assert (folder / "b.tokens").read_bytes() == TOKENS
+
+
+@pytest.mark.process
+def test_a_power_cut_leaves_no_torn_shard_of_a_web_server(
+    tmp_path: Path, disk: PowerCutDisk
+) -> None:
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "a.tokens").write_bytes(TOKENS)
+    home = disk.place / "home"
+    with web_server(tmp_path / "web") as url:
+        manifest = manifest_of(
+            shard("a.tokens", "train", f"{url}/a.tokens"),
+            shard("a.tokens", "heldout", f"{url}/a.tokens"),
+        )
+
+        def fetch() -> None:
+            # Neither a node nor a coordinator: it is not asked.
+            trio.run(fetch_data, None, Home.create(home), RUN, manifest, None, "")
+
+        def check(ended: bool) -> None:
+            path = Home.locate(home).data_folder(RUN) / "a.tokens"
+            assert path.exists() or not ended
+            assert not path.exists() or path.read_bytes() == TOKENS
+
+        assert at_every_instant(disk, fetch, check, (SYNCED_ONLY, 1, 2, 3)) > 40

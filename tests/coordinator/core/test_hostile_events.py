@@ -7,20 +7,27 @@ wrong signature or run. The other messages are tried here, with numbers near to 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import SHA, Bench
-from swarm_coordinator.core.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
-from swarm_shared.base.types import PeerId
-from swarm_shared.protocol import ClientMessage, client_messages, encode, parse
+from kits.swarm_world.facts import TOKENS
+from swarm_coordinator.core.events import AppliedStep, ReceiptsVerified
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Applied, ClientMessage, client_messages, encode, parse
 
 HOSTILE = "h0"
 HONEST = ("a0", "b1")
+LAST_STAGE = 1
+MICROBATCHES = 2
 
 indices = st.integers(-2, 4) | st.sampled_from([99, 2**31, -(2**63), 2**70])
 counts = st.integers(0, 4) | st.sampled_from([2**24 + 1, 2**24 + 2, 2**53 - 1])
@@ -29,6 +36,7 @@ rates, seconds = st.sampled_from([0.0, 1.0, 1e15]), st.sampled_from([0.0, 1.0, 1
 squares = st.sampled_from([0.0, 1.0, 1e100])
 peers = st.sampled_from([*HONEST, HOSTILE, "nobody", ""])
 flags = st.booleans()
+near_zero = st.sampled_from([0, 0, 0, -1, 1])
 
 
 def message(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[ClientMessage]:
@@ -49,7 +57,7 @@ paths = st.lists(
 )
 messages = st.one_of(
     message("stage_request", stage=indices),
-    message("heartbeat", microbatches_per_second=rates, queued=counts, paths=paths),
+    message("heartbeat", microbatches_per_second=rates, queued=counts, changed_paths=paths),
     message(
         "address_update", addresses=st.lists(st.text(max_size=300), max_size=3),
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,
@@ -72,34 +80,65 @@ messages = st.one_of(
     message("leaving"),
 )  # fmt: skip
 
-receipts = st.fixed_dictionaries(
-    {
-        "generation": st.integers(0, 3), "step": st.integers(1, 4), "microbatch": st.integers(0, 9),
-        "stage": st.integers(0, 9), "samples": counts, "tokens": counts,
-        "loss_sum": st.none() | squares,
-        # In another peer's name: refused by `control_protocol` only if the signature is wrong.
-        "peer": peers.filter(bool),
-    }
-)  # fmt: skip
+HOLDERS = [("a0", 0), ("b1", 1), (HOSTILE, 0), (HOSTILE, 1), ("b1", 0), ("nobody", 1), ("a0", 9)]
+"""Peers with the stages that receipts name. A receipt in another peer's name is refused by
+`control_protocol` only if the signature is wrong."""
+
+wrong_fields: dict[str, st.SearchStrategy[Any]] = {
+    "generation": st.integers(0, 3), "step": st.integers(1, 12), "samples": counts,
+    "tokens": counts, "loss_sum": st.none() | squares,
+}  # fmt: skip
+
+
+@st.composite
+def receipts(draw: st.DrawFn) -> dict[str, Any]:
+    """Right but for at most one field: what is wrong in several is refused for the first."""
+    peer, stage = draw(st.sampled_from(HOLDERS))
+    fields = {"peer": peer, "stage": stage, "microbatch": draw(st.sampled_from([0, 1, 0, 1, 2]))}
+    wrong = draw(st.sampled_from([None, *wrong_fields]))
+    return fields if wrong is None else {**fields, wrong: draw(wrong_fields[wrong])}
+
 
 hellos = st.fixed_dictionaries(
     {
         "stage": st.none() | indices, "version": indices, "wanted_stage": st.none() | indices,
-        "averaged_attempt": st.none() | indices, "memory_bytes": counts, "trainer": flags,
+        "averaged_attempt": st.none() | indices, "memory_bytes": counts,
     }
 )  # fmt: skip
 
-actions = st.one_of(
-    messages.map(lambda said: ("say", said)),
-    st.lists(receipts, max_size=3).map(lambda found: ("receipts", found)),
-    st.tuples(indices, indices, counts, flags, squares, counts, st.lists(receipts, max_size=2)).map(
-        lambda values: ("lease", values)
+ACTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "work": st.just(HONEST),
+    "cooperate": st.just((*HONEST, HOSTILE)),
+    "say": messages,
+    "confirm": message("applied", step=st.integers(-2, 2), digest=st.just("d"), norm=squares),
+    "receipts": st.lists(receipts(), max_size=3),
+    "lease": st.fixed_dictionaries(
+        {
+            "step": near_zero,
+            "microbatch": st.integers(0, 2),
+            "lease": near_zero,
+            "ok": flags,
+            "loss": squares,
+            "tokens": counts,
+            "receipts": st.lists(receipts(), max_size=3),
+        }
     ),
-    hellos.map(lambda hello: ("attach", hello)),
-    st.just(("lose", None)),
-    *[st.just(("honest", None))] * 4,
-    st.floats(0, 30).map(lambda seconds: ("tick", seconds)),
-)
+    "attach": hellos,
+    "lose": st.none(),
+    "tick": st.floats(0, 30),
+}
+
+OFTEN = ("work", "work", "cooperate", "cooperate", "say", "say", "confirm", "receipts", "lease")
+"""Most of what happens: steps are made, so that messages meet every phase of them."""
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> tuple[str, Any]:
+    kind = draw(st.sampled_from([*OFTEN, *OFTEN, *ACTIONS]))
+    return kind, draw(ACTIONS[kind])
+
+
+lives = st.lists(actions(), min_size=20, max_size=60)
 
 
 class Stage:
@@ -107,9 +146,11 @@ class Stage:
 
     def __init__(self, holds: int | None) -> None:
         """`holds`: the stage that the third one has taken before it turns hostile."""
-        self.bench = Bench(checkpoint_steps=2, evaluation=1, steps=3)
+        self.bench = Bench(checkpoint_steps=2, evaluation=1, steps=12)
         self.bench.join_all(*HONEST)
         self.attached = True
+        self.reported: dict[tuple[int, int], set[float]] = defaultdict(set)
+        """Loss sums that receipts have named, by step and microbatch."""
         if holds is None:
             self.bench.attach(HOSTILE)
         else:
@@ -119,8 +160,8 @@ class Stage:
         """Count small numbers from the run's step: most messages are refused for their step."""
         run = self.bench.run
         base = {
-            "step": run.version + 1, "version": run.version,
-            "attempt": run.step.attempt if run.step is not None else 0,
+            "step": run.history.version + 1, "version": run.history.version,
+            "attempt": run.steps.current.attempt if run.steps.current is not None else 0,
         }  # fmt: skip
         fields = said.model_dump()
         near = {n: b + fields[n] - 1 for n, b in base.items() if abs(fields.get(n, 99)) <= 4}
@@ -130,35 +171,67 @@ class Stage:
         bench, (kind, value) = self.bench, action
         if kind == "tick":
             bench.tick(value)
-        elif kind == "honest":
-            self.work()
+        elif kind in ("work", "cooperate"):
+            self.work(value)
         elif kind == "attach":
             self.attached = True
             bench.attach(HOSTILE, **value)
         elif not self.attached:
             return
-        elif kind == "say":
-            bench.send(HOSTILE, self.near(value))
+        elif kind in ("say", "confirm"):
+            self.say(self.near(value))
         elif kind == "receipts":
-            found = tuple(bench.receipt(HOSTILE, r["microbatch"], **r) for r in map(dict, value))
+            found = self.receipts(value)
             bench.event(ReceiptsVerified(bench.session(HOSTILE), PeerId(HOSTILE), found))
         elif kind == "lease":
-            step, microbatch, lease, ok, loss, tokens, some = value
-            found = tuple(bench.receipt(HOSTILE, r["microbatch"], **r) for r in map(dict, some))
-            bench.event(
-                LeaseResolved(
-                    bench.session(HOSTILE), PeerId(HOSTILE), step, microbatch, lease, ok, "",
-                    found, loss, tokens,
-                )
-            )  # fmt: skip
+            self.resolve(**value)
         else:
             self.attached = False
             bench.lose(HOSTILE)
 
-    def work(self) -> None:
-        """The honest volunteers' work in the run's phase."""
+    def say(self, message: ClientMessage) -> None:
+        """Send it; a confirmation of another step must change nothing of an apply."""
+        run = self.bench.run
+        applying = run.phase is RunPhase.APPLYING and self.bench.step().closing
+        before = dict(applying.applied) if applying else {}
+        version = run.version
+        self.bench.send(HOSTILE, message)
+        if applying and isinstance(message, Applied) and message.step != version:
+            assert run.phase is RunPhase.APPLYING
+            assert applying.applied == before
+
+    def resolve(
+        self, step: int, microbatch: int, lease: int, receipts: list[dict[str, Any]],
+        loss: float, tokens: int, ok: bool,
+    ) -> None:  # fmt: skip
+        """Answer a lease; `step` and `lease` count from the run's own."""
+        run = self.bench.run
+        granted = run.step.leases.get(MicrobatchIndex(microbatch)) if run.step else None
+        number = (granted.lease if granted is not None else run.lease_counter) + lease
+        self.bench.resolve(
+            HOSTILE, microbatch, number, step=Step(run.version + 1 + step), ok=ok,
+            receipts=self.receipts(receipts), evaluation_loss_sum=loss, evaluation_tokens=tokens,
+        )  # fmt: skip
+
+    def receipts(self, values: list[dict[str, Any]]) -> tuple[Receipt, ...]:
+        found = tuple(self.bench.receipt(HOSTILE, r["microbatch"], **r) for r in values)
+        self.record(found)
+        return found
+
+    def record(self, receipts: tuple[Receipt, ...]) -> None:
+        for receipt in receipts:
+            if receipt.stage == LAST_STAGE and receipt.loss_sum is not None:
+                self.reported[receipt.step, receipt.microbatch].add(receipt.loss_sum)
+
+    def possible_losses(self, step: int) -> set[float]:
+        """Return the means of one reported loss sum per microbatch of the step."""
+        choices = itertools.product(*(self.reported[step, m] for m in range(MICROBATCHES)))
+        return {math.fsum(sums) / (MICROBATCHES * TOKENS) for sums in choices}
+
+    def work(self, peers: tuple[str, ...] = HONEST) -> None:
+        """What these peers have to do in the run's phase, as honest ones do it."""
         bench = self.bench
-        members = [peer for peer in HONEST if peer in bench.run.peers]
+        members = [peer for peer in peers if peer in bench.run.peers]
         for peer in members:
             # They may have lost their stages: a peer that is silent for long misses a step.
             if bench.run.peers[PeerId(peer)].phase is PeerPhase.SYNCING:
@@ -166,7 +239,8 @@ class Stage:
         if bench.run.phase is RunPhase.COLLECT:
             for peer in members:
                 if bench.run.peers[PeerId(peer)].stage is not None:
-                    bench.report(peer, 0, 1)
+                    self.record(tuple(bench.receipt(peer, m) for m in range(MICROBATCHES)))
+                    bench.report(peer, *range(MICROBATCHES))
         elif bench.run.phase is RunPhase.CLOSING:
             for peer in members:
                 if bench.run.phase is RunPhase.CLOSING and peer in bench.closing():
@@ -176,21 +250,25 @@ class Stage:
                 bench.apply(peer)
 
 
-@settings(max_examples=200)
-@given(st.lists(actions, min_size=5, max_size=40), st.sampled_from([None, 0, 1]))
-def test_no_messages_of_one_client_stop_the_core(
+@settings(max_examples=100)
+@given(lives, st.sampled_from([None, 0, 1]))
+def test_no_messages_of_one_client_stop_the_core_or_count_a_microbatch_twice(
     said: list[tuple[str, Any]], holds: int | None
 ) -> None:
     stage = Stage(holds)
     for action in said:
         stage.do(action)
-    for record in stage.bench.commands(Persist, stage.bench.log):
-        if isinstance(record.record, AppliedStep):
-            assert math.isfinite(record.record.loss)
+    for applied in stage.bench.records(AppliedStep):
+        assert math.isfinite(applied.loss)
+        assert applied.loss in stage.possible_losses(applied.step)
+        assert applied.tokens == MICROBATCHES * TOKENS
+        for of_stage in (0, LAST_STAGE):
+            counted = [share.microbatches for share in applied.shares if share.stage == of_stage]
+            assert sum(counted) == MICROBATCHES
 
 
-@settings(max_examples=100)
-@given(st.lists(actions, max_size=20), st.sampled_from([None, 0, 1]))
+@settings(max_examples=50)
+@given(lives, st.sampled_from([None, 0, 1]))
 def test_when_it_is_gone_the_others_make_the_next_step(
     said: list[tuple[str, Any]], holds: int | None
 ) -> None:
@@ -200,9 +278,9 @@ def test_when_it_is_gone_the_others_make_the_next_step(
     bench = stage.bench
     if stage.attached:
         bench.lose(HOSTILE)
-    before = bench.run.version
+    before = bench.run.history.version
     for _ in range(60):
-        if bench.run.version > before or bench.run.phase is RunPhase.EVALUATING:
+        if bench.run.history.version > before or bench.run.phase is RunPhase.EVALUATING:
             return
         bench.tick(5.0)
         stage.work()

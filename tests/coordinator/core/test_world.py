@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kits.swarm_world.checks import check_end
-from kits.swarm_world.facts import FAULTS, Fault, Options
+from kits.swarm_world.facts import FAULTS, Fault, Moves, Options
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.rules import roster
-from swarm_coordinator.core.state.moves import RebalancingRule
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 
 CALM_SECONDS = 700.0
 """Seconds after the last fault within which a run ends; a checkpoint may take most of it."""
@@ -52,7 +51,7 @@ moving_options_strategy = st.builds(
     steps=st.sampled_from([4, 6]),
     checkpoint_steps=st.sampled_from([2, 3, 10]),
     tied=st.booleans(),
-    moves=st.sampled_from([RebalancingRule.THROUGHPUT, RebalancingRule.SWARM]),
+    moves=st.sampled_from([Moves.THROUGHPUT, Moves.SWARM]),
     staleness=st.sampled_from([0, 1]),
 )
 faults_strategy = st.lists(
@@ -347,9 +346,7 @@ def test_moves_at_any_time_leave_every_microbatch_counted_once_and_the_run_ends(
 
 
 def test_a_joining_peer_is_assigned_one_stage_while_another_peer_moves_to_a_lost_one() -> None:
-    options = Options(
-        stages=3, microbatches=6, steps=4, checkpoint_steps=3, moves=RebalancingRule.THROUGHPUT
-    )
+    options = Options(stages=3, microbatches=6, steps=4, checkpoint_steps=3, moves=Moves.THROUGHPUT)
     faults = (
         Fault(1.65, "stick", 3, 0.3),
         Fault(3.07, "kill", 6, 15.0),
@@ -367,7 +364,7 @@ def test_two_peers_that_average_alone_exchange_their_stages(seed: int, fault: Fa
     """Both stages of the exchange average in the same close and have the same members."""
     options = Options(
         peers=3, microbatches=6, steps=4, evaluation=0, checkpoint_steps=10,
-        moves=RebalancingRule.THROUGHPUT,
+        moves=Moves.THROUGHPUT,
     )  # fmt: skip
     run_to_the_end(options, seed, (fault,))
 
@@ -375,7 +372,7 @@ def test_two_peers_that_average_alone_exchange_their_stages(seed: int, fault: Fa
 def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
     made = 0
     still = Options(steps=8, peers=6, stages=3, microbatches=6)
-    moved = Options(steps=8, peers=6, stages=3, microbatches=6, moves=RebalancingRule.THROUGHPUT)
+    moved = Options(steps=8, peers=6, stages=3, microbatches=6, moves=Moves.THROUGHPUT)
     for seed in range(4):
         quiet, busy = run_to_the_end(still, seed), run_to_the_end(moved, seed)
         made += sum("switches from stage" in note for note in busy.notes)

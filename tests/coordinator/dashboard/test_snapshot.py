@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
-from swarm_coordinator.dashboard.api_models import HealthState
-from swarm_coordinator.dashboard.database_reader import StoredNote
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.dashboard.api_models import EventRow, HealthState
 from swarm_coordinator.dashboard.snapshot import (
     full_peers,
     joined_and_left,
@@ -91,13 +91,10 @@ def test_a_finished_run_is_finished_however_old_its_status() -> None:
 
 
 def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
-    from swarm_coordinator.dashboard import prometheus
-
     assert {document.FINISHED, document.WAITING, document.APPLYING} <= {
         phase.value for phase in RunPhase
     }
     assert {document.READY, document.SYNCING} <= {phase.value for phase in PeerPhase}
-    assert set(prometheus.PHASES) == {phase.value for phase in RunPhase}
 
 
 def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> None:
@@ -121,7 +118,9 @@ def test_a_stage_has_its_idle_share_and_the_time_of_its_microbatches(
 
 
 def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
-    shown = public_event(StoredNote(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
+    shown = public_event(
+        EventRow(id=1, written_at=0.0, text=f"cannot reach {LEAKED[0]} of {HOSTILE}")
+    ).text
     assert LEAKED[0] not in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from swarm_coordinator.demo.subprocesses import (
     module_command,
     wait_until,
 )
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
 
 PATIENCE_SECONDS = 240.0
 
@@ -56,43 +61,127 @@ def wait_for_output(child: Subprocess, wanted: str) -> None:
 
 
 @pytest.mark.process
-def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_demo_kills_a_volunteer_replaces_it_and_has_the_losses_of_one_process(
+    tmp_path: Path,
+) -> None:
+    """One volunteer at each stage, so that the run needs the newcomer to go on at all."""
     run_dir, json_file = tmp_path / "a run", tmp_path / "the result.json"
     with Subprocesses() as children:
         child = start_demo(
             children, tmp_path, "--volunteers", "2", "--stages", "2", "--steps", "3", "--seed", "7",
             "--run-dir", str(run_dir), "--json", str(json_file),
         )  # fmt: skip
+        wait_for_output(child, "the first step is under way|step 1/3")
+        pids = {name: volunteer_pid(run_dir, name) for name in ("volunteer-1", "volunteer-2")}
+        wait_for_output(child, r"volunteer-\d was ended by SIGKILL")
+        [victim] = re.findall(r"(volunteer-\d) was ended", child.log.read_text())
+        home = str(run_dir / "volunteers" / victim)
+        wait_until(lambda: not processes_naming(home), children, 30.0, f"the end of {victim}")
+        assert child.exit_code() is None
         assert child.wait(PATIENCE_SECONDS) == 0, child.last_lines()
+
     output = child.log.read_text()
-    for part in ("step 3/3", "held-out loss", "tokens/s", "Who contributed", "Bytes per link"):
+    for part in (
+        "step 3/3", "held-out loss", "tokens/s", "Who contributed", "Bytes per link",
+        "activations, gradients", str(run_dir / "loss.png"),
+        "after step 1 one of them will be killed", f"{victim} (process {pids[victim]})",
+        f"All 3 losses are the same, to the bit, although {victim} was killed after step",
+    ):  # fmt: skip
         assert part in output
-    assert "activations, gradients" in output
-    assert str(run_dir / "loss.png") in output
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+
     document = json.loads(json_file.read_text())
+    losses = [step["loss"] for step in document["steps"]]
     assert [step["step"] for step in document["steps"]] == [1, 2, 3]
-    assert document["steps"][2]["loss"] < document["steps"][0]["loss"] < 6
+    assert losses[2] < losses[0] < 6
+    assert document["reference"] == {"losses": losses, "equal": True}
+    kill = document["kill"]
+    assert (kill["victim"], kill["pid"]) == (victim, pids[victim])
+    assert (kill["exit"], kill["newcomer"]) == ("was ended by SIGKILL", "volunteer-3")
+    # The stage was lost with the victim and no checkpoint was stored: every step is repeated.
+    assert kill["joined_step"] == 1
+    survivor = next(name for name in pids if name != victim)
+    assert {(peer["name"], peer["microbatches"]) for peer in document["peers"]} == {
+        ("volunteer-3", 3 * 16), (survivor, 3 * 16)
+    }  # fmt: skip
     assert {peer["stage"] for peer in document["peers"]} == {0, 1}
-    assert sum(peer["microbatches"] for peer in document["peers"]) == 2 * 3 * 16
     assert document["heldout_loss"] > 0
     assert document["sample"].startswith("def ")
+    recorded = [note.text for note in history(RunFolder(run_dir).database).notes]
+    assert any(text.startswith(f"{victim} ") and "is gone" in text for text in recorded)
     assert processes_naming(str(run_dir)) == []
 
 
 @pytest.mark.process
 @pytest.mark.nightly
+def test_a_newcomer_joins_while_the_others_go_on(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    with Subprocesses() as children:
+        child = start_demo(
+            children, tmp_path, "--volunteers", "3", "--run-dir", str(tmp_path / "run"),
+            "--json", str(json_file),
+        )  # fmt: skip
+        assert child.wait(PATIENCE_SECONDS) == 0, child.last_lines()
+    assert "the run goes back" not in child.log.read_text()
+    document = json.loads(json_file.read_text())
+    kill = document["kill"]
+    assert kill["exit"] == "was ended by SIGKILL"
+    assert kill["after_step"] < kill["joined_step"] < 40
+    counted = {peer["name"]: peer["microbatches"] for peer in document["peers"]}
+    assert counted[kill["newcomer"]] > 0
+    assert sum(counted.values()) == 2 * 40 * 16
+    losses = [step["loss"] for step in document["steps"]]
+    assert document["reference"] == {"losses": losses, "equal": True}
+
+
+@pytest.mark.process
+@pytest.mark.nightly
+def test_a_recorded_loss_that_differs_in_its_last_bit_fails_the_demo(tmp_path: Path) -> None:
+    run_dir, json_file = tmp_path / "run", tmp_path / "result.json"
+    database = RunFolder(run_dir).database
+    with Subprocesses() as children:
+        child = start_demo(
+            children, tmp_path, "--volunteers", "1", "--stages", "1", "--steps", "6", "--no-kill",
+            "--no-keep", "--run-dir", str(run_dir), "--json", str(json_file),
+        )  # fmt: skip
+        wait_until(
+            lambda: database.exists() and bool(history(database).steps),
+            children, PATIENCE_SECONDS, "the first step",
+        )  # fmt: skip
+        loss = history(database).steps[0].loss
+        with contextlib.closing(sqlite3.connect(database, timeout=30.0)) as connection:
+            connection.execute(
+                "UPDATE applied_steps SET loss = ? WHERE step = 1", (math.nextafter(loss, 9.0),)
+            )
+            connection.commit()
+        assert child.wait(PATIENCE_SECONDS) == 1, child.last_lines()
+    output = child.log.read_text()
+    assert output.count("DIFFERENT") == 1
+    assert "1 of 6 losses differ from those of one process, first at step 1" in output
+    assert "to the bit, although" not in output
+    assert "Traceback" not in output
+    assert not json.loads(json_file.read_text())["reference"]["equal"]
+    assert database.exists(), "the evidence is kept"
+
+
+@pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGINT, "volunteer-3 is started"), (signal.SIGTERM, r"step [1-9][0-9]*/9")],
+    ids=["ctrl-c", "terminate"],
+)
 def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
     run_dir = tmp_path / "run"
     with Subprocesses() as children:
         child = start_demo(
-            children, tmp_path, "--volunteers", "2", "--steps", "1000", "--run-dir", str(run_dir)
+            children, tmp_path, "--volunteers", "2", "--steps", "9", "--run-dir", str(run_dir)
         )
-        wait_for_output(child, r"step [1-9][0-9]*/1000")
+        wait_for_output(child, moment)
         assert processes_naming(str(run_dir))
         os.kill(child.pid, number)
         assert child.wait(PATIENCE_SECONDS) == 130
@@ -137,6 +226,7 @@ def volunteer_pid(run_dir: Path, name: str) -> int:
         (["--volunteers", "2", "--stages", "3"], "2 volunteer(s) cannot hold 3 stages"),
         (["--json", "no/such/folder/result.json"], "does not exist; make it first"),
         (["--preset", "huge"], "'huge' is not one of"),
+        (["--steps", "1"], "has no middle in which a volunteer could be killed"),
     ],
 )
 def test_impossible_wishes_are_refused_before_anything_is_made(

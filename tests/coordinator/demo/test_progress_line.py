@@ -79,6 +79,21 @@ def test_elsewhere_lines_are_plain_rare_and_never_repeated() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_line_of_its_own_stays_above_the_progress_which_is_drawn_again() -> None:
+    stream = Terminal()
+    now = Progress(3, steps([1.0]), (1, 1))
+    with ProgressDisplay(stream, lambda: 0.0) as display:
+        display.show(now)
+        display.write_line("anna was killed")
+        display.show(now)
+    before, after = stream.getvalue().split("\ranna was killed\x1b[K\n")
+    assert before.count("step 1/3") == 1
+    assert after.startswith("\rstep 1/3")
+    plain = io.StringIO()
+    ProgressDisplay(plain, lambda: 0.0).write_line("anna was killed")
+    assert plain.getvalue() == "anna was killed\n"
+
+
 def test_a_display_that_was_shown_nothing_writes_nothing() -> None:
     for stream in (io.StringIO(), Terminal()):
         with ProgressDisplay(stream, lambda: 0.0):

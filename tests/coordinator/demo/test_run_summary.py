@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from swarm_coordinator.core.events import Restored
+from swarm_coordinator.demo.churn import Kill
+from swarm_coordinator.demo.reference_check import ComparedStep
 from swarm_coordinator.demo.run_summary import (
     LINK_ROWS,
     RunResult,
@@ -38,7 +40,9 @@ COORDINATOR, ANNA, BERT = (
 def contribution(
     peer: PeerId, name: str | None, stage: int, microbatches: int
 ) -> StageContribution:
-    return StageContribution(peer, name, StageIndex(stage), 2, microbatches, microbatches * 1024)
+    return StageContribution(
+        peer, name, StageIndex(stage), 2, microbatches, microbatches * 1024, Step(1), Step(2)
+    )
 
 
 HISTORY = History(
@@ -60,6 +64,7 @@ HISTORY = History(
     peers=(KnownPeer(ANNA, "anna", 0, 4), KnownPeer(BERT, None, 0, 4)),
     notes=(),
 )
+COMPARED = [ComparedStep(1, 5.5, 5.5), ComparedStep(2, 4.5, 4.5)]
 RESULT = RunResult(HISTORY, COORDINATOR, unigram_entropy=3.3, sample="def f(x):\n\treturn x")
 
 
@@ -83,8 +88,8 @@ def test_the_summary_names_losses_peers_links_and_the_sample() -> None:
     assert "loss 5.500 at step 1, 4.500 at step 2" in lines
     assert "held-out loss 2.250, clearly below the text's unigram entropy, 3.300" in lines
     assert "throughput 8,192 tokens/s" in lines
-    assert "…anna00 anna 0 24 24,576 75%" in lines
-    assert "…bert00 1 32 32,768 100%" in lines
+    assert "…anna00 anna 0 24 24,576 75% 1-2" in lines
+    assert "…bert00 1 32 32,768 100% 1-2" in lines
     assert "anna …bert00 activations, gradients 5.00" in lines
     assert "coordinator anna control 0.03" in lines
     assert "all 9.15" in lines
@@ -125,10 +130,10 @@ def test_a_volunteers_name_cannot_send_control_characters_to_the_terminal() -> N
 
 
 def test_the_json_has_exactly_the_documented_form() -> None:
-    document = json.loads(json.dumps(result_document(RESULT), allow_nan=False))
+    document = json.loads(json.dumps(result_document(RESULT, COMPARED), allow_nan=False))
     assert list(document) == [
         "version", "steps", "heldout_loss", "tokens_per_second", "peers", "unigram_entropy",
-        "sample",
+        "sample", "kill", "reference",
     ]  # fmt: skip
     assert document["version"] == 1
     assert document["steps"][1] == {"step": 2, "loss": 4.5, "tokens": 16_384, "seconds": 1.0}
@@ -136,9 +141,27 @@ def test_the_json_has_exactly_the_documented_form() -> None:
         "peer": ANNA, "name": "anna", "stage": 0, "microbatches": 24, "tokens": 24_576
     }  # fmt: skip
     assert document["sample"] == RESULT.sample
+    assert document["kill"] is None
+    assert document["reference"] == {"losses": [5.5, 4.5], "equal": True}
+
+
+def test_the_json_of_a_run_with_a_kill_names_both_volunteers() -> None:
+    kill = Kill("bert", 4242, "was ended by SIGKILL", 1, "anna")
+    assert result_document(replace(RESULT, kill=kill), COMPARED)["kill"] == {
+        "victim": "bert", "pid": 4242, "exit": "was ended by SIGKILL", "after_step": 1,
+        "newcomer": "anna", "joined_step": 1,
+    }  # fmt: skip
+    stranger = replace(kill, newcomer="cleo")
+    assert result_document(replace(RESULT, kill=stranger), COMPARED)["kill"]["joined_step"] is None
+
+
+def test_one_different_loss_makes_the_json_say_so() -> None:
+    compared = [COMPARED[0], replace(COMPARED[1], alone=math.nan)]
+    document = result_document(RESULT, compared)["reference"]
+    assert document == {"losses": [5.5, None], "equal": False}
 
 
 def test_a_diverged_loss_is_null_in_json() -> None:
     steps = (HistoryStep(Step(1), math.nan, 16_384, 1.0, 0.0),)
-    document = result_document(replace(RESULT, history=replace(HISTORY, steps=steps)))
+    document = result_document(replace(RESULT, history=replace(HISTORY, steps=steps)), ())
     assert json.loads(json.dumps(document, allow_nan=False))["steps"][0]["loss"] is None

@@ -59,6 +59,17 @@ def test_the_reference_line_and_the_heldout_mark_change_the_picture(tmp_path: Pa
     assert np.abs(line - both).max() > 0.1
 
 
+def test_an_event_is_a_vertical_line_at_its_step(tmp_path: Path) -> None:
+    bare = draw(tmp_path / "bare.png")
+    path = tmp_path / "event.png"
+    draw_loss_curve(path, "a run", STEPS, LOSSES, events={15: "a kill"})
+    changed = np.abs(matplotlib.image.imread(path)[:, :, :3] - bare).max(axis=2) > 0.1
+    columns = np.nonzero(changed.sum(axis=0) > HEIGHT_INCHES * DOTS_PER_INCH / 4)[0]
+    curve = np.nonzero(has_color(bare, SERIES_COLOR))[1]
+    middle = (columns.mean() - curve.min()) / (curve.max() - curve.min())
+    assert middle == pytest.approx(14 / 29, abs=0.01)
+
+
 def test_a_single_step_is_visible(tmp_path: Path) -> None:
     path = tmp_path / "loss.png"
     draw_loss_curve(path, "a run", [1], [5.5])

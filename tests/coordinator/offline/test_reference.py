@@ -12,7 +12,9 @@ from swarm_coordinator.offline.reference import StepRecord, evaluate, train_refe
 from swarm_shared.base.errors import DataError
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint
+from swarm_shared.run.codec_sizes import AverageCodec
 from swarm_shared.run.manifest import (
+    CodecsConfig,
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -25,7 +27,9 @@ from swarm_shared.run.model_config import ModelConfig
 STEPS = 6
 
 
-def manifest(tied: bool = False, staleness: int = 0) -> Manifest:
+def manifest(
+    tied: bool = False, staleness: int = 0, average: AverageCodec = "exact", stages: int = 1
+) -> Manifest:
     return Manifest(
         name="test",
         organiser="nobody",
@@ -33,7 +37,10 @@ def manifest(tied: bool = False, staleness: int = 0) -> Manifest:
             vocabulary_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=2,
             key_value_heads=1, sequence_length=16, tie_embeddings=tied,
         ),
-        stages=(StageRange(first_layer=0, end_layer=2),),
+        stages=tuple(
+            StageRange(first_layer=2 * stage // stages, end_layer=2 * (stage + 1) // stages)
+            for stage in range(stages)
+        ),
         data=DataConfig(
             token_bytes=2, tokenizer="bytes", unigram_entropy_nats=3.0,
             shards=(
@@ -48,6 +55,7 @@ def manifest(tied: bool = False, staleness: int = 0) -> Manifest:
         optimizer=OptimizerConfig(
             learning_rate=0.02, warmup_steps=2, clip_norm=0.5, weight_decay=0.1
         ),
+        codecs=CodecsConfig(average=average),
     )  # fmt: skip
 
 
@@ -71,9 +79,11 @@ def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("average", ["exact", "none"])
 @pytest.mark.parametrize(("tied", "staleness"), [(False, 0), (True, 0), (False, 1), (True, 1)])
-def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied, staleness):
-    described = manifest(tied, staleness)
+def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied, staleness, average, stages):
+    described = manifest(tied, staleness, average, stages)
     stage, records = run(described)
     plain = build_whole(described)
     versions = [values_of(plain)]
@@ -114,14 +124,14 @@ def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied, staleness
         record = records[step - 1]
         assert record.step == step
         assert record.tokens == 3 * 4 * 16
-        assert record.loss == pytest.approx(loss.item(), rel=1e-4)
+        assert record.loss == pytest.approx(loss.item(), rel=1e-6)
     difference = sum(
         (a - b).square().sum().item()
         for a, b in zip(stage.parameters(), plain.parameters(), strict=True)
     )
     size = sum(parameter.square().sum().item() for parameter in plain.parameters())
-    # Adam magnifies rounding where gradients are tiny, so elements may differ by more.
-    assert math.sqrt(difference / size) < 1e-3
+    # Torch sums in another order, and Adam magnifies rounding where gradients are tiny.
+    assert math.sqrt(difference / size) < 3e-5
 
 
 def test_the_loss_falls_and_the_held_out_loss_with_it():

@@ -93,17 +93,6 @@ def test_an_attachment_that_was_replaced_adds_nothing() -> None:
     assert saved(told) == {}
 
 
-def test_a_client_that_always_reports_everything_is_understood() -> None:
-    told = reports()
-    hear(told, 1, links=(link("b", 1),), paths=(path("b"), path("c")))
-    hear(told, 1, links=(link("b", 2),), paths=(path("c"),))
-    assert told.links()[ANNA] == (link("b", 2),)
-    assert paths_of(told) == (path("c"),)
-    words = b'{"kind":"heartbeat","microbatches_per_second":1.0,"queued":0,"links":[],"paths":[]}'
-    told.record(SessionNumber(1), ANNA, parse(client_messages, words))  # type: ignore[arg-type]
-    assert paths_of(told) == ()
-
-
 def test_what_was_heard_is_saved_once() -> None:
     told = reports()
     hear(told, 1, changed_links=(link("b", 1), link("c", 2)))

@@ -41,7 +41,8 @@ def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_f
     shares = [bench.manifest.work_share(stage) for stage in (0, 1)]
     assert math.isclose(sum(shares), 1.0)
     board = Leaderboard(bench.manifest)
-    board.begin((StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100),))
+    before = StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100, Step(1), Step(1))
+    board.begin((before,))
     board.add(step_of(("a", 1, 10), ("b", 1, 1000)))
     first, second = board.rows()
     assert (first.peer, first.name, first.tokens) == ("b", None, 1000)
@@ -88,15 +89,15 @@ def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -
     desk = desk_of(bench)
     waiting = desk.due(bench.run, bench.now)
     assert waiting is not None
-    assert "needs 1 peer" in waiting.waiting_for
+    assert "need 1 peer" in waiting.waiting_for
     bench.join_all("a0", "a1")
     bench.one_step()
     assert desk.due(bench.run, bench.now + MIN_INTERVAL_SECONDS / 2) is None
     news = desk.due(bench.run, bench.now + MIN_INTERVAL_SECONDS)
     assert news is not None
     assert (news.version, news.waiting_for) == (1, "")
-    assert bench.run.last_applied is not None
-    assert news.loss == bench.run.last_applied.loss
+    assert bench.run.history.last_applied is not None
+    assert news.loss == bench.run.history.last_applied.loss
     assert desk.latest == news
     assert desk.due(bench.run, bench.now + 100.0) is None, "nothing has happened since"
 
@@ -135,8 +136,8 @@ def test_a_loss_that_is_no_number_is_none() -> None:
     bench = Bench()
     bench.join_all("a0", "a1")
     bench.one_step()
-    assert bench.run.last_applied is not None
-    object.__setattr__(bench.run.last_applied, "loss", math.nan)
+    assert bench.run.history.last_applied is not None
+    object.__setattr__(bench.run.history.last_applied, "loss", math.nan)
     news = desk_of(bench).due(bench.run, bench.now)
     assert isinstance(news, RunNews)
     assert news.loss is None

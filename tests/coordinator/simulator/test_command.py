@@ -95,7 +95,7 @@ def test_a_run_that_cannot_begin_reports_what_it_waits_for(
     assert run(words) == 0
     told = capsys.readouterr().out
     assert "no step was made" in told
-    assert "needs 1 peer(s)" in told
+    assert "needs 1 peer" in told
 
 
 @pytest.mark.parametrize(

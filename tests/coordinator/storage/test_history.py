@@ -55,6 +55,7 @@ def test_contributions_carry_the_volunteers_name(tmp_path: Path) -> None:
     write(tmp_path / "run.sqlite3", 3)
     (part,) = history(tmp_path / "run.sqlite3").contributions
     assert (part.name, part.steps, part.microbatches, part.tokens) == ("Anna's laptop", 3, 6, 96)
+    assert (part.first_step, part.last_step) == (1, 3)
 
 
 def test_reading_leaves_the_database_as_it_is(tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ def write_all(path: Path, *records: object) -> None:
     store.close()
 
 
+def test_every_commit_waits_for_the_disk(tmp_path: Path) -> None:
+    """A killed process loses no page cache, so that only a power cut would show the difference."""
+    connection = open_for_writing(tmp_path / "run.sqlite3")
+    full = 2
+    assert connection.execute("PRAGMA synchronous").fetchone() == (full,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    connection.close()
+
+
 def test_a_number_that_sqlite_cannot_hold_is_an_error_and_the_writer_lives_on(
     tmp_path: Path,
 ) -> None:

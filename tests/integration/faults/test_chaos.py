@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,8 @@ PEERS = 2
 """Peers of each stage at the start. A joining peer replaces every killed one."""
 SECONDS_PER_FAULT = 10.0
 """Upper bound of a pause and a fault on a busy machine."""
+LEAST_KINDS = 3
+"""Kinds of faults that have to strike, the killed coordinator among them."""
 
 
 def seed_of_this_run() -> int:
@@ -44,22 +47,41 @@ class Chaos:
         self.fault_run = fault_run
         self.random = random.Random(seed)
         self.log: list[str] = []
-        self._faults = 0
+        self._struck: list[str] = []
+        self._planned: dict[str, str] = {}
+        """Kinds of the faults that a volunteer carries out itself, by their names in the plan."""
         self._thawing: list[threading.Timer] = []
 
     def inject_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         coordinator_dies_at = time.monotonic() + self.random.uniform(0.2, 0.6) * seconds
         coordinator_died = False
+        kinds: list[Callable[[Subprocess], None]] = []
         while time.monotonic() < end:
+            victim = self._victim()
             if not coordinator_died and time.monotonic() >= coordinator_dies_at:
                 self.kill_coordinator()
                 coordinator_died = True
-            else:
-                self.random.choice([self.kill, self.freeze, self.partition, self.kill_somewhere])()
+            elif victim is not None:
+                # Each kind once, in any order, before one is repeated.
+                kinds = kinds or [self.kill, self.freeze, self.partition, self.kill_somewhere]
+                kinds.pop(self.random.randrange(len(kinds)))(victim)
             time.sleep(self.random.uniform(*PAUSE_SECONDS))
         for timer in self._thawing:
             timer.join()
+
+    def struck(self) -> Counter[str]:
+        """Count the faults that have happened, by kind. Call it at the end."""
+        fired = [kind for name, kind in self._planned.items() if self.fault_run.has_fired(name)]
+        return Counter(self._struck + fired)
+
+    def _plan(
+        self, kind: str, victim: Subprocess, phase: FaultPoint, action: FaultAction,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        name = f"chaos-{len(self._planned) + 1}"
+        self._planned[name] = kind
+        self.fault_run.plan_for(name, victim.name, phase, action, seconds)
 
     def _say(self, text: str) -> None:
         self.log.append(f"version {self.fault_run.run.version()}: {text}")
@@ -74,19 +96,15 @@ class Chaos:
     def _replace(self, stage: int) -> None:
         self.fault_run.run.swarm.start_volunteer(self.fault_run.invite, stage)
 
-    def kill(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self._say(f"kill {victim.name}")
-            self.fault_run.run.swarm.expect_exit(victim)
-            victim.kill()
-            self._replace(self.fault_run.stage_of(victim))
+    def kill(self, victim: Subprocess) -> None:
+        self._say(f"kill {victim.name}")
+        self.fault_run.run.swarm.expect_exit(victim)
+        victim.kill()
+        self._struck.append("kill")
+        self._replace(self.fault_run.stage_of(victim))
 
-    def kill_somewhere(self) -> None:
+    def kill_somewhere(self, victim: Subprocess) -> None:
         """Kill a volunteer at a phase of its step."""
-        victim = self._victim()
-        if victim is None:
-            return
         phases = [
             FaultPoint.FORWARD,
             FaultPoint.RECEIPT,
@@ -94,22 +112,20 @@ class Chaos:
             FaultPoint.NORM,
             FaultPoint.APPLY,
         ]
-        phase, self._faults = self.random.choice(phases), self._faults + 1
-        name = f"chaos-{self._faults}"
+        phase = self.random.choice(phases)
         self._say(f"kill {victim.name} at its next {phase}")
         self.fault_run.run.swarm.expect_exit(victim)
-        self.fault_run.plan_for(name, victim.name, phase, FaultAction.KILL)
+        self._plan("kill at a phase", victim, phase, FaultAction.KILL)
         self._replace(self.fault_run.stage_of(victim))
 
-    def freeze(self) -> None:
-        victim, seconds = self._victim(), self.random.choice([1.0, 3.0, 8.0])
-        if victim is None:
-            return
+    def freeze(self, victim: Subprocess) -> None:
+        seconds = self.random.choice([1.0, 3.0, 8.0])
         self._say(f"freeze {victim.name} for {seconds:g} s")
         daemon = psutil.Process(victim.pid)
         whole = [daemon, *daemon.children(recursive=True)]
         for process in whole:
             _signal(process, signal.SIGSTOP)
+        self._struck.append("freeze")
 
         def thaw() -> None:
             for process in whole:
@@ -119,15 +135,10 @@ class Chaos:
         timer.start()
         self._thawing.append(timer)
 
-    def partition(self) -> None:
-        victim, seconds = self._victim(), self.random.choice([1.0, 3.0, 8.0])
-        if victim is not None:
-            self._say(f"cut {victim.name} off for {seconds:g} s")
-            self._faults += 1
-            name = f"chaos-{self._faults}"
-            self.fault_run.plan_for(
-                name, victim.name, FaultPoint.FORWARD, FaultAction.PARTITION, seconds
-            )
+    def partition(self, victim: Subprocess) -> None:
+        seconds = self.random.choice([1.0, 3.0, 8.0])
+        self._say(f"cut {victim.name} off for {seconds:g} s")
+        self._plan("partition", victim, FaultPoint.FORWARD, FaultAction.PARTITION, seconds)
 
     def kill_coordinator(self) -> None:
         swarm = self.fault_run.run.swarm
@@ -135,6 +146,7 @@ class Chaos:
         self._say("kill the coordinator")
         swarm.expect_exit(swarm.coordinator)
         swarm.coordinator.kill()
+        self._struck.append("kill the coordinator")
         time.sleep(self.random.uniform(0.0, 4.0))
         assert swarm.start_coordinator() == self.fault_run.invite
 
@@ -167,7 +179,10 @@ def test_a_run_under_random_faults_equals_the_reference(
         version = fault_run.run.version()
         fault_run.run.wait_for_version(version + 3)
         fault_run.finish()
-        assert len(chaos.log) >= seconds / SECONDS_PER_FAULT, "hardly any fault was injected"
+        struck = chaos.struck()
+        assert struck.total() >= seconds / SECONDS_PER_FAULT, struck
+        assert len(struck) >= LEAST_KINDS, struck
+        assert struck["kill the coordinator"] == 1
         assert fault_run.end_problem == "", fault_run.end_problem
         fault_run.run.assert_equals_reference(fault_run.stopped_at)
     except BaseException:

@@ -27,7 +27,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.invite import Invite
 from swarm_shared.protocol import Neighbour
 from swarm_shared.network import open_node
-from swarm_shared.probe.server import HelloAnswer, answer_members_only, serve_probe
+from swarm_shared.probe.server import answer_members_only, serve_probe
 from swarm_shared.identity.probe_pass import sign_probe_pass
 
 RUN = "ab" * 32
@@ -40,7 +40,7 @@ def no_member(remote, run, certificate):
 async def main(role, own, other):
     def coordinator(remote, hello):
         neighbour = Neighbour(peer=volunteer.peer_id, addresses=(f"/ip4/{other}/tcp/4000",))
-        return HelloAnswer(
+        return DoctorWelcome(
             probe_pass=sign_probe_pass(organiser, remote, RUN, time.time()),
             neighbours=(neighbour,),
         )

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 
 import trio
-from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
@@ -35,6 +34,7 @@ from swarm_shared.protocol import (
     Heartbeat,
     Hello,
     PeerRecord,
+    Refused,
     Roster,
     StageHello,
     StageRefused,
@@ -51,8 +51,13 @@ from swarm_shared.run.manifest import Manifest
 
 LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=64 * 2**20)
 TOKEN_BYTES = 4
-WAIT_SECONDS = 3.0
-"""For an answer to a lie. None is due where the victim waits for the rest of what was promised."""
+ANSWER_SECONDS = 20.0
+"""Time limit of an answer that is due, on a machine shared with the attack."""
+SILENCE_SECONDS = 3.0
+"""Wait for an answer to a lie. None is due where the victim waits for the rest of what was
+promised."""
+PATIENCE_SECONDS = 5.0
+"""Wait for the end of a session that the coordinator has a reason to end."""
 
 
 @dataclass
@@ -68,6 +73,8 @@ class Insider:
     roster: tuple[PeerRecord, ...] = ()
     heard: list[CoordinatorMessage] = field(default_factory=list)
     knows: trio.Event = field(default_factory=trio.Event)
+    ended: trio.Event = field(default_factory=trio.Event)
+    """Set when the coordinator has ended the session."""
 
     async def listen(self) -> None:
         with suppress(SwarmError):
@@ -77,6 +84,7 @@ class Insider:
                 if isinstance(message, Roster):
                     self.roster = message.peers
                     self.knows.set()
+        self.ended.set()
 
     async def beat(self) -> None:
         with suppress(SwarmError):
@@ -172,51 +180,59 @@ class Insider:
                 answers.append(parse(stage_answers, (await stream.receive(20)).header).kind)
         return answers
 
-    async def lie_about_sizes(self, stage: int) -> None:
-        """Each on a link of its own, for it is the last thing said there."""
+    async def lie_about_sizes(self, stage: int) -> dict[str, str]:
+        """The outcome of each lie: the kind of the answer, `closed`, or `silence` where the victim
+        waits for the rest. Each on a link of its own, for it is the last thing said there."""
         right, payload = self.forward(stage)
         size = len(payload)
-        lies: list[tuple[bytes, bytes]] = [
-            (self.forward(stage, input_bytes=0)[0], payload),
-            (self.forward(stage, input_bytes=2**52)[0], payload),
-            (self.forward(stage, target_bytes=size)[0], payload),
-            (right, payload[:-1]),
-            (right, b""),
-            (right, payload + b"x"),
-            (b"{}", b""),
-            (b"[" * 10_000, b""),
-            (b"\xff" * 100, b""),
-            (right[:-1], payload),
-        ]
-        for header, content in lies:
+        lies: dict[str, tuple[bytes, bytes]] = {
+            "no input": (self.forward(stage, input_bytes=0)[0], payload),
+            "endless input": (self.forward(stage, input_bytes=2**52)[0], payload),
+            "all target": (self.forward(stage, target_bytes=size)[0], payload),
+            "a byte less": (right, payload[:-1]),
+            "no payload": (right, b""),
+            "a byte more": (right, payload + b"x"),
+            "an empty message": (b"{}", b""),
+            "a deep message": (b"[" * 10_000, b""),
+            "no text": (b"\xff" * 100, b""),
+            "half a message": (right[:-1], payload),
+        }
+        outcomes: dict[str, str] = {}
+        for name, (header, content) in lies.items():
             async with self.stage_edge(self.victim(stage)) as stream:
-                with suppress(SwarmError):
-                    await stream.send(header, content, timeout_seconds=WAIT_SECONDS)
-                    while True:
-                        await stream.receive(WAIT_SECONDS)
-        for prefix in (
-            struct.pack(">IQ", 2**32 - 1, 0), struct.pack(">IQ", 10, 2**63), b"\x00" * 5,
-            struct.pack(">IQ", len(right), size) + right + payload[:100],
-        ):  # fmt: skip
+                await stream.receive(ANSWER_SECONDS)
+                await stream.send(header, content, timeout_seconds=ANSWER_SECONDS)
+                outcomes[name] = await _outcome(stream)
+        prefixes = {
+            "an endless header": struct.pack(">IQ", 2**32 - 1, 0),
+            "an endless payload": struct.pack(">IQ", 10, 2**63),
+            "half a prefix": b"\x00" * 5,
+            "half a payload": struct.pack(">IQ", len(right), size) + right + payload[:100],
+        }
+        for name, prefix in prefixes.items():
             async with self.stage_edge(self.victim(stage)) as stream:
-                with suppress(SwarmError, MuxedStreamError):
-                    await stream._muxed.write(prefix)
-                    await stream._muxed.close()
-                    while True:
-                        await stream.receive(WAIT_SECONDS)
+                await stream.receive(ANSWER_SECONDS)
+                await stream._muxed.write(prefix)
+                await stream._muxed.close()
+                outcomes[name] = await _outcome(stream)
+        return outcomes
 
     # ---- the coordinator
 
-    async def babble(self, content: bytes, payload: bytes = b"") -> list[str]:
-        """Attach anew, say this, and tell the kinds of what is answered until the end."""
-        async with attached(self.invite) as other:
-            with suppress(SwarmError):
-                await other.stream.send(content, payload)
-            with trio.move_on_after(10), suppress(SwarmError):
-                while True:
-                    await other.stream.receive()
-                    await trio.lowlevel.checkpoint()
-            return [message.kind for message in other.heard]
+    async def babble(self, content: bytes, payload: bytes = b"") -> str:
+        """Attach anew and send this; return `refused` with the kind of error, or `closed` without
+        one, when the coordinator ends the session for it, and `ignored` when the session goes
+        on."""
+        async with attached(self.invite) as other, trio.open_nursery() as nursery:
+            nursery.start_soon(other.beat)
+            await other.stream.send(content, payload)
+            with trio.move_on_after(PATIENCE_SECONDS):
+                await other.ended.wait()
+            nursery.cancel_scope.cancel()
+        if not other.ended.is_set():
+            return "ignored"
+        codes = [message.code for message in other.heard if isinstance(message, Refused)]
+        return f"refused: {codes[0]}" if codes else "closed"
 
     def receipt(self, signer: Identity, **changes: object) -> str:
         values = {
@@ -268,7 +284,7 @@ async def attached(invite: Invite) -> AsyncIterator[Insider]:
         )
         hello = Hello(
             run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token, addresses=(),
-            device="none", memory_bytes=1, trainer=False,
+            device="none", memory_bytes=1,
         )  # fmt: skip
         await stream.send(encode(hello))
         welcome = parse(coordinator_messages, (await stream.receive(20)).header)
@@ -279,3 +295,14 @@ async def attached(invite: Invite) -> AsyncIterator[Insider]:
             nursery.start_soon(insider.listen)
             yield insider
             nursery.cancel_scope.cancel()
+
+
+async def _outcome(stream: FramedStream) -> str:
+    """The kind of the next answer, `closed`, or `silence`."""
+    answer = "silence"
+    with trio.move_on_after(SILENCE_SECONDS):
+        try:
+            answer = parse(stage_answers, (await stream.receive()).header).kind
+        except SwarmError:
+            answer = "closed"
+    return answer

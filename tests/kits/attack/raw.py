@@ -46,6 +46,13 @@ class Tally:
     bytes: int = 0
     """Written to connections with a handshake, multiplexer headers included."""
 
+    def since(self, before: Tally) -> Tally:
+        """What has got through after `before`, a copy of the tally of that time."""
+        return Tally(
+            self.connections - before.connections, self.handshakes - before.handshakes,
+            self.streams - before.streams, self.bytes - before.bytes,
+        )  # fmt: skip
+
 
 tally = Tally()
 

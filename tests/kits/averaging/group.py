@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import trio
@@ -40,6 +41,7 @@ class Peer:
     ) -> None:
         self.identity, self.node, self.worker = identity, node, worker
         self.elements = elements
+        self.own_elements, self.tied_elements = elements, 0
         self.roster = RosterView()
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         self.averager = GroupAverager(worker)
@@ -78,20 +80,29 @@ class Peer:
     def carrier(self) -> CarrierAddress | None:
         return self.averager.carrier_address(self.identity)
 
+    def tie(self, own_elements: int, tied_elements: int) -> None:
+        """Let the vector begin with so many elements of its own, followed by tied ones."""
+        assert own_elements + tied_elements <= self.elements
+        self.own_elements, self.tied_elements = own_elements, tied_elements
+
     async def reduce(
-        self, members: Sequence[PeerId], attempt: int, weights: Sequence[int] = ()
+        self,
+        members: Sequence[PeerId],
+        attempt: int,
+        weights: Sequence[int] = (),
+        part: Literal["own", "tied"] = "own",
     ) -> None:
         self.result[:] = SENTINEL
         holding = SimpleNamespace(
             stage=StageIndex(0),
             worker=SimpleNamespace(
-                own_elements=self.elements,
-                tied_elements=0,
+                own_elements=self.own_elements,
+                tied_elements=self.tied_elements,
                 gradients_name=self.segments[0].name,
                 result_name=self.segments[1].name,
             ),
         )
-        reduction = Reduction(part="own", members=tuple(members), weights=tuple(weights))
+        reduction = Reduction(part=part, members=tuple(members), weights=tuple(weights))
         await self.averager.reduce(holding, Step(1), attempt, reduction)  # type: ignore[arg-type]
 
     def carried(self) -> dict[tuple[PeerId, str], int]:
@@ -120,7 +131,10 @@ class Group:
             peer.roster.replace(Roster(serial=1, peers=known))
 
     async def round(
-        self, members: Sequence[Peer] | None = None, weights: Sequence[int] = ()
+        self,
+        members: Sequence[Peer] | None = None,
+        weights: Sequence[int] = (),
+        part: Literal["own", "tied"] = "own",
     ) -> dict[PeerId, AveragingFailed]:
         """Run one attempt; returns the failures by peer. `weights` are in the order of the members'
         IDs."""
@@ -132,7 +146,7 @@ class Group:
 
         async def one(peer: Peer) -> None:
             try:
-                await peer.reduce(ids, attempt, weights)
+                await peer.reduce(ids, attempt, weights, part)
             except AveragingFailed as failure:
                 failures[peer.id] = failure
 

@@ -143,7 +143,7 @@ def lasting_crew(invite: Invite, manifest: Manifest, folder: Path) -> list[Lasti
     for stage in crew:
         home = folder / f"volunteer-{stage}"
         home.mkdir(exist_ok=True)
-        volunteers.append(Lasting(invite, manifest, home, stage, crew, trainer=stage == 0))
+        volunteers.append(Lasting(invite, manifest, home, stage, crew))
     return volunteers
 
 

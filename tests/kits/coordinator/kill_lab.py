@@ -225,12 +225,12 @@ class KilledWorld(World):
             return
         if self._process is not None:
             self._process.end()
-        self._process = StoreProcess(self._open_store, self._next_kill())
+        self._process = self.start_process(self._open_store)
         self.tally.starts += 1
         try:
             generation = self._process.ask("generation")
         except Dead:
-            self._died("start")
+            self.died("start")
             self.later(0.5, self.start_coordinator)
             return
         if self._generations and generation <= self._generations[-1]:
@@ -240,7 +240,10 @@ class KilledWorld(World):
         self.generation = generation - 1
         super().start_coordinator()
 
-    def _died(self, what: str) -> None:
+    def start_process(self, open_store: OpenStore) -> StoreProcess:
+        return StoreProcess(open_store, self._next_kill())
+
+    def died(self, what: str) -> None:
         assert self._process is not None
         if self._process.end() != signal.SIGKILL:
             raise Violation("the store's process ended by itself")
@@ -279,7 +282,7 @@ class KilledWorld(World):
         try:
             super().deliver(event)
         except Killed:
-            self._died("decision")
+            self.died("decision")
             self.crash(back_after=self.rng.choice([0.5, 2.0]))
 
     def _execute(self, command: Command) -> None:

@@ -148,7 +148,6 @@ class Volunteer:
     folder: Path
     stage: StageIndex
     crew: dict[StageIndex, Identity]
-    trainer: bool = False
     version: Version | None = None
     """None: holds no state yet."""
     averaged_attempt: int | None = None
@@ -164,7 +163,7 @@ class Volunteer:
 
     def hello(self) -> Hello:
         return hello_for(
-            self.invite, wanted_stage=self.stage, trainer=self.trainer,
+            self.invite, wanted_stage=self.stage,
             stage=None if self.version is None else self.stage,
             version=self.version or Version(0), averaged_attempt=self.averaged_attempt,
             name=f"volunteer-{self.stage}",
@@ -201,7 +200,7 @@ class Volunteer:
         link = LinkBytes(remote=PeerId("someone"), protocol=LINK, sent=10, received=20)
         while True:
             await stream.send(
-                encode(Heartbeat(microbatches_per_second=1.0, queued=0, links=(link,)))
+                encode(Heartbeat(microbatches_per_second=1.0, queued=0, changed_links=(link,)))
             )
             await trio.sleep(0.2)
 
@@ -290,13 +289,13 @@ def hello_for(invite: Invite, **changes: object) -> Hello:
 
 
 def crew_of(invite: Invite, manifest: Manifest, folder: Path) -> list[Volunteer]:
-    """One volunteer per stage; the first one is the trainer."""
+    """One volunteer per stage."""
     crew = {StageIndex(stage): Identity.generate() for stage in range(manifest.stage_count)}
     volunteers = []
     for stage in crew:
         home = folder / f"volunteer-{stage}"
         home.mkdir(exist_ok=True)
-        volunteers.append(Volunteer(invite, manifest, home, stage, crew, trainer=stage == 0))
+        volunteers.append(Volunteer(invite, manifest, home, stage, crew))
     return volunteers
 
 

@@ -8,7 +8,6 @@ What happened is kept per case; at the end the run is stopped and compared with 
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from swarm_client.fault_injection.faults import (
     fired_path,
 )
 from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
+from swarm_shared.base.errors import SwarmError
 
 TINY: dict[str, object] = {
     "model__hidden_size": 32,
@@ -243,15 +243,11 @@ class FaultRun:
 
     def finish(self) -> None:
         """Stop the run with a checkpoint of the version it has reached."""
-        coordinator = self.run.swarm.coordinator
-        assert coordinator is not None
-        for child in self.run.swarm.children.started:
-            self.run.swarm.expect_exit(child)
-        coordinator.signal(signal.SIGINT)
-        if coordinator.wait(60) != 0:
-            self.end_problem = f"the coordinator {coordinator.describe_exit()}"
-        self.run.swarm.children.end(10.0)
-        self.stopped_at = self.run.version()
+        try:
+            self.stopped_at = self.run.stop()
+        except SwarmError as error:
+            self.end_problem = str(error)
+            self.stopped_at = self.run.version()
 
     def check(self, case: Case) -> None:
         """It struck where it should, the run went on, and no loss of these steps differs."""

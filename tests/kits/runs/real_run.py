@@ -22,6 +22,7 @@ from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import History
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import open_shards
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -53,6 +54,7 @@ SETTINGS: dict[str, object] = {
 }
 
 PATIENCE_SECONDS = 240.0
+STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class Run:
         stored = self.losses()
         assert self.swarm.start_coordinator() == invite
         return stored
+
+    def stop(self) -> int:
+        """Stop the run with a checkpoint of the version it has reached; return that version."""
+        coordinator = self.swarm.coordinator
+        assert coordinator is not None
+        for child in self.swarm.children.started:
+            self.swarm.expect_exit(child)
+        coordinator.signal(signal.SIGINT)
+        coordinator.wait(STOP_SECONDS)
+        ending = coordinator.describe_exit()
+        self.swarm.children.end(10.0)
+        if coordinator.exit_code() != 0:
+            raise SwarmError(f"the coordinator {ending} when it was stopped")
+        return self.version()
 
     def history_at_its_end(self) -> History:
         """Wait until every process has exited: bytes of links are written last."""

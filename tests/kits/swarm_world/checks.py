@@ -24,7 +24,9 @@ from swarm_coordinator.core.events import (
     RunFinished,
     Send,
 )
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.rules.microbatches import applies_current
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.run.schedule import learning_rate
@@ -71,11 +73,12 @@ def check_send(world: World, command: Send) -> None:
         if last is None or stage is None or last.attempt_of(stage) != message.attempt:
             raise Violation(f"{message} is sent before it is durable")
     elif isinstance(message, Lease):
-        if not run.version < message.step <= run.version + 1 + world.options.staleness:
-            raise Violation(f"{message} at version {run.version}")
-        world.early_leases += message.step > run.version + 1
+        version = run.history.version
+        if not version < message.step <= version + 1 + world.options.staleness:
+            raise Violation(f"{message} at version {version}")
+        world.early_leases += message.step > version + 1
         trainer = run.peers.get(command.peer)
-        others = [p for p in run.peers.values() if p.trainer and not p.leaving]
+        others = [p for p in run.peers.values() if not p.leaving]
         if (
             trainer is not None
             and trainer.leaving
@@ -88,7 +91,7 @@ def check_send(world: World, command: Send) -> None:
         check_revoked(world, message)
         for record in message.peers:
             peer = run.peers.get(record.peer)
-            rest = [p for p in run.ready_peers(record.stage) if not p.leaving and not p.paused]
+            rest = [p for p in run.peers.ready(record.stage) if not p.leaving and not p.paused]
             # While a step is applied the last roster stands, with revoked peers removed.
             stands = run.phase is RunPhase.APPLYING
             if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
@@ -166,9 +169,8 @@ def check_applied(world: World, record: AppliedStep) -> None:
             raise Violation(f"stage {stage} counts {counted} microbatches: {record.shares}")
     run = world.run_state
     assert run is not None
-    assert run.step is not None
-    assert run.step.closing is not None
-    for member, stage in run.step.closing.members.items():
+    assert run.steps.closing is not None
+    for member, stage in run.steps.closing.members.items():
         link = world.peers[member].link
         # A peer that has just died, or lost its worker, is not detected yet and applies nothing.
         if link is not None and link.open:
@@ -205,17 +207,22 @@ def check_state(world: World) -> None:
     run = world.run_state
     if run is None:
         return
-    step = run.step
+    step = run.steps.current
     if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
         for (microbatch, stage), cell in step.table.items():
-            held, averaged = run.peers.get(cell.peer), run.round_of(stage)
+            held, averaged = run.peers.get(cell.peer), run.steps.round_of(stage)
             if averaged is not None and averaged.kept.get(cell.peer) == stage:
                 continue  # its part is in the average already
-            if held is None or held.stage != stage or held.version != run.version:
+            if held is None or held.stage != stage or held.version != run.history.version:
                 raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
-    for (microbatch, stage), cell in run.ahead.table.items() if run.ahead is not None else ():
+    ahead = run.steps.ahead
+    for (microbatch, stage), cell in ahead.table.items() if ahead is not None else ():
         held = run.peers.get(cell.peer)
-        if held is None or held.stage != stage or not run.computes_ahead(held):
+        if (
+            held is None
+            or held.stage != stage
+            or not (run.peers.holds_current(held) or applies_current(run, held))
+        ):
             raise Violation(f"{cell} of {microbatch}, {stage} of the next step is held by {held}")
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
         step is None or step.closing is None

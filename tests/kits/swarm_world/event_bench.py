@@ -31,7 +31,8 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.run import RunPhase, StepState
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import (
     Generation,
@@ -159,8 +160,9 @@ class Bench:
 
     def ready(self, peer: str) -> list[Command]:
         state = self.run.peers[PeerId(peer)]
-        assert state.stage is not None
-        return self.send(peer, Ready(stage=state.stage, version=state.version, digest="d"))
+        assert state.transfer is not None
+        version = state.transfer.version
+        return self.send(peer, Ready(stage=state.transfer.stage, version=version, digest="d"))
 
     def join_all(self, *names: str) -> None:
         """Join peers with names like "a0", "b1": a letter and the stage."""
@@ -171,9 +173,9 @@ class Bench:
         state = self.run.peers.get(PeerId(peer))
         stage = changes.get("stage", state.stage if state is not None else None)
         last = stage == self.manifest.stage_count - 1
-        step = self.run.version + 1
+        step = self.run.history.version + 1
         values: dict[str, Any] = {
-            "run": RunId("run"), "generation": Generation(self.run.generation),
+            "run": RunId("run"), "generation": Generation(self.run.start.generation),
             "step": Step(step), "microbatch": MicrobatchIndex(microbatch), "stage": stage,
             "peer": PeerId(peer), "samples": 2, "tokens": TOKENS,
             "loss_sum": train_loss(step, microbatch) if last else None,
@@ -188,7 +190,7 @@ class Bench:
     def resolve(self, trainer: str, microbatch: int, lease: int, **changes: Any) -> list[Command]:
         values: dict[str, Any] = {
             "session": self.session(trainer), "peer": PeerId(trainer),
-            "step": Step(self.run.version + 1), "microbatch": MicrobatchIndex(microbatch),
+            "step": Step(self.run.history.version + 1), "microbatch": MicrobatchIndex(microbatch),
             "lease": lease, "ok": True, "reason": "", "receipts": (),
             "evaluation_loss_sum": None, "evaluation_tokens": 0,
         }  # fmt: skip
@@ -205,7 +207,7 @@ class Bench:
         """Every microbatch is committed, by the first peer of each stage."""
         commands: list[Command] = []
         for stage in self.run.stage_indices:
-            peer = min(p.peer for p in self.run.ready_peers(stage))
+            peer = min(p.peer for p in self.run.peers.ready(stage))
             commands += self.report(peer, *range(self.manifest.training.microbatches_per_step))
         return commands
 
@@ -232,7 +234,9 @@ class Bench:
         return commands
 
     def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> list[Command]:
-        return self.send(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
+        return self.send(
+            peer, Applied(step=Step(self.run.history.version), digest=digest, norm=norm)
+        )
 
     def one_step(self) -> list[Command]:
         """From COLLECT to the next COLLECT, or to wherever the run continues."""
@@ -243,15 +247,12 @@ class Bench:
 
     def save(self, peer: str) -> list[Command]:
         """The peer has saved the snapshot of its stage at the run's version."""
-        state = self.run.peers[PeerId(peer)]
-        assert state.stage is not None
-        return self.send(
-            peer,
-            SnapshotReady(
-                version=self.run.version, stage=state.stage, item=f"item-{state.stage}", bytes=5,
-                sha256=SHA,
-            ),
-        )  # fmt: skip
+        stage, version = self.run.peers[PeerId(peer)].stage, self.run.history.version
+        assert stage is not None
+        saved = SnapshotReady(
+            version=version, stage=stage, item=f"item-{stage}", bytes=5, sha256=SHA
+        )
+        return self.send(peer, saved)
 
     def stored(self, version: int, sha: str = SHA) -> list[Command]:
         stages = self.checkpoint_of(self.manifest.stage_count, version, sha).stages
@@ -259,7 +260,7 @@ class Bench:
 
     def checkpoint(self) -> list[Command]:
         """Every requested holder saves; the shell fetches and stores."""
-        pending = self.run.pending_checkpoint
+        pending = self.run.checkpoints.pending
         assert pending is not None
         for holder in list(pending.holders.values()):
             self.save(holder)
@@ -269,8 +270,8 @@ class Bench:
     # ---- commands, and the state after a restart
 
     def step(self) -> StepState:
-        assert self.run.step is not None
-        return self.run.step
+        assert self.run.steps.current is not None
+        return self.run.steps.current
 
     def closing(self) -> list[PeerId]:
         closing = self.step().closing

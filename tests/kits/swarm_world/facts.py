@@ -6,9 +6,12 @@ Values are made up but fixed, so that every sum the coordinator reports can be c
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
+from benchmarks.swarm_rule import choose_swarm_moves
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import PeerRecord
@@ -41,6 +44,14 @@ class Violation(AssertionError):
     """A violated invariant."""
 
 
+class Moves(StrEnum):
+    """The rule by which peers move: none, the coordinator's, or SWARM's, which moves more."""
+
+    NONE = "none"
+    THROUGHPUT = "throughput"
+    SWARM = "swarm"
+
+
 @dataclass(frozen=True)
 class Options:
     stages: int = 2
@@ -55,7 +66,7 @@ class Options:
     busy: float = 0.03
     leave_bound_seconds: float = 400.0
     staleness: Literal[0, 1] = 0
-    moves: RebalancingRule = RebalancingRule.NONE
+    moves: Moves = Moves.NONE
     """If set, peers differ in speed, some cannot hold two stages, and every gain is worth a
     move."""
 
@@ -113,7 +124,12 @@ def manifest_of(options: Options) -> Manifest:
 
 def rebalancing_settings(options: Options) -> RebalancingSettings:
     policy = MovePolicy(period_seconds=1.0, margin=0.0, minimum_gain=0.0, rate_noise=0.0)
-    return RebalancingSettings(options.moves, policy)
+    if options.moves is Moves.SWARM:
+        return RebalancingSettings(
+            RebalancingRule.THROUGHPUT, policy, loss_reaction_seconds=math.inf,
+            choose=choose_swarm_moves,
+        )  # fmt: skip
+    return RebalancingSettings(RebalancingRule(options.moves), policy)
 
 
 def checkpoint_item(version: int, stage: int) -> str:

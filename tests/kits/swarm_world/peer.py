@@ -179,7 +179,7 @@ class SimPeer(Averaging, Computing):
         hello = Hello(
             run=RunId("run"), software="0", addresses=self.addresses, carrier=self.carrier,
             device="cpu",
-            memory_bytes=self.memory_bytes, trainer=self.trainer,
+            memory_bytes=self.memory_bytes,
             stage=None if holding is None else StageIndex(holding.stage),
             version=Version(0 if holding is None else holding.version),
             averaged_attempt=holding.averaged[0] if holding and holding.averaged else None,

@@ -121,7 +121,6 @@ class PeerBase:
         self.alive = False
         self.leaving = False
         self.gone = False
-        self.trainer = True
         self.hung = False
         self.woke_at = 0.0
         self.wedged = False

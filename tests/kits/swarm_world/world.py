@@ -19,6 +19,7 @@ from kits.swarm_world.facts import (
     CERTIFICATE_SECONDS,
     COORDINATOR,
     Fault,
+    Moves,
     Options,
     Violation,
     checkpoint_item,
@@ -62,7 +63,6 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.moves import RebalancingRule
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -242,9 +242,10 @@ class World:
             self._send(command)
         elif isinstance(command, Broadcast):
             assert self.run_state is not None
-            assert self.run_state.published is not None
+            roster = self.run_state.roster
+            assert roster.published is not None
             self.roster_changes += 1
-            whole = self.whole_rosters[self.run_state.roster_serial] = self.run_state.published
+            whole = self.whole_rosters[roster.serial] = roster.published
             for peer in command.peers:
                 check_send(self, Send(peer, whole))
                 self._send(Send(peer, command.message))
@@ -454,7 +455,7 @@ class World:
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
         peer.memory_bytes = memory_bytes
-        if self.options.moves is not RebalancingRule.NONE:
+        if self.options.moves is not Moves.NONE:
             peer.speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
             if self.rng.random() < 0.3:
                 peer.memory_bytes = 150  # one stage fits, two do not
@@ -549,6 +550,6 @@ class World:
             return f"no coordinator\n{tail}"
         peers = "\n".join(f"  {p}" for p in run.peers.values())
         return (
-            f"version {run.version} {run.phase} waiting={run.waiting_reason!r} "
-            f"checkpoint={run.checkpoint} step={run.step}\n{peers}\n{tail}"
+            f"version {run.history.version} {run.phase} waiting={run.waiting_reason!r} "
+            f"checkpoint={run.checkpoints.stored} step={run.steps.current}\n{peers}\n{tail}"
         )

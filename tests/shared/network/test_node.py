@@ -14,8 +14,9 @@ import trio.testing
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network import FramedStream, FrameLimits, LinkTraffic, Node, open_node
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
+from swarm_shared.protocol import LinkBytes
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=32 * 1024 * 1024)
@@ -417,10 +418,9 @@ async def test_bytes_are_counted_by_peer_protocol_and_direction() -> None:
             await stream.receive()
         size_bytes = 2 * (12 + 4 + 100_000)
         for node, remote in ((client, server.peer_id), (server, client.peer_id)):
-            assert sorted(node.traffic(), key=lambda link: link.direction) == [
-                LinkTraffic(remote, ECHO, "received", 2, size_bytes),
-                LinkTraffic(remote, ECHO, "sent", 2, size_bytes),
-            ]
+            assert node.link_bytes() == (
+                LinkBytes(remote=remote, protocol=ECHO, sent=size_bytes, received=size_bytes),
+            )
 
 
 @pytest.mark.parametrize("holder_is_a_node", [True, False])

@@ -25,7 +25,6 @@ from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
 from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
 from swarm_shared.probe.server import (
-    HelloAnswer,
     ProbeLimits,
     address_key,
     answer_members_only,
@@ -38,6 +37,7 @@ from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     DialBack,
     DoctorHello,
+    DoctorWelcome,
     Download,
     Echo,
     Upload,
@@ -54,8 +54,8 @@ HELLO = DoctorHello(run=RUN, software=SOFTWARE_VERSION)
 NOW = 1_800_000_000.0
 
 
-def anybody(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
-    return HelloAnswer()
+def anybody(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
+    return DoctorWelcome()
 
 
 @asynccontextmanager
@@ -84,9 +84,9 @@ async def visitor(
 async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
     seen: list[str | None] = []
 
-    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+    def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         assert hello == HELLO
-        return HelloAnswer(
+        return DoctorWelcome(
             software_fits=False, admission="the list does not name you", data_bytes=7
         )
 
@@ -348,7 +348,7 @@ def test_a_volunteer_answers_members_and_visitors_with_a_pass() -> None:
         HELLO.model_copy(update={"certificate": certificate(me)}),
         HELLO.model_copy(update={"probe_pass": their_pass}),
     ):
-        assert judge(me.peer_id, hello) == HelloAnswer()
+        assert judge(me.peer_id, hello) == DoctorWelcome()
         with pytest.raises(AdmissionError):
             judge(other.peer_id, hello)
         with pytest.raises(AdmissionError):

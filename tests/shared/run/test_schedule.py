@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,10 +45,29 @@ def test_the_rate_is_never_above_the_peak_and_after_warm_up_never_below_the_mini
         assert rate >= 0.01 * ratio * (1 - 1e-12)
 
 
+@given(warmup=st.integers(0, 50), total=st.integers(1, 60), ratio=st.floats(0, 1))
+def test_after_the_warm_up_the_rate_never_rises_again_not_even_beyond_the_last_step(
+    warmup, total, ratio
+):
+    steps = range(max(1, warmup), 3 * total + warmup + 2)
+    rates = [learning_rate(config(warmup, ratio), total, step) for step in steps]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0.01 * ratio)
+
+
 def test_a_norm_below_the_bound_changes_nothing_and_one_above_is_scaled_to_it():
     assert clip_factor(0.5, 1.0) == 1.0
     assert clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(4.0, 1.0) * 4.0 == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-6])
+def test_the_factor_is_that_of_torch_also_where_its_epsilon_counts(clip_norm):
+    parameter = torch.zeros(2, dtype=torch.float64)
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=torch.float64) * clip_norm
+    torch.nn.utils.clip_grad_norm_([parameter], clip_norm)
+    expected = parameter.grad[0].item() / (3 * clip_norm)
+    assert clip_factor(5.0 * clip_norm, clip_norm) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), -1.0])

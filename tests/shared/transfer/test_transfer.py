@@ -154,7 +154,7 @@ def test_a_file_arrives_whole_from_several_peers(tmp_path: Path) -> None:
         assert seen[0] == 0
         assert seen[-1] == len(content)
         assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["copy"]
-        received = {t.remote for t in net.fetcher.traffic() if t.direction == "received"}
+        received = {link.remote for link in net.fetcher.link_bytes() if link.received}
         assert received == {s.peer for s in sources}
 
     run(main)
@@ -297,6 +297,24 @@ def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
         assert (tmp_path / "copy").read_bytes() == content
         assert seen[0] == (len(there) - 1) * CHUNK_BYTES
         assert sorted(asked) == sorted(set(range(6)) - set(there[1:]))
+
+    run(main)
+
+
+def test_a_wrong_resumed_part_is_not_attributed_to_the_only_source(tmp_path: Path) -> None:
+    """The chunks of an earlier source have the hashes of their journal and are wrong."""
+    content = content_of(3 * CHUNK_BYTES)
+    false = content_of(CHUNK_BYTES, seed=2)
+    (tmp_path / "source").write_bytes(content)
+    earlier = PartFile(tmp_path / "copy", ITEM, len(content), sha(content))
+    earlier.open()
+    earlier.write(1, false, sha(false))
+    earlier.close()
+
+    async def main(net: Net) -> None:
+        seen = await net.fetch([await net.holder(tmp_path / "source")], content, tmp_path / "copy")
+        assert seen[0] == CHUNK_BYTES, "the download resumes"
+        assert (tmp_path / "copy").read_bytes() == content
 
     run(main)
 

@@ -26,9 +26,7 @@ behaviour of hivemind's averager under churn (docs: facts on hivemind).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -75,20 +73,6 @@ class ToThread(Protocol):
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduceReport:
-    seconds: float
-    links: tuple[StreamTraffic, ...] = ()
-
-    @property
-    def bytes_sent(self) -> int:
-        return sum(link.bytes_sent for link in self.links)
-
-    @property
-    def bytes_received(self) -> int:
-        return sum(link.bytes_received for link in self.links)
-
-
 async def all_reduce(
     spec: RoundSpec,
     carrier: Carrier,
@@ -98,8 +82,9 @@ async def all_reduce(
     stall_seconds: float,
     join_seconds: float | None = None,
     to_thread: ToThread = anyio.to_thread.run_sync,
-) -> AllReduceReport:
+) -> tuple[StreamTraffic, ...]:
     """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
+    Returns the traffic of each stream.
 
     A member that is silent for `stall_seconds` fails the round; `join_seconds` (default: the same)
     is the time that members have to begin. A remote can cause no exception but RoundFailed.
@@ -113,10 +98,9 @@ async def all_reduce(
             )
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} must be contiguous")
-    started = time.monotonic()
     if len(spec.members) == 1:
         await to_thread(partial(_copy_alone, spec, source, result))
-        return AllReduceReport(time.monotonic() - started)
+        return ()
     round_ = _Round(spec, carrier, source, result, to_thread)
     try:
         await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
@@ -125,7 +109,7 @@ async def all_reduce(
         raise
     finally:
         round_.release_arrays()
-    return AllReduceReport(time.monotonic() - started, round_.links_report())
+    return round_.links_report()
 
 
 def _inject_fault(spec: RoundSpec) -> None:

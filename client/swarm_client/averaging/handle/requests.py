@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Protocol, TypeVar
 
 import trio
@@ -50,16 +49,15 @@ class DirectoryRequests:
         self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
     ) -> bool:
         """Store a signed record; False if no node took it."""
-        encoded = base64.b64encode(value).decode()
         request = Publish(
-            key=key, subkey=subkey, value_base64=encoded, expires_unix_seconds=expires_unix_seconds
+            key=key, subkey=subkey, value=value, expires_unix_seconds=expires_unix_seconds
         )
         return (await self._call(request, Published)).stored
 
     async def lookup(self, key: str) -> dict[str, bytes]:
         """Find records by subkey. Any member may have stored them: check their signatures."""
         found = await self._call(Lookup(key=key), Found)
-        return {record.subkey: base64.b64decode(record.value_base64) for record in found.records}
+        return {record.subkey: record.value for record in found.records}
 
     async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
         """Enter the directory through these (…/p2p/ID) too; returns how many of them answered."""

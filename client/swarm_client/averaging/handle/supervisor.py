@@ -117,7 +117,6 @@ class AveragingWorker:
 
     def __init__(self, options: AveragingOptions) -> None:
         self._options = options
-        self._port: int | None = None
         self._bridge = Bridge()
         self.directory = DirectoryRequests(self)
         self._child: ChildProcess[WorkerMessage] | None = None
@@ -155,11 +154,6 @@ class AveragingWorker:
     @property
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
-
-    @property
-    def listening_port(self) -> int | None:
-        """The TCP port of p2pd, which a router may be asked to map; None before the first start."""
-        return self._port
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Register a synchronous callback for changes of `available` and of p2pd's addresses."""
@@ -247,7 +241,7 @@ class AveragingWorker:
         except LinkClosed as error:
             raise RoundFailed(
                 f"the averaging worker of this peer is away: {error}",
-                request.me,
+                request.spec.me,
                 failure=RoundFailure.CARRIER,
             ) from error
         except RoundFailed:
@@ -313,7 +307,7 @@ class AveragingWorker:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             rotate_log(log_path)
-            port = self._port = persistent_port(folder / "p2pd.port")
+            port = persistent_port(folder / "p2pd.port")
             with socket_folder(folder) as sockets:
                 async with (
                     self._bridge.listening(sockets),

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Base64Bytes, Field, TypeAdapter
+from pydantic import Base64Bytes, ConfigDict, Field, TypeAdapter
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.plan import (
     MAX_MEMBERS,
     MAX_ROUND_ID_CHARACTERS,
-    PIECE_ELEMENTS,
+    RoundSpec,
 )
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
 from swarm_client.ipc.numbered import Failure, Numbered
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.run.codec_sizes import AverageCodec
 
 RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -31,8 +30,9 @@ Address = Annotated[str, Field(max_length=300)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=64)]
 P2pdPeerId = Annotated[str, Field(max_length=128)]
 Key = Annotated[str, Field(min_length=1, max_length=300)]
-Base64 = Annotated[str, Field(max_length=64 * 1024)]
+SignedRecord = Annotated[bytes, Field(max_length=48 * 1024)]
 """A signed directory record. Its signature proves its content, wherever it was found."""
+_BYTES_AS_BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 
 # --------------------------------------------------------------------------- daemon to worker
@@ -63,18 +63,13 @@ class Member(FrozenModel):
 class StartRound(Numbered):
     """Run one attempt at a round: RoundDone or RoundFailureReport.
 
-    Source and result are vectors of `elements` at the same element offset of two shared segments;
-    the codec determines the element type.
+    Source and result are vectors at the same element offset of two shared segments; the codec
+    determines the element type.
     """
 
     kind: Literal["start_round"] = "start_round"
-    round_id: RoundId
+    spec: RoundSpec
     members: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
-    me: PeerId
-    elements: Annotated[int, Field(ge=1, lt=2**48)]
-    shares: tuple[float, ...] | None = None
-    codec: AverageCodec = "none"
-    piece_elements: Annotated[int, Field(ge=1, le=2**26)] = PIECE_ELEMENTS
     source_shm_name: str
     result_shm_name: str
     offset_elements: Annotated[int, Field(ge=0, lt=2**48)] = 0
@@ -117,10 +112,11 @@ class SetMembership(Numbered):
 class Publish(Numbered):
     """Store a record in the directory: Published."""
 
+    model_config = _BYTES_AS_BASE64
     kind: Literal["publish"] = "publish"
     key: Key
     subkey: Key
-    value_base64: Base64
+    value: SignedRecord
     expires_unix_seconds: float
 
 
@@ -188,7 +184,6 @@ class RoundDone(Numbered):
     """Answer to StartRound: the result segment holds the sum."""
 
     kind: Literal["round_done"] = "round_done"
-    seconds: float
     links: tuple[StreamTraffic, ...] = ()
     faults: tuple[RouteFault, ...] = ()
 
@@ -213,8 +208,9 @@ class RoundFailureReport(Failure):
 class Record(FrozenModel):
     """A record of the directory."""
 
+    model_config = _BYTES_AS_BASE64
     subkey: str
-    value_base64: str
+    value: bytes
 
 
 class Published(Numbered):

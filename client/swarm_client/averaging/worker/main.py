@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import ctypes
 import gc
 import logging
@@ -32,7 +31,7 @@ import anyio.abc
 from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
-from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
+from swarm_client.averaging.all_reduce.plan import round_tag
 from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.all_reduce.routes import RouteFault
 from swarm_client.averaging.protocol.messages import (
@@ -154,7 +153,9 @@ class Worker:
             except SwarmError as error:
                 answer = _stopped(str(error))
             except Exception as error:  # a supervisor: one round's failure must not end the others
-                logger.exception("round %s failed by a fault of this program", message.round_id)
+                logger.exception(
+                    "round %s failed by a fault of this program", message.spec.round_id
+                )
                 answer = _stopped(f"internal error: {error!r}")
             finally:
                 del self._rounds[message.request]
@@ -166,30 +167,22 @@ class Worker:
             gc.collect()
 
     async def _reduce(self, message: StartRound, carrier: GroupCarrier) -> RoundDone:
-        spec = RoundSpec(
-            message.round_id,
-            tuple(member.peer_id for member in message.members),
-            message.me,
-            message.elements,
-            message.shares,
-            message.piece_elements,
-            message.codec,
-        )
+        spec = message.spec
         dtype = dtype_of(spec.codec)
         offset_bytes = message.offset_elements * dtype.itemsize
         with (
             shared_memory.attach(message.source_shm_name) as source,
             shared_memory.attach(message.result_shm_name) as result,
         ):
-            report = await all_reduce(
+            links = await all_reduce(
                 spec,
                 carrier,
-                source.array(dtype, message.elements, offset_bytes).view(dtype),
-                result.array(dtype, message.elements, offset_bytes).view(dtype),
+                source.array(dtype, spec.elements, offset_bytes).view(dtype),
+                result.array(dtype, spec.elements, offset_bytes).view(dtype),
                 stall_seconds=message.stall_seconds,
                 join_seconds=message.join_seconds,
             )
-        return RoundDone(seconds=report.seconds, links=report.links, faults=tuple(carrier.faults))
+        return RoundDone(links=links, faults=tuple(carrier.faults))
 
     # ---------------------------------------------------------------------------- the directory
 
@@ -206,16 +199,13 @@ class Worker:
 
     async def _publish(self, message: Publish) -> Published:
         stored = await self._services.directory.publish(
-            message.key,
-            message.subkey,
-            base64.b64decode(message.value_base64),
-            message.expires_unix_seconds,
+            message.key, message.subkey, message.value, message.expires_unix_seconds
         )
         return Published(stored=stored)
 
     async def _lookup(self, message: Lookup) -> Found:
         records = tuple(
-            Record(subkey=subkey, value_base64=base64.b64encode(value).decode())
+            Record(subkey=subkey, value=value)
             for subkey, value in await self._services.directory.lookup(message.key)
         )
         return Found(records=records)

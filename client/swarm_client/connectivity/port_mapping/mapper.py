@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio.to_thread
 import trio
@@ -36,11 +35,10 @@ SHORTEST_RENEWAL_SECONDS = 0.5
 MAP_SECONDS = 15.0
 """Timeout for a router that answers slowly."""
 RELEASE_SECONDS = 1.0
-_PORTS_TRIED = 3
-_OWN_PORTS = range(49_152, 65_536)
-"""For private use (RFC 6335)."""
 
 MappingProtocol = Literal["nat-pmp", "upnp"]
+Router = nat_pmp.NatPmpRouter | upnp.UpnpRouter
+"""A gateway that answers one of the two protocols."""
 
 
 class DoubleNatError(NetworkError):
@@ -62,21 +60,6 @@ class Mapping:
         return f"/ip4/{self.external_address}/tcp/{self.external_port}"
 
 
-class _Router(Protocol):
-    """A gateway that answers one of the two protocols."""
-
-    protocol: MappingProtocol
-    external_address: ipaddress.IPv4Address
-
-    async def refresh(self) -> None:
-        """Read the external address again."""
-
-    async def map(self, port: int, external_port: int) -> tuple[int, int]:
-        """(external port, lifetime in seconds)."""
-
-    async def unmap(self, port: int, external_port: int) -> None: ...
-
-
 class PortMapper:
     """Call `map`, keep `run` running, and the mapping stays until `run` is cancelled."""
 
@@ -91,7 +74,7 @@ class PortMapper:
         self._nat_pmp_port = nat_pmp_port
         self._lock = trio.Lock()
         self._gateway: Gateway | None = None
-        self._router: _Router | None = None
+        self._router: Router | None = None
         self._expires = 0.0
         self._mapped = trio.Event()
         self.mapping: Mapping | None = None
@@ -162,7 +145,9 @@ class PortMapper:
         _check_outer(router.external_address)
         # Prefer the same number inside and outside: then a hole that is punched for this port and
         # the mapping are the same.
-        external_port, lifetime = await router.map(port, old.external_port if old else port)
+        external_port, lifetime = await router.map(
+            port, old.external_port if old else port, LIFETIME_SECONDS
+        )
         mapping = Mapping(
             str(router.external_address), external_port, port, lifetime, router.protocol
         )
@@ -204,12 +189,12 @@ class PortMapper:
             await self.map(self.mapping.internal_port)
 
 
-async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> _Router:
+async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> Router:
     """Try both protocols at once. NetworkError with both reasons when neither answers."""
-    found: list[_Router] = []
+    found: list[Router] = []
     reasons: list[str] = []
 
-    async def attempt(router: _NatPmpRouter | _UpnpRouter) -> None:
+    async def attempt(router: Router) -> None:
         try:
             await router.refresh()
         except NetworkError as error:
@@ -219,9 +204,9 @@ async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> _Router:
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(attempt, _NatPmpRouter(gateway, nat_pmp_port))
+        nursery.start_soon(attempt, nat_pmp.NatPmpRouter(gateway.address, nat_pmp_port))
         if upnp.AVAILABLE:
-            nursery.start_soon(attempt, _UpnpRouter(gateway))
+            nursery.start_soon(attempt, upnp.UpnpRouter(gateway))
     if not found:
         raise NetworkError("; ".join(sorted(reasons)))
     return found[0]
@@ -233,81 +218,3 @@ def _check_outer(address: ipaddress.IPv4Address) -> None:
             f"the router's external address is {address}, which cannot be reached from the "
             "internet: it is behind another router, or the provider's (double NAT)"
         )
-
-
-class _NatPmpRouter:
-    protocol: MappingProtocol = "nat-pmp"
-
-    def __init__(self, gateway: Gateway, udp_port: int) -> None:
-        self._gateway = gateway.address
-        self._udp_port = udp_port
-        self.external_address = ipaddress.IPv4Address(0)
-
-    async def refresh(self) -> None:
-        answer = await self._ask(nat_pmp.external_address_request())
-        assert isinstance(answer, nat_pmp.ExternalAddress), "`ask` matches answers to requests"
-        self.external_address = answer.address
-
-    async def map(self, port: int, external_port: int) -> tuple[int, int]:
-        answer = await self._ask(nat_pmp.map_request(port, external_port, LIFETIME_SECONDS))
-        assert isinstance(answer, nat_pmp.PortMapped), "`ask` matches answers to requests"
-        if not answer.external_port or not answer.lifetime_seconds:
-            raise NetworkError(
-                f"the router claims to forward port {answer.external_port} for "
-                f"{answer.lifetime_seconds} s"
-            )
-        return answer.external_port, answer.lifetime_seconds
-
-    async def unmap(self, port: int, external_port: int) -> None:
-        await self._ask(nat_pmp.map_request(port, 0, 0))
-
-    async def _ask(self, request: bytes) -> nat_pmp.Answer:
-        return await nat_pmp.ask(self._gateway, request, self._udp_port)
-
-
-class _UpnpRouter:
-    protocol: MappingProtocol = "upnp"
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._device: upnp.UpnpDevice | None = None
-        self.external_address = ipaddress.IPv4Address(0)
-
-    async def refresh(self) -> None:
-        if self._device is None:
-            self._device = await upnp.find(self._gateway)
-        text = await self._device.external_address()
-        try:
-            self.external_address = ipaddress.IPv4Address(text)
-        except ValueError as error:
-            raise NetworkError(
-                f"the router does not know its external address ({text!r})"
-            ) from error
-
-    async def map(self, port: int, external_port: int) -> tuple[int, int]:
-        assert self._device is not None
-        for attempt in range(_PORTS_TRIED):
-            if attempt:
-                external_port = random.choice(_OWN_PORTS)
-            try:
-                await self._map(self._device, port, external_port)
-            except upnp.RouterError as error:
-                if error.code != upnp.CONFLICT:
-                    raise
-                continue
-            return external_port, LIFETIME_SECONDS
-        raise NetworkError(f"all {_PORTS_TRIED} ports tried are in use at the router")
-
-    async def _map(self, device: upnp.UpnpDevice, port: int, external_port: int) -> None:
-        try:
-            await device.map(external_port, port, LIFETIME_SECONDS)
-        except upnp.RouterError as error:
-            if error.code != upnp.NO_LEASES:
-                raise
-            # A permanent mapping survives a killed client; its next start asks for the same port
-            # again.
-            await device.map(external_port, port, 0)
-
-    async def unmap(self, port: int, external_port: int) -> None:
-        assert self._device is not None
-        await self._device.unmap(external_port)

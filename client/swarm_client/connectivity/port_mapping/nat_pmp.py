@@ -10,6 +10,7 @@ import ipaddress
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 import trio
 
@@ -129,3 +130,35 @@ def _fits(answer: Answer, request: bytes) -> bool:
     return isinstance(answer, ExternalAddress) or answer.internal_port == int.from_bytes(
         request[4:6], "big"
     )
+
+
+class NatPmpRouter:
+    """A gateway that answers NAT-PMP."""
+
+    protocol: Final = "nat-pmp"
+
+    def __init__(self, gateway: ipaddress.IPv4Address, udp_port: int) -> None:
+        self.external_address = ipaddress.IPv4Address(0)
+        self._gateway = gateway
+        self._udp_port = udp_port
+
+    async def refresh(self) -> None:
+        """Read the external address again."""
+        answer = await ask(self._gateway, external_address_request(), self._udp_port)
+        assert isinstance(answer, ExternalAddress), "`ask` matches answers to requests"
+        self.external_address = answer.address
+
+    async def map(self, port: int, external_port: int, lifetime_seconds: int) -> tuple[int, int]:
+        """Forward a port, `external_port` if that is free; returns it and the lifetime."""
+        request = map_request(port, external_port, lifetime_seconds)
+        answer = await ask(self._gateway, request, self._udp_port)
+        assert isinstance(answer, PortMapped), "`ask` matches answers to requests"
+        if not answer.external_port or not answer.lifetime_seconds:
+            raise NetworkError(
+                f"the router claims to forward port {answer.external_port} for "
+                f"{answer.lifetime_seconds} s"
+            )
+        return answer.external_port, answer.lifetime_seconds
+
+    async def unmap(self, port: int, external_port: int) -> None:
+        await ask(self._gateway, map_request(port, 0, 0), self._udp_port)

@@ -3,13 +3,14 @@
 The search is implemented here because miniupnpc accepts the first host that answers. An answer
 counts when it comes from the default gateway and points to the default gateway; miniupnpc then
 reads that router's description and calls its functions. It blocks, so it runs in a thread with a
-timeout (`UpnpDevice.call`); py-libp2p depends on it.
+timeout; py-libp2p depends on it.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import random
 import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -43,6 +44,10 @@ _TARGETS = (
 CALL_SECONDS = 5.0
 """Timeout of a call. Home routers are slow; miniupnpc itself waits three seconds for each
 answer."""
+
+_PORTS_TRIED = 3
+_OWN_PORTS = range(49_152, 65_536)
+"""For private use (RFC 6335)."""
 
 NO_LEASES: Final = "OnlyPermanentLeasesSupported"
 CONFLICT: Final = "ConflictInMappingEntry"
@@ -90,16 +95,6 @@ def is_at(url: str, gateway: ipaddress.IPv4Address) -> bool:
     return re.fullmatch(rf"http://{host}(:[0-9]{{1,5}})?(/[!-~]*)?", url) is not None
 
 
-async def find(gateway: Gateway) -> UpnpDevice:
-    """The gateway's UPnP device. NetworkError when it has none, LinkTimeout without an answer."""
-    if not AVAILABLE:
-        raise NetworkError("UPnP is not available: miniupnpc is not installed")
-    url = await _search(gateway)
-    device = UpnpDevice(gateway.address, url)
-    await device.open()
-    return device
-
-
 async def _search(gateway: Gateway) -> str:
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
         try:
@@ -129,42 +124,74 @@ async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
         logger.info("ignored an answer to the router search from %s", sender[0])
 
 
-class UpnpDevice:
+class UpnpRouter:
     """The router, through miniupnpc. One call at a time."""
 
-    def __init__(self, gateway: ipaddress.IPv4Address, url: str) -> None:
+    protocol: Final = "upnp"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.external_address = ipaddress.IPv4Address(0)
         self._gateway = gateway
-        self._url = url
+        self._url = ""
         self._upnp: Any = None
         # A limiter of its own: threads blocked by a silent router must not use up the daemon's.
         self._threads = anyio.CapacityLimiter(2)
 
-    async def open(self) -> None:
+    async def refresh(self) -> None:
+        """Read the external address. NetworkError when there is no such router, LinkTimeout without
+        an answer."""
+        if not self._url:
+            self._url = await _search(self._gateway)
+        text = str(await self._call(lambda upnp: upnp.externalipaddress()))
+        try:
+            self.external_address = ipaddress.IPv4Address(text)
+        except ValueError as error:
+            raise NetworkError(
+                f"the router does not know its external address ({text!r})"
+            ) from error
+
+    async def map(self, port: int, external_port: int, lifetime_seconds: int) -> tuple[int, int]:
+        """Forward `external_port`, or another one that is free; returns it and the lifetime."""
+        for attempt in range(_PORTS_TRIED):
+            if attempt:
+                external_port = random.choice(_OWN_PORTS)
+            try:
+                await self._map(port, external_port, lifetime_seconds)
+            except RouterError as error:
+                if error.code != CONFLICT:
+                    raise
+                continue
+            return external_port, lifetime_seconds
+        raise NetworkError(f"all {_PORTS_TRIED} ports tried are in use at the router")
+
+    async def _map(self, port: int, external_port: int, lifetime_seconds: int) -> None:
+        try:
+            await self._call(
+                lambda upnp: upnp.addportmapping(
+                    external_port, "TCP", upnp.lanaddr, port, DESCRIPTION, "", lifetime_seconds
+                )
+            )
+        except RouterError as error:
+            if error.code != NO_LEASES or not lifetime_seconds:
+                raise
+            # A permanent mapping survives a killed client; its next start asks for the same port
+            # again.
+            await self._map(port, external_port, 0)
+
+    async def unmap(self, port: int, external_port: int) -> None:
+        await self._call(lambda upnp: upnp.deleteportmapping(external_port, "TCP", ""))
+
+    async def _open(self) -> None:
         """Read the router's description."""
         self._upnp = miniupnpc.UPnP()
-        control_url = await self.call(lambda upnp: upnp.selectigd(self._url))
-        if not isinstance(control_url, str) or not is_at(control_url, self._gateway):
+        control_url = await self._call(lambda upnp: upnp.selectigd(self._url))
+        if not isinstance(control_url, str) or not is_at(control_url, self._gateway.address):
             self._upnp = None
             raise NetworkError("the router's description points to another host")
 
-    async def external_address(self) -> str:
-        """As the router reports it, unchecked."""
-        return str(await self.call(lambda upnp: upnp.externalipaddress()))
-
-    async def map(self, external_port: int, port: int, lifetime_seconds: int) -> None:
-        """Forward `external_port` to this machine. RouterError when the router refuses."""
-        await self.call(
-            lambda upnp: upnp.addportmapping(
-                external_port, "TCP", upnp.lanaddr, port, DESCRIPTION, "", lifetime_seconds
-            )
-        )
-
-    async def unmap(self, external_port: int) -> None:
-        await self.call(lambda upnp: upnp.deleteportmapping(external_port, "TCP", ""))
-
-    async def call(self, function: Callable[[Any], T]) -> T:
+    async def _call(self, function: Callable[[Any], T]) -> T:
         if self._upnp is None:
-            await self.open()
+            await self._open()
         upnp = self._upnp
 
         def in_thread() -> T:

@@ -1,10 +1,11 @@
 """The sum of one step's gradients, and what is needed to take a microbatch out of it again.
 
-Owns one flat vector on the stage's device, the set of microbatches in it, and per microbatch,
-within a byte budget, the tensors from which its gradient can be recomputed. Does not own the
-computation of gradients. Within a step the parameters do not change, so a recomputed gradient is
-the same gradient. Where gradients are fixed-point counts (`swarm_shared.model.fixed_point_sums`),
-subtracting it undoes the addition exactly; where they are summed in float32, up to rounding.
+Owns one flat vector on the stage's device, and beside it the set of microbatches in it, with the
+tensors from which their gradients can be recomputed
+(`swarm_shared.volunteer_rules.accumulated_set`). Does not own the computation of gradients. Within
+a step the parameters do not change, so a recomputed gradient is the same gradient. Where gradients
+are fixed-point counts (`swarm_shared.model.fixed_point_sums`), subtracting it undoes the addition
+exactly; where they are summed in float32, up to rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarm_client.stage.worker.payloads import MicrobatchInput
 from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout
 from swarm_shared.model.fixed_point_sums import Quantum, totals_dtype
+from swarm_shared.volunteer_rules.accumulated_set import AccumulatedSet, Removal
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +43,25 @@ class Accumulator:
         quantum: Quantum | None = None,
     ) -> None:  # fmt: skip
         self.flat = layout.new_flat(device, totals_dtype(quantum))
+        self.contents: AccumulatedSet[KeptMicrobatch] = AccumulatedSet(kept_budget_bytes)
+        """The microbatches that `flat` contains."""
         self._layout = layout
         self._quantum = quantum
         self._views = list(layout.views(self.flat))
-        self._budget_bytes = kept_budget_bytes
-        self._kept_bytes = 0
-        self._microbatches: dict[MicrobatchIndex, KeptMicrobatch | None] = {}
-
-    def __contains__(self, microbatch: MicrobatchIndex) -> bool:
-        return microbatch in self._microbatches
-
-    def microbatches(self) -> tuple[MicrobatchIndex, ...]:
-        return tuple(sorted(self._microbatches))
-
-    def kept(self, microbatch: MicrobatchIndex) -> KeptMicrobatch | None:
-        return self._microbatches.get(microbatch)
 
     def add(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
     ) -> None:
         """Add finite gradients, one per parameter, in the layout's order."""
-        assert microbatch not in self._microbatches
+        self.contents.add(microbatch, kept)
         if gradients:
             self._add(self._views, gradients)
-        self._microbatches[microbatch] = kept
-        self._kept_bytes += kept.nbytes
-        self._drop_oldest_kept()
 
     def subtract(
-        self, microbatches: Iterable[MicrobatchIndex], gradients: Iterable[Sequence[Tensor]]
+        self, removal: Removal[KeptMicrobatch], gradients: Iterable[Sequence[Tensor]]
     ) -> None:
-        """Subtract microbatches, given their recomputed gradients: all, or none if a computation
-        fails."""
+        """Carry out a removal, given the recomputed gradients: all of it, or nothing if a
+        computation fails."""
         total: Tensor | None = None
         for one in gradients:
             if one and total is None:
@@ -81,10 +70,8 @@ class Accumulator:
                 self._add(list(self._layout.views(total)), one)
         if total is not None:
             self.flat.sub_(total)
-        for microbatch in microbatches:
-            kept = self._microbatches.pop(microbatch)
-            self._kept_bytes -= 0 if kept is None else kept.nbytes
-        if not self._microbatches:
+        self.contents.remove(removal.microbatches)
+        if not self.contents:
             self.flat.zero_()  # removes rounding errors
 
     def _add(self, views: list[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -95,14 +82,4 @@ class Accumulator:
 
     def reset(self) -> None:
         self.flat.zero_()
-        self._microbatches.clear()
-        self._kept_bytes = 0
-
-    def _drop_oldest_kept(self) -> None:
-        # Racing and hedged microbatches come last, and those are the ones to take out again.
-        for microbatch, kept in self._microbatches.items():
-            if self._kept_bytes <= self._budget_bytes:
-                return
-            if kept is not None:
-                self._microbatches[microbatch] = None
-                self._kept_bytes -= kept.nbytes
+        self.contents.clear()

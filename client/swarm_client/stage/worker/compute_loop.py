@@ -232,7 +232,8 @@ class ComputeLoop:
                 self._runner.reset_step(request.step)
                 return messages.AccumulatorReset()
             case messages.ListAccumulated():
-                held = self._runner.open_parameter_set(request.step).accumulator.microbatches()
+                accumulator = self._runner.open_parameter_set(request.step).accumulator
+                held = accumulator.contents.microbatches()
                 return messages.AccumulatedMicrobatches(microbatches=held)
             case messages.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)

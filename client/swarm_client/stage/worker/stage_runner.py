@@ -259,18 +259,11 @@ class StageRunner:
             return False
         parameter_set = self.parameter_sets.of(step)
         accumulator = parameter_set.accumulator
-        wanted = sorted({index for index in microbatches if index in accumulator})
-        kept = [accumulator.kept(index) for index in wanted]
-        if not wanted:
-            return True
-        if set(wanted) == set(accumulator.microbatches()):
-            accumulator.reset()
-            return True
-        known = [one for one in kept if one is not None]
-        if len(known) < len(wanted):
+        removal = accumulator.contents.removal(microbatches)
+        if removal is None:
             return False
         accumulator.subtract(
-            wanted, (self._recompute_gradients(parameter_set, one) for one in known)
+            removal, (self._recompute_gradients(parameter_set, one) for one in removal.recompute)
         )
         return True
 
@@ -376,7 +369,7 @@ class StageRunner:
         _Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch,
     ) -> BackwardResult:  # fmt: skip
-        add = accumulate and microbatch not in parameter_set.accumulator
+        add = parameter_set.accumulator.contents.wants(microbatch, accumulate)
         input_gradient, gradients = self._differentiate(
             graph, output_gradient, parameter_set.parameters if add else []
         )

@@ -61,7 +61,7 @@ class StepRunner:
         """Copy the accumulated sums out; microbatches that arrive later do not change the copy."""
         accumulator = self._runner.closing_parameter_set(step).accumulator
         gradients.copy_(accumulator.flat)
-        return accumulator.microbatches()
+        return accumulator.contents.microbatches()
 
     def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:
         self._runner.closing_parameter_set(step)

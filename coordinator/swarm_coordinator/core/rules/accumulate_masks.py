@@ -8,27 +8,30 @@ had counted, and what later stages had, is known only after one reporting interv
 from __future__ import annotations
 
 from swarm_coordinator.core.rules.microbatches import missing_stages
-from swarm_coordinator.core.state.run import PeerState, PendingMask, RunPhase, RunState
+from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import PendingMask
 from swarm_shared.protocol import Mask, MaskRequest
 
 
 def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
     """Queue the answer for one reporting interval, so that receipts under way are counted first."""
     wait = 1.2 * run.manifest.limits.receipt_interval_seconds
-    run.pending_masks.append(
+    run.steps.masks.append(
         PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)
     )
 
 
 def answer_masks(run: RunState, now: float) -> None:
     """Answer the mask requests that are due."""
-    if not run.pending_masks or run.pending_masks[0].due_at > now:
+    if not run.steps.masks or run.steps.masks[0].due_at > now:
         return  # requests arrive in the order of time, and all wait equally long
-    due = [mask for mask in run.pending_masks if mask.due_at <= now]
-    run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
+    due = [mask for mask in run.steps.masks if mask.due_at <= now]
+    run.steps.masks = [mask for mask in run.steps.masks if mask.due_at > now]
     for mask in due:
-        step = run.step_numbered(mask.step)
-        counts = step is not None and (step is run.ahead or run.phase is RunPhase.COLLECT)
+        step = run.steps.numbered(mask.step)
+        counts = step is not None and (step is run.steps.ahead or run.phase is RunPhase.COLLECT)
         accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
         run.send(
             mask.peer,

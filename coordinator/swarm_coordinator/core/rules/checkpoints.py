@@ -7,13 +7,9 @@ training goes on.
 from __future__ import annotations
 
 from swarm_coordinator.core.events import CheckpointRecord, CheckpointStored, FetchSnapshot, Persist
-from swarm_coordinator.core.state.run import (
-    PeerPhase,
-    PeerState,
-    PendingCheckpoint,
-    RunState,
-    short,
-)
+from swarm_coordinator.core.state.checkpoints import CheckpointFailures, PendingCheckpoint
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
+from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import SaveSnapshot, SnapshotReady
 
@@ -35,23 +31,22 @@ def due(run: RunState) -> bool:
     The latter happens when a coordinator takes over with a folder of its own, and after damage:
     until one is stored, losing every holder of a stage would cost all steps since.
     """
-    at_its_time = run.version > 0 and run.version % run.manifest.checkpoint_steps == 0
-    return at_its_time or run.checkpoint_overdue
+    at_its_time = (
+        run.history.version > 0 and run.history.version % run.manifest.checkpoint_steps == 0
+    )
+    return at_its_time or run.checkpoints.overdue
 
 
 def stored(run: RunState) -> bool:
     """Whether the run's version is on the organiser's disk, or is the initialisation."""
-    if run.version == 0:
-        return True
-    return run.checkpoint is not None and run.checkpoint.version == run.version
+    return run.checkpoints.stored_version == run.history.version
 
 
 def refused(run: RunState) -> bool:
     """Whether the checkpoint of the run's version has failed so often that it is given up."""
-    version, failures, _ = run.checkpoint_failed
-    at_end = run.version >= run.manifest.training.steps
+    at_end = run.history.version >= run.manifest.training.steps
     maximum = MAXIMUM_FAILURES_AT_END if at_end else MAXIMUM_FAILURES
-    return version == run.version and failures >= maximum
+    return run.checkpoints.failures_of(run.history.version) >= maximum
 
 
 def request(run: RunState, now: float) -> bool:
@@ -61,24 +56,22 @@ def request(run: RunState, now: float) -> bool:
     """
     if stored(run) or refused(run):
         return False
-    pending = run.pending_checkpoint
-    if pending is not None and pending.version == run.version:
+    pending = run.checkpoints.pending
+    if pending is not None and pending.version == run.history.version:
         return True
-    failed_version, failures, try_again_at = run.checkpoint_failed
-    if failed_version != run.version:
-        failures = 0
-    elif now < try_again_at:
+    failed, failures = run.checkpoints.failed, run.checkpoints.failures_of(run.history.version)
+    if failed is not None and failures and now < failed.retry_at:
         return True
     holders: dict[StageIndex, PeerState] = {}
     for stage in run.stage_indices:
         ready = sorted(
-            run.ready_peers(stage), key=lambda p: (p.leaving, p.paused, p.queued, p.peer)
+            run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
         )
         if not ready:
             return False
         # After a failure the next holder is asked: the failure may be due to the holder.
         holders[StageIndex(stage)] = ready[failures % len(ready)]
-    pending = run.pending_checkpoint = PendingCheckpoint(run.version, now)
+    pending = run.checkpoints.pending = PendingCheckpoint(run.history.version, now)
     for stage_index, holder in holders.items():
         _ask(run, pending, stage_index, holder)
     return True
@@ -92,7 +85,7 @@ def _ask(run: RunState, pending: PendingCheckpoint, stage: StageIndex, holder: P
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> None:
     """Have the shell fetch a requested snapshot."""
-    pending = run.pending_checkpoint
+    pending = run.checkpoints.pending
     if (
         pending is None
         or message.version != pending.version
@@ -102,7 +95,7 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> No
     ):
         return
     pending.fetched[message.stage] = message.sha256
-    run.commands.append(FetchSnapshot(run.record_of(peer), message))
+    run.commands.append(FetchSnapshot(run.peers.record_of(peer), message))
 
 
 def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
@@ -111,7 +104,7 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     The run may have been rolled back meanwhile, and the files of a version that was reached twice
     would belong to the abandoned history.
     """
-    pending = run.pending_checkpoint
+    pending = run.checkpoints.pending
     files = {stage.stage: stage.sha256 for stage in event.stages}
     if pending is None or pending.version != event.version:
         run.note(f"a checkpoint of step {event.version} was stored too late and is not used")
@@ -119,27 +112,26 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     if pending.fetched != files:
         store_failed(run, event.version, "its files belong to an abandoned history", now)
         return
-    run.pending_checkpoint = None
+    run.checkpoints.pending = None
     record = CheckpointRecord(event.version, event.stages)
     run.commands.append(Persist(record))
-    run.checkpoint, run.checkpoint_overdue = record, False
+    run.checkpoints.stored, run.checkpoints.overdue = record, False
     run.note(f"checkpoint of step {event.version} is stored")
 
 
 def store_failed(run: RunState, version: Version, reason: str, now: float) -> None:
     """Give up the checkpoint. It is tried again only while the run stays at the version."""
-    if run.pending_checkpoint is None or run.pending_checkpoint.version != version:
+    if run.checkpoints.pending is None or run.checkpoints.pending.version != version:
         return
-    run.pending_checkpoint = None
-    failed_version, failures, _ = run.checkpoint_failed
-    failures = failures + 1 if failed_version == version else 1
-    run.checkpoint_failed = (version, failures, now + CHECKPOINT_RETRY_SECONDS)
+    run.checkpoints.pending = None
+    failures = run.checkpoints.failures_of(version) + 1
+    run.checkpoints.failed = CheckpointFailures(version, failures, now + CHECKPOINT_RETRY_SECONDS)
     run.note(f"the checkpoint of step {version} could not be stored: {reason}")
 
 
 def check(run: RunState, now: float) -> None:
     """Replace holders that were lost before they answered, and give up after the timeout."""
-    pending = run.pending_checkpoint
+    pending = run.checkpoints.pending
     if pending is None:
         return
     if now - pending.asked_at > CHECKPOINT_TIMEOUT_SECONDS:
@@ -148,7 +140,7 @@ def check(run: RunState, now: float) -> None:
     for stage, holder in list(pending.holders.items()):
         if stage in pending.fetched or _can_answer(run, pending, stage):
             continue
-        ready = run.ready_peers(stage) if pending.version == run.version else []
+        ready = run.peers.ready(stage) if pending.version == run.history.version else ()
         if not ready:
             reason = f"{short(holder)} of stage {stage} is gone"
             store_failed(run, pending.version, reason, now)

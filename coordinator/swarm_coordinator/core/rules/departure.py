@@ -7,7 +7,10 @@ last peer of a stage leaves a checkpoint behind. Both waits are bounded.
 from __future__ import annotations
 
 from swarm_coordinator.core.rules import checkpoints, membership, stage_recovery
-from swarm_coordinator.core.state.run import PeerPhase, PeerState, RunPhase, RunState
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_shared.base.types import StageIndex
 
 LEAVE_TIMEOUT_SECONDS = 120.0
 """Seconds after which a leaving peer goes even if the step has not ended; its cells are cleared."""
@@ -18,24 +21,23 @@ def release_leavers(run: RunState, now: float) -> None:
     for peer in list(run.peers.leavers.values()):
         if peer.stage is None or peer.phase is not PeerPhase.READY:
             membership.say_goodbye(run, peer, "left before taking part", now)
-        elif not _is_needed(run, peer, now) and _leaves_nothing_open(run, peer, now):
+        elif not _is_needed(run, peer, now) and _leaves_nothing_open(run, peer.stage, now):
             membership.say_goodbye(run, peer, "left after its work was counted", now)
 
 
 def must_wait(run: RunState) -> bool:
     """Whether the next step waits for the checkpoint of a stage whose last peer leaves."""
-    pending = run.pending_checkpoint
+    pending = run.checkpoints.pending
     return (
         pending is not None
-        and pending.version == run.version
-        and any(_is_last(run, peer) for peer in run.peers.leavers.values())
+        and pending.version == run.history.version
+        and any(_all_leave(run, peer.stage) for peer in run.peers.leavers.values())
     )
 
 
-def _is_last(run: RunState, peer: PeerState) -> bool:
-    """Whether every holder of its stage is leaving."""
-    assert peer.stage is not None
-    return all(p.leaving for p in run.ready_peers(peer.stage))
+def _all_leave(run: RunState, stage: StageIndex | None) -> bool:
+    """Whether every holder of a stage is leaving."""
+    return stage is not None and all(p.leaving for p in run.peers.ready(stage))
 
 
 def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
@@ -43,20 +45,21 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
 
     Between steps nothing depends on a peer, unless the next step has begun already.
     """
-    if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.has_complete_pipeline():
+    if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.peers.has_complete_pipeline():
         return False
-    closing = run.step.closing if run.step is not None else None
+    closing = run.steps.closing
     if closing is not None and peer.peer in closing.members:
         return True
-    steps = [step for step in (run.step, run.ahead) if step is not None]
+    steps = run.steps.open()
     if any(step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps):
         return True
-    return run.phase is not RunPhase.WAITING and bool(steps) and _is_last(run, peer)
+    return run.phase is not RunPhase.WAITING and bool(steps) and _all_leave(run, peer.stage)
 
 
-def _leaves_nothing_open(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether the run's version outlives this peer, or cannot be saved by it."""
-    if not _is_last(run, peer) or checkpoints.stored(run) or checkpoints.refused(run):
+def _leaves_nothing_open(run: RunState, stage: StageIndex, now: float) -> bool:
+    """Whether the run's version outlives the leaving peers of a stage, or cannot be saved by
+    them."""
+    if not _all_leave(run, stage) or checkpoints.stored(run) or checkpoints.refused(run):
         return True
     if checkpoints.request(run, now):
         return False

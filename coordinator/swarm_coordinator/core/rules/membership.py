@@ -1,23 +1,25 @@
-"""Membership: attaching, losing, assigning and releasing peers.
+"""Membership: attaching, losing and assigning peers.
 
 Part of the pure core: changes a RunState and queues commands, does no I/O.
 """
 
 from __future__ import annotations
 
-from swarm_coordinator.core.events import CloseSession, PeerAttached
+from swarm_coordinator.core.events import AppliedStep, CloseSession, PeerAttached
 from swarm_coordinator.core.rules import microbatches, roster, round_membership, state_transfer
-from swarm_coordinator.core.state.run import (
-    PeerPhase,
+from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.state.peers import (
+    PeerContact,
+    PeerProfile,
     PeerState,
-    RunPhase,
-    RunState,
+    StageTransfer,
     display,
-    short,
 )
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import Generation, PeerId, StageIndex, Version
+from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.protocol import Apply, Goodbye, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
@@ -29,47 +31,39 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     peer = PeerState(
         peer=event.peer,
         session=event.session,
+        profile=PeerProfile(hello.name, hello.device, hello.memory_bytes, hello.wanted_stage),
+        contact=PeerContact(hello.addresses, hello.carrier, hello.reachability, hello.offers_relay),
         certificate=event.certificate,
-        name=hello.name,
-        addresses=hello.addresses,
-        carrier=hello.carrier,
-        device=hello.device,
-        memory_bytes=hello.memory_bytes,
-        trainer=hello.trainer,
-        wanted_stage=hello.wanted_stage,
         last_heard=now,
-        reachability=hello.reachability,
-        offers_relay=hello.offers_relay,
     )
     roster.attached(run, event.peer)
     run.peers[event.peer] = peer
-    current = _still_current(run, event)
-    must_apply = _still_has_to_apply(run, event)
+    held = _held_stage(run, event)
+    missed = _missed_step(run, event)
     run.send(
         event.peer,
         Welcome(
-            generation=Generation(run.generation),
+            generation=Generation(run.start.generation),
             certificate=event.certificate,
-            manifest=run.manifest_envelope,
-            stages=run.stage_rows(),
+            manifest=run.start.manifest_envelope,
+            stages=run.peers.stage_rows(),
             directory=_dht_entry_points(run, peer),
-            keep=current or must_apply,
+            keep=held is not None,
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
     )
-    if must_apply:
-        _send_missed_apply(run, peer, hello.stage, now)
+    if held is not None and missed is not None:
+        _send_missed_apply(run, peer, held, missed, now)
         peer.early_receipts = {
             (receipt.step, receipt.microbatch): receipt
             for receipt in event.receipts
-            if receipt.peer == event.peer and receipt.step > run.version
+            if receipt.peer == event.peer and receipt.step > run.history.version
         }
-    elif current:
-        peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
-        run.roster_dirty = True
-        run.note(f"{display(peer)} is back with stage {peer.stage}", peer.peer)
-        if hello.stage is not None:
-            round_membership.rejoin(run, peer.peer, hello.stage, hello.averaged_attempt)
+    elif held is not None:
+        run.peers.hold(peer, held, hello.version)
+        run.roster.dirty = True
+        run.note(f"{display(peer)} is back with stage {held}", peer.peer)
+        round_membership.rejoin(run, peer.peer, held, hello.averaged_attempt)
         for receipt in event.receipts:
             if receipt.peer == event.peer:
                 microbatches.commit(run, receipt)
@@ -77,54 +71,55 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 
 
-def _still_current(run: RunState, event: PeerAttached) -> bool:
-    """Whether the peer returns with its stage at the run's version.
+def _held_stage(run: RunState, event: PeerAttached) -> StageIndex | None:
+    """The stage that the peer returns with: at the run's version, or one step before it.
 
-    That is so after either side has restarted or lost the connection.
+    It returns after either side has restarted or lost the connection.
     """
     hello = event.hello
-    return (
-        hello.stage is not None
-        and 0 <= hello.stage < run.manifest.stage_count
-        and hello.version == run.version
+    if hello.stage is None or not 0 <= hello.stage < run.manifest.stage_count:
+        return None
+    current = hello.version == run.history.version and (
         # After a roll-back the same version number may denote a state of the abandoned history.
-        and (not run.rolled_back or event.peer in run.on_current_history)
+        not run.history.rolled_back or event.peer in run.history.members
     )
+    return hello.stage if current or _missed_step(run, event) is not None else None
 
 
-def _still_has_to_apply(run: RunState, event: PeerAttached) -> bool:
-    """Whether the peer averaged the last applied step and lost the connection before its Apply."""
-    hello, last = event.hello, run.last_applied
-    return (
+def _missed_step(run: RunState, event: PeerAttached) -> AppliedStep | None:
+    """The last applied step, if the peer averaged it and lost the connection before its Apply."""
+    hello, last = event.hello, run.history.last_applied
+    missed = (
         last is not None
-        and Version(last.step) == run.version
+        and Version(last.step) == run.history.version
         and hello.stage is not None
         and 0 <= hello.stage < run.manifest.stage_count
-        and hello.version == run.version - 1
+        and hello.version == run.history.version - 1
         and hello.averaged_attempt == last.attempt_of(hello.stage)
     )
+    return last if missed else None
 
 
 def _send_missed_apply(
-    run: RunState, peer: PeerState, stage: StageIndex | None, now: float
+    run: RunState, peer: PeerState, stage: StageIndex, missed: AppliedStep, now: float
 ) -> None:
     """Send a returning peer the Apply that it missed."""
-    last = run.last_applied
-    assert last is not None
-    assert stage is not None
-    peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
-    peer.source_assigned, peer.missed_apply, peer.asked_at = True, last.step, now
-    state_transfer.delay_close(run, peer, now)
+    transfer = StageTransfer(
+        stage, now, Version(run.history.version - 1), source_assigned=True, asked_at=now,
+        missed_apply=missed.step,
+    )  # fmt: skip
+    state_transfer.delay_close(run, transfer, now)
+    run.peers.begin_transfer(peer, transfer)
     run.send(
         peer.peer,
         Apply(
-            step=last.step,
-            attempt=last.attempt_of(stage),
-            global_norm=last.global_norm,
-            learning_rate=last.learning_rate,
+            step=missed.step,
+            attempt=missed.attempt_of(stage),
+            global_norm=missed.global_norm,
+            learning_rate=missed.learning_rate,
         ),
     )
-    run.note(f"{display(peer)} is back and still has to apply step {last.step}", peer.peer)
+    run.note(f"{display(peer)} is back and still has to apply step {missed.step}", peer.peer)
 
 
 def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
@@ -132,8 +127,9 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
     found: list[str] = []
     for peer in run.peers.with_carrier.values():
         # A peer that attaches again is listed itself, and cannot enter through itself.
-        if peer is not joining and peer.carrier is not None:
-            found.extend(f"{a}/p2p/{peer.carrier.peer}" for a in peer.carrier.addresses[:2])
+        carrier = peer.contact.carrier
+        if peer is not joining and carrier is not None:
+            found.extend(f"{a}/p2p/{carrier.peer}" for a in carrier.addresses[:2])
         if len(found) >= 8:
             break
     return tuple(found[:8])
@@ -141,19 +137,16 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
 
 def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: float) -> None:
     """Grant or correct a joining peer's choice of a stage: two peers may have chosen at once."""
-    rows = run.stage_rows()
+    rows = run.peers.stage_rows()
     if peer.stage is not None or peer.leaving:
         return
-    wanted = peer.wanted_stage
+    wanted, memory_bytes = peer.profile.wanted_stage, peer.profile.memory_bytes
     if wanted is not None and not 0 <= wanted < len(rows):
         refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
-    if wanted is not None:
-        rows = (rows[wanted],)
-    else:
-        rows = _deserted(run, rows, peer.memory_bytes) or rows
+    chosen = (rows[wanted],) if wanted is not None else _deserted(run, rows, memory_bytes)
     try:
-        stage = most_underserved_stage(rows, peer.memory_bytes)
+        stage = most_underserved_stage(chosen or rows, memory_bytes)
     except CapacityError as error:
         refuse(run, peer, str(error))
         return
@@ -189,42 +182,36 @@ def refuse(run: RunState, peer: PeerState, reason: str) -> None:
 
 
 def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Assign a stage to a peer, and send it a source for the state if one is known already."""
-    give(run, peer, stage, reason, now)
+    """Assign a stage to a peer without one, and send it a source for the state if one is known."""
+    begin_sync(run, peer, stage, reason, now)
     state_transfer.find_sources(run, now)
 
 
-def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Assign a stage to a peer; the source of its state is chosen in `state_transfer`."""
-    peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
-    peer.source_assigned, peer.missed_apply, peer.close_delays = False, None, 0
-    peer.moving = None
-    peer.early_receipts.clear()
-    state_transfer.delay_close(run, peer, now)
+def begin_sync(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
+    """Assign a stage to a peer without one; `state_transfer` chooses the source of its state."""
+    transfer = StageTransfer(stage, now)
+    state_transfer.delay_close(run, transfer, now)
+    run.peers.begin_transfer(peer, transfer)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
 
 
-def remove(
-    run: RunState, peer_id: PeerId, reason: str, now: float, *, announce: bool = True
-) -> None:
-    """Remove a lost peer: what it had accumulated is lost, and its leases go to other trainers."""
-    peer = run.peers.get(peer_id)
-    if peer is None:
-        return
-    del run.peers[peer_id]
-    run.roster_dirty = True
-    if announce:
-        stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
-        run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer_id)
-    run.pending_masks = [m for m in run.pending_masks if m.peer != peer_id]
-    round_membership.forget(run, peer_id, f"{short(peer_id)} is gone", now)
-    round_membership.readmit(run)
+def reassign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
+    """Assign a peer another stage, or the same one anew."""
+    release(run, peer, Release.STAGE, now)
+    assign(run, peer, stage, reason, now)
 
 
 def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     """Replace a replica that differs, is outdated or cannot apply by downloading its state anew."""
-    assert peer.stage is not None
-    move(run, peer, peer.stage, reason, now)
+    if peer.stage is not None:
+        reassign(run, peer, peer.stage, reason, now)
+
+
+def dismiss(run: RunState, peer: PeerState, reason: str, now: float) -> None:
+    """Remove a peer that is lost or leaves."""
+    stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
+    run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer.peer)
+    release(run, peer, Release.MEMBERSHIP, now)
 
 
 def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
@@ -232,9 +219,8 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 
     The state of the last one has no replacement: the caller clears what it counted, and it retries.
     """
-    assert peer.stage is not None
     run.flag(peer, Rejection.NOT_FINITE, reason)
-    if all(p is peer for p in run.ready_peers(peer.stage)):
+    if peer.stage is None or all(p is peer for p in run.peers.ready(peer.stage)):
         return False
     resync(run, peer, reason, now)
     return True
@@ -246,15 +232,15 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
     The first peer is held responsible. If a second peer gets the same result, the model or the data
     are.
     """
-    step = run.step_numbered(message.step)
-    if step is None or peer.stage is None or not run.holds_current(peer):
+    step = run.steps.numbered(message.step)
+    if step is None or peer.stage is None or not run.peers.holds_current(peer):
         return
-    if run.phase is not RunPhase.COLLECT or run.round_of(peer.stage) is not None:
+    if run.phase is not RunPhase.COLLECT or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
-        run.reject(Rejection.NOT_FINITE)
+        run.statistics.reject(Rejection.NOT_FINITE)
         run.note(
             f"microbatch {message.microbatch} of step {message.step} is not finite in stage "
             f"{peer.stage} at two peers: it is the model's doing or the data's",
@@ -264,16 +250,8 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
     replace_state(run, peer, "what it computed was not finite", now)
 
 
-def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Assign a peer another stage, or the same one anew; what it has accumulated is cleared."""
-    round_membership.forget(run, peer.peer, f"{short(peer.peer)} is assigned a stage again", now)
-    run.roster_dirty = True
-    assign(run, peer, stage, reason, now)
-    round_membership.readmit(run)
-
-
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     """Release a peer with a Goodbye and remove it."""
     run.send(peer.peer, Goodbye(reason=reason))
     run.commands.append(CloseSession(peer.peer, reason))
-    remove(run, peer.peer, reason, now)
+    dismiss(run, peer, reason, now)

@@ -14,16 +14,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
-from swarm_coordinator.core.state.run import (
-    Cell,
-    LeaseState,
-    PeerPhase,
-    PeerState,
-    RunPhase,
-    RunState,
-    StepState,
-    short,
-)
+from swarm_coordinator.core.state.leases import LeaseState
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_coordinator.core.state.step_table import Cell
+from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
@@ -50,16 +46,17 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
     """Update a peer's rates, its queue length and whether it pauses."""
     if peer.paused != message.paused:
         # Senders must learn of it before they send the peer anything else.
-        peer.paused = message.paused
-        run.roster_dirty = True
+        run.peers.set_paused(peer, message.paused)
+        run.roster.dirty = True
+    rates = peer.rates
     computed, up = message.microbatches_per_second, message.up_bytes_per_second
     if computed is None:
-        computed = peer.reported_microbatches_per_second
-    elif computed != peer.reported_microbatches_per_second:
-        peer.reported_microbatches_per_second = computed
-    up_bytes_per_second = peer.up_bytes_per_second if up is None else up or math.inf
-    sent, flops_per_second = math.inf, peer.flops_per_second
-    uplink_flops_per_second = peer.uplink_flops_per_second
+        computed = rates.reported_microbatches_per_second
+    else:
+        rates.reported_microbatches_per_second = computed
+    up_bytes_per_second = rates.up_bytes_per_second if up is None else up or math.inf
+    sent, flops_per_second = math.inf, rates.flops_per_second
+    uplink_flops_per_second = rates.uplink_flops_per_second
     if peer.phase is PeerPhase.READY and peer.stage is not None:
         stage = run.rebalancing.stages[peer.stage]
         if stage.sent_bytes:
@@ -69,8 +66,8 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
             reported = computed * stage.work_flops
             known = flops_per_second or reported
             flops_per_second = known + RATE_SMOOTHING * (reported - known)
-    peer.record_heartbeat(
-        now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
+    run.peers.record_rates(
+        peer, now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
         uplink_flops_per_second,
     )  # fmt: skip
     _record_utilisation(run, peer, message, now)
@@ -86,45 +83,44 @@ def _record_utilisation(run: RunState, peer: PeerState, message: Heartbeat, now:
     )
     if counts and peer.stage is not None and message.busy_seconds is not None:
         most = run.manifest.training.microbatches_per_step
-        run.utilisation.record(
+        run.statistics.utilisation.record(
             peer.last_heartbeat, peer.stage, message.busy_seconds, min(message.computed, most), now
         )
     else:
-        peer.last_heartbeat.stage = None
+        peer.last_heartbeat.held = None
 
 
 def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
-    run.phase = RunPhase.COLLECT
-    run.step, run.ahead = run.ahead or _new_step(run, Step(run.version + 1), now), None
-    run.step.previous_applied_at = now
-    run.training_began = True
-    run.waiting_reason = ""
+    enter_phase(run, RunPhase.COLLECT)
+    step = run.steps.ahead or _new_step(run, Step(run.history.version + 1), now)
+    step.previous_applied_at = now
+    run.steps.current, run.steps.ahead, run.steps.began = step, None, True
     for peer in run.peers.values():
         commit_early_receipts(run, peer)
-    lease_open_microbatches(run, run.step, now)
+    lease_open_microbatches(run, step, now)
 
 
-def begin_ahead(run: RunState, now: float) -> None:
+def begin_ahead(run: RunState, step: StepState, now: float) -> None:
     """Under staleness 1, open the following step once this one no longer fills the pipelines.
 
     Delayed parameter updates; docs/decisions, number 0024.
     """
-    training, step = run.manifest.training, run.step
-    if not training.staleness or run.ahead is not None or step is None:
+    training = run.manifest.training
+    if not training.staleness or run.steps.ahead is not None:
         return
     cells = training.microbatches_per_step * run.manifest.stage_count
-    carried = len(run.working_peers(0)) * run.manifest.limits.stage_queue
+    carried = len(run.peers.working(0)) * run.manifest.limits.stage_queue
     if (
         step.step >= training.steps
         or run.stop_requested_at is not None
         or cells - len(step.table) > carried * run.manifest.stage_count
     ):
         return
-    run.ahead = _new_step(run, Step(step.step + 1), now)
+    run.steps.ahead = _new_step(run, Step(step.step + 1), now)
     for peer in run.peers.values():
         commit_early_receipts(run, peer)
-    lease_open_microbatches(run, run.ahead, now)
+    lease_open_microbatches(run, run.steps.ahead, now)
 
 
 def commit_early_receipts(run: RunState, peer: PeerState) -> None:
@@ -136,9 +132,9 @@ def commit_early_receipts(run: RunState, peer: PeerState) -> None:
 
 def begin_evaluation(run: RunState, now: float) -> None:
     """Open the evaluation and lease all held-out microbatches."""
-    run.phase = RunPhase.EVALUATING
-    run.step = _new_step(run, Step(run.version + 1), now)
-    lease_open_microbatches(run, run.step, now)
+    enter_phase(run, RunPhase.EVALUATING)
+    run.steps.current = _new_step(run, Step(run.history.version + 1), now)
+    lease_open_microbatches(run, run.steps.current, now)
 
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
@@ -150,7 +146,7 @@ def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
     """Smallest and largest number of microbatches that one trainer keeps in flight: enough that
     every stage has work despite the latency of the links, and few enough that no queue
     overflows."""
-    pipelines = max(1, len(run.working_peers(0)))
+    pipelines = max(1, len(run.peers.working(0)))
     limit = run.manifest.limits.stage_queue
     least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
     return -(-pipelines * least // max(1, trainers)), -(-pipelines * limit // max(1, trainers))
@@ -176,26 +172,25 @@ def missing_stages(
     )
 
 
-def complete(run: RunState) -> bool:
-    assert run.step is not None
-    return len(run.step.table) == microbatch_count(run) * run.manifest.stage_count
+def complete(run: RunState, step: StepState) -> bool:
+    return len(step.table) == microbatch_count(run) * run.manifest.stage_count
 
 
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
-    step, peer = run.step_numbered(receipt.step), run.peers.get(receipt.peer)
+    step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
     if peer is None or wrong is not None:
         if int(receipt.step) != int(
-            run.version
+            run.history.version
         ):  # counted receipts may be reported again after their step
-            run.reject(wrong or Rejection.NOT_THE_HOLDER)
+            run.statistics.reject(wrong or Rejection.NOT_THE_HOLDER)
         return False
     if step is None:
         # After a restart peers re-attach one by one, and the step begins when enough have.
         peer.early_receipts[receipt.step, receipt.microbatch] = receipt
         return False
-    if step is run.step and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
+    if step is run.steps.current and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
         return False
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
@@ -203,21 +198,24 @@ def commit(run: RunState, receipt: Receipt) -> bool:
         known = step.table[cell].peer == receipt.peer
         if not known and (cell, receipt.peer) not in step.duplicates:
             step.duplicates.add((cell, receipt.peer))
-            run.work.duplicated += 1
+            run.statistics.work.duplicated += 1
         return known
-    run.work.counted += 1
+    run.statistics.work.counted += 1
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
     return True
 
 
 def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
     """Why a receipt is rejected: wrong step, not the holder, or impossible; None if valid."""
-    last = run.version + 1 + run.manifest.training.staleness
-    if not run.version < receipt.step <= last or receipt.generation > run.generation:
+    last = run.history.version + 1 + run.manifest.training.staleness
+    if not run.history.version < receipt.step <= last or receipt.generation > run.start.generation:
         return Rejection.OTHER_STEP
-    ahead = run.ahead is not None and receipt.step == run.ahead.step
-    holds = run.computes_ahead if ahead else run.holds_current
-    if peer is None or not holds(peer) or peer.stage != receipt.stage:
+    ahead = run.steps.ahead is not None and receipt.step == run.steps.ahead.step
+    if (
+        peer is None
+        or peer.stage != receipt.stage
+        or not (run.peers.holds_current(peer) or (ahead and applies_current(run, peer)))
+    ):
         return Rejection.NOT_THE_HOLDER
     possible = (
         0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
@@ -228,18 +226,24 @@ def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Re
     return None if possible else Rejection.IMPOSSIBLE
 
 
-def forget_peer(run: RunState, peer: PeerId, now: float, kept: Collection[StageIndex] = ()) -> None:
-    """Clear the cells of a lost peer and release its leases.
+def applies_current(run: RunState, peer: PeerState) -> bool:
+    """Whether the peer can have worked on the following step and still has to apply this one: work
+    ahead is one version behind by design."""
+    return (
+        run.phase is RunPhase.APPLYING
+        and peer.phase is PeerPhase.READY
+        and peer.version == run.history.version - 1
+        and peer.peer not in run.peers.excluded
+    )
 
-    In the stages `kept` of the step being closed its cells stay: they are part of the average.
-    """
-    stages = [StageIndex(stage) for stage in run.stage_indices]
-    if run.step is not None:
-        clear_counted(run, run.step, peer, [stage for stage in stages if stage not in kept])
-        _free_leases(run, run.step, peer, now)
-    if run.ahead is not None:
-        clear_counted(run, run.ahead, peer, stages)
-        _free_leases(run, run.ahead, peer, now)
+
+def clear_work(run: RunState, peer: PeerId, now: float) -> None:
+    """Clear the cells that a peer has counted, except in an average that stands, and free its
+    leases."""
+    for step in run.steps.open():
+        kept = step.closing.kept_stages(peer) if step.closing is not None else frozenset()
+        clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
+        _free_leases(run, step, peer, now)
 
 
 def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collection[int]) -> None:
@@ -247,7 +251,7 @@ def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collecti
     for cell in step.table.held_by(peer):
         if cell[1] in stages:
             del step.table[cell]
-            run.work.cleared += 1
+            run.statistics.work.cleared += 1
 
 
 def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
@@ -266,7 +270,7 @@ def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> No
 
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     """Handle a trainer's result of one leased microbatch."""
-    step = run.step_numbered(event.step)
+    step = run.steps.numbered(event.step)
     if step is None:
         return
     for receipt in event.receipts:
@@ -331,7 +335,7 @@ def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
         step.table.reopened.clear()
     while step.lease_alarms and step.lease_alarms[0][0] <= now:
         step.unsettled.add(heapq.heappop(step.lease_alarms)[1])
-    if not step.unsettled or now < step.close_not_before or not run.has_complete_pipeline():
+    if not step.unsettled or now < step.close_not_before or not run.peers.has_complete_pipeline():
         return
     open_microbatches: list[MicrobatchIndex] = []
     for microbatch in sorted(step.unsettled):
@@ -371,7 +375,7 @@ def trainer_loads(
     run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
 ) -> list[tuple[int, int, PeerId]]:
     """Return a heap of trainers by microbatches being driven; ties in the roster's order."""
-    trainers = run.trainers()
+    trainers = run.peers.trainers()
     again: Counter[PeerId] = Counter()
     for microbatch in granted:
         lease = step.leases.get(microbatch)
@@ -407,12 +411,12 @@ def grant(
     """Lease microbatches to a trainer; returns the number of the lease."""
     evaluating = run.phase is RunPhase.EVALUATING
     least, most = inflight_windows(run, trainers)
-    run.lease_counter += 1
+    run.steps.last_lease += 1
     run.send(
         trainer,
         Lease(
             step=step.step,
-            lease=run.lease_counter,
+            lease=run.steps.last_lease,
             mode="evaluate" if evaluating else "train",
             window=least,
             max_window=most,
@@ -425,4 +429,4 @@ def grant(
             ),
         ),
     )
-    return run.lease_counter
+    return run.steps.last_lease

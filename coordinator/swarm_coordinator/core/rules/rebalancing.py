@@ -19,21 +19,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from swarm_coordinator.core.rules import membership, microbatches, state_transfer
+from swarm_coordinator.core.state.close import CloseState
 from swarm_coordinator.core.state.moves import (
     DecisionNote,
     RebalancingRule,
     RebalancingSettings,
     RebalancingState,
-    StageMove,
 )
-from swarm_coordinator.core.state.run import (
-    CloseState,
-    PeerPhase,
-    PeerState,
-    RunPhase,
-    RunState,
-    display,
-)
+from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import (
@@ -42,8 +37,6 @@ from swarm_shared.scheduling.placement import (
     MovePolicy,
     PeerLoad,
     StageLoad,
-    choose_moves,
-    choose_swarm_moves,
 )
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
@@ -54,9 +47,6 @@ MOVE_TIMEOUT_SECONDS = 900.0
 PEERS_PER_LOSS = 256
 """Number of peers per lost stage holder that triggers an early decision; fewer losses change the
 fleet too little."""
-
-LOSS_REACTION_SECONDS = 2.0
-"""Seconds from a loss to the decision. Peers lost together are noticed within a second or two."""
 
 
 def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> RebalancingState:
@@ -88,15 +78,15 @@ def consider(run: RunState, now: float) -> None:
     if rebalancing.due_at is None:
         rebalancing.due_at = now + settings.policy.period_seconds
         rebalancing.losses_seen = run.peers.losses
-    elif settings.rule is RebalancingRule.THROUGHPUT and _has_lost_many(run):
+    elif _has_lost_many(run):
         # The fleet has changed: do not wait for the period, only for peers that are lost together
         # with this one. Each stage still rests for its own period.
         rebalancing.losses_seen = run.peers.losses
-        rebalancing.due_at = min(rebalancing.due_at, now + LOSS_REACTION_SECONDS)
+        rebalancing.due_at = min(rebalancing.due_at, now + settings.loss_reaction_seconds)
     if now < rebalancing.due_at:
         return
     rebalancing.due_at = now + settings.policy.period_seconds
-    if run.unheld():
+    if run.peers.unheld():
         rebalancing.reason = "a stage has no peer, which comes first"
         return
     decision = _decide(run, now)
@@ -123,14 +113,12 @@ def _decide(run: RunState, now: float) -> MoveDecision | None:
     peers = _loads(run, policy)
     if not peers:
         return None
-    if rebalancing.settings.rule is RebalancingRule.SWARM:
-        return choose_swarm_moves(rebalancing.stages, peers, policy)
     resting = {
         stage
         for stage, since in rebalancing.last_involved.items()
         if now - since < policy.period_seconds
     }
-    return choose_moves(rebalancing.stages, peers, policy, resting)
+    return rebalancing.settings.choose(rebalancing.stages, peers, policy, resting)
 
 
 def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
@@ -139,9 +127,9 @@ def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
     State is exact only within one step, whose close is delayed for downloads by `join_hold_seconds`
     at most.
     """
-    if run.last_applied is None:
+    if run.history.last_applied is None:
         return policy
-    longest = run.last_applied.seconds + run.manifest.limits.join_hold_seconds
+    longest = run.history.last_applied.seconds + run.manifest.limits.join_hold_seconds
     return replace(policy, longest_download_seconds=min(longest, policy.longest_download_seconds))
 
 
@@ -165,9 +153,9 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         if not peer.leaving and not peer.paused
     ]
     rates = [
-        min(peer.flops_per_second, peer.uplink_flops_per_second)
+        min(peer.rates.flops_per_second, peer.rates.uplink_flops_per_second)
         for peer, _ in counted
-        if peer.flops_per_second > 0
+        if peer.rates.flops_per_second > 0
     ]
     if not rates:
         return []
@@ -176,19 +164,23 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         PeerLoad(
             peer=peer.peer,
             stage=stage,
-            flops_per_second=peer.flops_per_second or mean,
-            memory_bytes=peer.memory_bytes,
-            download_bytes_per_second=peer.download_bytes_per_second or assumed_download,
+            flops_per_second=peer.rates.flops_per_second or mean,
+            memory_bytes=peer.profile.memory_bytes,
+            download_bytes_per_second=peer.rates.download_bytes_per_second or assumed_download,
             may_move=_may_move(run, peer),
-            queued=peer.queued,
-            up_bytes_per_second=peer.up_bytes_per_second,
+            queued=peer.rates.queued,
+            up_bytes_per_second=peer.rates.up_bytes_per_second,
         )
         for peer, stage in counted
     ]
 
 
 def _may_move(run: RunState, peer: PeerState) -> bool:
-    return run.holds_current(peer) and peer.moving is None and peer.wanted_stage is None
+    return (
+        run.peers.holds_current(peer)
+        and peer.transfer is None
+        and peer.profile.wanted_stage is None
+    )
 
 
 def _begin(run: RunState, move: Move, now: float) -> None:
@@ -198,7 +190,10 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
     if release_first and move.partner is not None:
         return  # the exchange would leave a stage without both of them
-    peer.moving = StageMove(move.destination, release_first, now, move.partner)
+    run.peers.begin_transfer(
+        peer,
+        StageTransfer(move.destination, now, release_first=release_first, partner=move.partner),
+    )
     rebalancing.last_involved[move.source] = rebalancing.last_involved[move.destination] = now
     rebalancing.decided += 1
     text = move.sentence(display(peer))
@@ -216,41 +211,37 @@ def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
 
 def abandon_stale_moves(run: RunState, now: float) -> None:
     """Cancel moves that can no longer happen, or no longer should."""
-    for peer in list(run.peers.movers.values()):
-        moving = peer.moving
-        assert moving is not None
+    for peer_id, moving in list(run.peers.movers.items()):
+        peer = run.peers[peer_id]
         if peer.leaving:
             state_transfer.drop_move(run, peer, "it leaves")
-        elif peer.phase is not PeerPhase.READY:
-            state_transfer.drop_move(run, peer, "it has lost the stage that it held")
-        elif run.step is not None and peer.peer in run.step.excluded:
+        elif peer_id in run.peers.excluded:
             state_transfer.drop_move(run, peer, "it is excluded from this step")
         elif moving.close_delays > state_transfer.MAX_CLOSE_DELAYS:
             # The failed attempt bounds its rate, so that it is not chosen again.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
-            peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
+            peer.rates.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
             state_transfer.drop_move(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_TIMEOUT_SECONDS:
             state_transfer.drop_move(run, peer, "it took too long")
-        elif moving.partner is not None and not _partner_moves(run, moving.partner, peer):
+        elif moving.partner is not None and not _partner_moves(run, moving.partner, peer_id):
             state_transfer.drop_move(run, peer, "no peer takes its place any more")
 
 
-def _partner_moves(run: RunState, partner: PeerId, peer: PeerState) -> bool:
+def _partner_moves(run: RunState, partner: PeerId, peer: PeerId) -> bool:
     """Whether the partner of an exchange is still moving."""
-    other = run.peers.get(partner)
-    return other is not None and other.moving is not None and other.moving.partner == peer.peer
+    moving = run.peers.movers.get(partner)
+    return moving is not None and moving.partner == peer
 
 
 def mover_delays_close(run: RunState, now: float) -> bool:
     """Whether a moving peer that had to start over delays the close, for a bounded time."""
     return any(
-        peer.moving is not None
-        and not peer.moving.ready
-        and now < peer.moving.close_delayed_until
-        and run.round_of(peer.stage) is None
-        and run.round_of(peer.moving.stage) is None
-        for peer in run.peers.movers.values()
+        not moving.ready
+        and now < moving.close_delayed_until
+        and run.steps.round_of(run.peers[peer].stage) is None
+        and run.steps.round_of(moving.stage) is None
+        for peer, moving in run.peers.movers.items()
     )
 
 
@@ -260,19 +251,18 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
     They have the state of the next stage, and their old stage can spare them. A stage that has
     averaged already neither gains nor loses a member.
     """
-    ready: dict[PeerId, StageMove] = {}
-    for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
-        moving = peer.moving
-        assert moving is not None
-        averages = run.round_of(peer.stage) or run.round_of(moving.stage)
-        current = moving.version == run.version and run.holds_current(peer)
+    ready: dict[PeerId, StageTransfer] = {}
+    for peer_id, moving in sorted(run.peers.movers.items(), key=lambda mover: mover[0]):
+        peer = run.peers[peer_id]
+        averages = run.steps.round_of(peer.stage) or run.steps.round_of(moving.stage)
+        current = moving.version == run.history.version and run.peers.holds_current(peer)
         if moving.ready and current and averages is None:
-            ready[peer.peer] = moving
+            ready[peer_id] = moving
     found: dict[PeerId, StageIndex] = {}
     for peer_id, moving in ready.items():
         peer = run.peers[peer_id]
         if moving.partner is not None:
-            if moving.partner in ready and _partner_moves(run, moving.partner, peer):
+            if moving.partner in ready and _partner_moves(run, moving.partner, peer_id):
                 found[peer_id] = moving.stage
         elif _can_be_spared(run, peer, found):
             found[peer_id] = moving.stage
@@ -282,11 +272,12 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
 
 
 def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> bool:
-    assert peer.stage is not None
+    if peer.stage is None:
+        return True
     minimum = run.rebalancing.settings.policy.minimum_replicas
     others = [
         p
-        for p in run.ready_peers(peer.stage)
+        for p in run.peers.ready(peer.stage)
         if not p.leaving and not p.paused and p.peer not in {*going, peer.peer}
     ]
     return len(others) >= minimum
@@ -299,24 +290,22 @@ def apply_switches(run: RunState, closing: CloseState) -> None:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)
         run.note(f"{display(peer)} switches from stage {peer.stage} to stage {stage}", peer_id)
-        peer.moving = None
-        peer.stage = stage
-        if run.ahead is not None:
+        run.peers.hold(peer, stage, peer.version)
+        if run.steps.ahead is not None:
             # Its gradients of the next step belong to the old stage.
-            microbatches.clear_counted(run, run.ahead, peer_id, run.stage_indices)
+            microbatches.clear_counted(run, run.steps.ahead, peer_id, run.stage_indices)
         run.rebalancing.made += 1
 
 
 def move_between_steps(run: RunState, now: float) -> None:
     """Move the peers without memory for two stages, which have counted nothing at this point."""
-    for peer in list(run.peers.movers.values()):
-        moving = peer.moving
-        assert moving is not None
-        if not moving.release_first or not run.holds_current(peer):
+    for peer_id, moving in list(run.peers.movers.items()):
+        peer = run.peers[peer_id]
+        if not moving.release_first or not run.peers.holds_current(peer):
             continue
         if not _can_be_spared(run, peer, ()):
             state_transfer.drop_move(run, peer, f"stage {peer.stage} needs it")
             continue
         run.rebalancing.made += 1
         run.rebalancing.bytes_moved += run.rebalancing.stages[moving.stage].state_bytes
-        membership.move(run, peer, moving.stage, "it moves there", now)
+        membership.reassign(run, peer, moving.stage, "it moves there", now)

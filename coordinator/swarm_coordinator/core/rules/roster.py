@@ -16,7 +16,9 @@ from swarm_coordinator.core.events import (
     PeersRevoked,
     Send,
 )
-from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState, short
+from swarm_coordinator.core.state.peers import PeerContact, PeerState, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
@@ -57,10 +59,12 @@ MAXIMUM_REVOKED = 65_536
 
 def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now: float) -> None:
     """Update a peer's addresses and reachability."""
-    update = (message.addresses, message.carrier, message.reachability, message.offers_relay)
-    if update == (peer.addresses, peer.carrier, peer.reachability, peer.offers_relay):
+    contact = PeerContact(
+        message.addresses, message.carrier, message.reachability, message.offers_relay
+    )
+    if contact == peer.contact:
         return
-    peer.addresses, peer.carrier, peer.reachability, peer.offers_relay = update
+    run.peers.set_contact(peer, contact)
     _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
 
 
@@ -69,23 +73,23 @@ def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> N
 
     The older certificate is still valid.
     """
-    if event.peer == run.coordinator.peer:
-        run.coordinator = run.coordinator.model_copy(update={"certificate": event.certificate})
+    if event.peer == run.start.record.peer:
+        run.start.record = run.start.record.model_copy(update={"certificate": event.certificate})
         return
     peer = run.peers.get(event.peer)
     if peer is not None:
-        peer.certificate = event.certificate
+        run.peers.set_certificate(peer, event.certificate)
         run.send(peer.peer, CertificateRenewed(certificate=event.certificate))
         _publish_within(run, peer, RENEWED_ROSTER_SECONDS, now)
 
 
 def revoke(run: RunState, event: PeersRevoked) -> None:
     """Revoke peers: no member may serve them from now on. The caller removes them from the run."""
-    run.revoked_dirty = True
+    run.roster.revoked_dirty = True
     absent = [peer for peer in event.peers if peer not in run.peers]
     for peer in event.peers:
-        run.revoked.pop(peer, None)
-        run.revoked[peer] = event.until  # appended: a roster carries the newest if too many
+        run.roster.revoked.pop(peer, None)
+        run.roster.revoked[peer] = event.until  # appended: a roster carries the newest if too many
         if peer in run.peers:
             run.send(peer, Refused(code="admission", reason=event.reason[:500]))
             run.commands.append(CloseSession(peer, event.reason))
@@ -97,21 +101,23 @@ def revoke(run: RunState, event: PeersRevoked) -> None:
 def attached(run: RunState, peer: PeerId) -> None:
     """Lift any revocation of a peer that the shell has admitted."""
     reinstate(run, peer)
-    if run.revoked and run.phase is RunPhase.APPLYING:
+    if run.roster.revoked and run.phase is RunPhase.APPLYING:
         # It may hold a stage already, and no other roster is sent before the step ends.
-        run.revoked_dirty = True
+        run.roster.revoked_dirty = True
 
 
 def reinstate(run: RunState, peer: PeerId) -> None:
     """Lift a peer's revocation."""
-    if run.revoked.pop(peer, None) is not None:
-        run.revoked_dirty = True
+    if run.roster.revoked.pop(peer, None) is not None:
+        run.roster.revoked_dirty = True
 
 
 def drop_expired_revocations(run: RunState, now: float) -> None:
     """Drop revocations of expired certificates, which every member refuses by itself."""
-    if run.revoked:
-        run.revoked = {peer: until for peer, until in run.revoked.items() if until > now}
+    if run.roster.revoked:
+        run.roster.revoked = {
+            peer: until for peer, until in run.roster.revoked.items() if until > now
+        }
 
 
 def heartbeat_seconds(run: RunState) -> float:
@@ -125,29 +131,28 @@ def heartbeat_seconds(run: RunState) -> float:
 
 def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) -> None:
     """Schedule a roster for a change that can wait until `seconds` after the last one."""
-    if not run.holds_current(peer):
+    if not run.peers.holds_current(peer):
         return  # it is not in the roster yet
-    due = max(now, run.published_at + seconds)
-    run.roster_due_at = due if run.roster_due_at is None else min(run.roster_due_at, due)
+    run.roster.publish_by(max(now, run.roster.published_at + seconds))
 
 
 def publish(run: RunState, now: float) -> bool:
     """Send the roster to every member if it has changed, before any work that relies on it."""
     if run.phase is RunPhase.APPLYING:
         # Versions differ while a step is applied; the whole roster follows at its end.
-        if not run.revoked_dirty or run.published is None:
+        if not run.roster.revoked_dirty or run.roster.published is None:
             return False
         kept = tuple(
-            tuple(record for record in stage if record.peer not in run.revoked)
-            for stage in run.published_stages
+            tuple(record for record in stage if record.peer not in run.roster.revoked)
+            for stage in run.roster.stages
         )
         _send(run, kept, now)
         return True
-    due = run.roster_due_at is not None and now >= run.roster_due_at
-    if not ((run.roster_dirty and not _can_wait(run, now)) or run.revoked_dirty or due):
+    due = run.roster.due_at is not None and now >= run.roster.due_at
+    if not ((run.roster.dirty and not _can_wait(run, now)) or run.roster.revoked_dirty or due):
         return False
-    run.roster_dirty, run.roster_due_at = False, None
-    _send(run, run.roster(), now)
+    run.roster.dirty, run.roster.due_at = False, None
+    _send(run, run.peers.roster(), now)
     return True
 
 
@@ -156,23 +161,23 @@ def _can_wait(run: RunState, now: float) -> bool:
     one."""
     if len(run.peers) <= SMALL_RUN_PEERS:
         return False
-    return now - run.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
+    return now - run.roster.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
         isinstance(command, Send | Broadcast) and isinstance(command.message, Close)
         for command in run.commands
     )
 
 
 def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> None:
-    before, stages_before = run.published, run.published_stages
-    run.roster_serial += 1
+    before, stages_before = run.roster.published, run.roster.stages
+    run.roster.serial += 1
     # Not validated again: the records were when they were made, and there are thousands of them.
     whole = Roster.model_construct(
-        serial=run.roster_serial,
+        serial=run.roster.serial,
         peers=tuple(itertools.chain.from_iterable(stages)),
-        revoked=tuple(run.revoked)[-MAXIMUM_REVOKED:],
+        revoked=tuple(run.roster.revoked)[-MAXIMUM_REVOKED:],
     )
-    run.published, run.published_stages = whole, stages
-    run.published_at, run.revoked_dirty = now, False
+    run.roster.published, run.roster.stages = whole, stages
+    run.roster.published_at, run.roster.revoked_dirty = now, False
     if before is None or len(run.peers) <= SMALL_RUN_PEERS:
         for peer in run.peers:
             run.send(peer, whole)

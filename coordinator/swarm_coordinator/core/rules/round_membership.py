@@ -8,8 +8,10 @@ round alone is aborted, and the stages of that round average anew when the table
 from __future__ import annotations
 
 from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.rules.waiting import stage_names
 from swarm_coordinator.core.state.close import Round
-from swarm_coordinator.core.state.run import RunPhase, RunState, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AbortRound
@@ -21,35 +23,23 @@ ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 """Longest pause after a failed attempt."""
 
 
-def forget(run: RunState, peer: PeerId, reason: str, now: float) -> None:
-    """Remove a peer, or what it held, from the close, the tables and the leases."""
-    leave(run, peer, reason, now)
-    closing = run.step.closing if run.step is not None else None
-    kept = closing.kept_stages(peer) if closing is not None else frozenset[StageIndex]()
-    microbatches.forget_peer(run, peer, now, kept)
-
-
 def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
     """Remove a peer from its round, if it is a member of one."""
-    step = run.step
-    if step is None or step.closing is None or peer not in step.closing.members:
+    closing = run.steps.closing
+    left = closing.round_of(peer) if closing is not None else None
+    if closing is None or left is None:
         return
-    closing = step.closing
-    left, stage = closing.round_of(peer), closing.members[peer]
-    assert left is not None
-    decided = run.phase is RunPhase.APPLYING
-    if decided or left.completes_without((peer,)):
+    if run.phase is RunPhase.APPLYING or left.completes_without((peer,)):
         closing.remove_member(peer)
-        left.kept[peer] = stage
     else:
         abort(run, left, reason, now, of_loss=True)
 
 
 def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
     """Abort one round for all of its members; nothing has been applied."""
-    step = run.step
-    assert step is not None
-    assert step.closing is not None
+    step = run.steps.current
+    if step is None or step.closing is None:
+        return
     run.broadcast(
         [member for member in ended.members if member in run.peers],
         AbortRound(step=step.step, attempt=ended.attempt, reason=reason[:500]),
@@ -65,50 +55,22 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
         microbatches.clear_counted(run, step, peer, (stage,))
     if not step.closing.rounds:
         step.closing = None
-    run.phase = RunPhase.COLLECT
-    names = ", ".join(str(stage) for stage in sorted(ended.stages))
-    run.note(f"attempt {step.closes} to close stage {names} of step {step.step} failed: {reason}")
+    if run.phase is RunPhase.CLOSING:
+        enter_phase(run, RunPhase.COLLECT)
+    names = stage_names(ended.stages)
+    run.note(f"attempt {step.closes} to close {names} of step {step.step} failed: {reason}")
 
 
 def abort_all(run: RunState, reason: str, now: float) -> None:
     """Abort every round of the close."""
-    closing = run.step.closing if run.step is not None else None
+    closing = run.steps.closing
     for ended in closing.each_round() if closing is not None else ():
         abort(run, ended, reason, now)
 
 
-def exclude(run: RunState, peer: PeerId, now: float) -> bool:
-    """Let the step close without this peer; False if it is the last of its stage."""
-    step, state = run.step, run.peers.get(peer)
-    if step is None or state is None or state.stage is None or peer in step.excluded:
-        return False
-    if all(p.peer == peer for p in run.ready_peers(state.stage)):
-        return False
-    forget(run, peer, f"{short(peer)} is excluded from the step", now)
-    step.excluded.add(peer)
-    run.roster_dirty = True
-    run.note(f"{short(peer)} keeps step {step.step} from closing and is excluded from it", peer)
-    return True
-
-
-def readmit(run: RunState) -> None:
-    """Readmit excluded peers whose stage has lost all other peers."""
-    step = run.step
-    if step is None:
-        return
-    for peer_id in list(step.excluded):
-        peer = run.peers.get(peer_id)
-        if peer is None:
-            step.excluded.discard(peer_id)
-        elif peer.stage is not None and not run.ready_peers(peer.stage):
-            step.excluded.discard(peer_id)
-            step.failure_counts.pop(peer_id, None)
-            run.roster_dirty = True
-
-
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
     """Restore a lost member that has returned with its round's average: it can still apply."""
-    closing = run.step.closing if run.step is not None else None
+    closing = run.steps.closing
     found = closing.rounds.get(stage) if closing is not None else None
     if closing is None or found is None or run.phase is RunPhase.APPLYING:
         return

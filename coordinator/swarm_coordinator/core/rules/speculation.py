@@ -14,7 +14,11 @@ from __future__ import annotations
 import heapq
 
 from swarm_coordinator.core.rules import microbatches
-from swarm_coordinator.core.state.run import LeaseState, RunPhase, RunState, StepState, short
+from swarm_coordinator.core.state.leases import LeaseState
+from swarm_coordinator.core.state.peers import short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
 from swarm_shared.base.types import MicrobatchIndex, PeerId
 
 SPECULATION_START_FRACTION = 0.75
@@ -32,10 +36,9 @@ CHECK_INTERVAL_SECONDS = 0.5
 """Seconds between two checks of the open microbatches."""
 
 
-def lease_stragglers(run: RunState, now: float) -> None:
+def lease_stragglers(run: RunState, step: StepState, now: float) -> None:
     """Lease lagging microbatches a second time, each at most once."""
-    step = run.step
-    if step is None or now < step.speculation_not_before or not _mostly_done(run, step):
+    if now < step.speculation_not_before or not _mostly_done(run, step):
         return
     if step.mostly_done_at is None:
         step.mostly_done_at = now
@@ -44,7 +47,7 @@ def lease_stragglers(run: RunState, now: float) -> None:
     if now < late_at:
         return
     step.speculation_not_before = now + CHECK_INTERVAL_SECONDS
-    if now < step.close_not_before or not run.has_complete_pipeline():
+    if now < step.close_not_before or not run.peers.has_complete_pipeline():
         return
     since = now - max(MIN_LAG_SECONDS, (SLOWDOWN_FACTOR - 1.0) * most_seconds)
     late = [

@@ -9,8 +9,12 @@ from collections.abc import Collection
 
 from swarm_coordinator.core.events import Persist, RolledBack
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
-from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState
-from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.rules.waiting import stage_names
+from swarm_coordinator.core.state.peers import PeerState, StageTransfer
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_shared.base.types import StageIndex, Step
 
 REATTACH_GRACE_SECONDS = 10.0
 """Seconds that a stage may be without a peer before the run falls back to a checkpoint. Peers that
@@ -29,18 +33,20 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     """
     if run.phase not in (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING):
         return
-    unheld = run.unheld()
-    if not unheld and not run.lost_since:
+    unheld = run.peers.unheld()
+    if not unheld and not run.history.lost_since:
         return
     _tell(run, unheld)
-    run.lost_since = {stage: run.lost_since.get(stage, now) for stage in sorted(unheld)}
-    returning = {p.stage for p in run.peers.syncing.values() if _catches_up(run, p)}
-    overdue = [s for s in run.lost_since if s not in returning and _overdue(run, s, now)]
+    run.history.lost_since = {
+        stage: run.history.lost_since.get(stage, now) for stage in sorted(unheld)
+    }
+    returning = {t.stage for t in run.peers.syncing.values() if _catches_up(run, t)}
+    overdue = [s for s in run.history.lost_since if s not in returning and _overdue(run, s, now)]
     if not overdue:
         return
     for stage_index in overdue:
         _staff(run, stage_index, now)
-    if run.version == 0 or (run.checkpoint is not None and run.checkpoint.version == run.version):
+    if run.checkpoints.stored_version == run.history.version:
         return  # joining peers get the stage from the seed or the checkpoint; nothing is lost
     held = {p.stage for p in run.peers.values() if p.stage is not None}
     if all(stage in held for stage in run.stage_indices):
@@ -49,23 +55,23 @@ def recover_lost_stages(run: RunState, now: float) -> None:
 
 def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
     """Note the stages that have lost their last holder, and those that are held again."""
-    if not run.training_began:
+    if not run.steps.began:
         return  # before training a stage without a peer is not a loss
-    for stage in sorted(set(unheld) - run.lost_since.keys()):
+    for stage in sorted(set(unheld) - run.history.lost_since.keys()):
         run.note(f"stage {stage} has lost every peer: the run waits for a peer to hold it")
-    for stage in sorted(run.lost_since.keys() - set(unheld)):
+    for stage in sorted(run.history.lost_since.keys() - set(unheld)):
         run.note(f"stage {stage} is held again")
 
 
 def is_lost(run: RunState, now: float) -> bool:
     """Whether a stage has been without a peer for longer than the grace period."""
-    return any(_overdue(run, stage, now) for stage in run.lost_since)
+    return any(_overdue(run, stage, now) for stage in run.history.lost_since)
 
 
 def _overdue(run: RunState, stage: StageIndex, now: float) -> bool:
     return (
-        now - run.lost_since[stage] >= REATTACH_GRACE_SECONDS
-        and now - run.started_at >= RESTART_GRACE_SECONDS
+        now - run.history.lost_since[stage] >= REATTACH_GRACE_SECONDS
+        and now - run.start.at >= RESTART_GRACE_SECONDS
     )
 
 
@@ -87,47 +93,40 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
             (len(there), not _holds(run, peer), peer.peer, peer)
             for peer in (there if len(there) > 1 else ())
             # The last copy of a stage's state is not given up for another stage.
-            if holders != [peer] and peer.wanted_stage is None and peer.memory_bytes >= needed
+            if holders != [peer]
+            and peer.profile.wanted_stage is None
+            and peer.profile.memory_bytes >= needed
         )
     if donors:
         peer = max(donors, key=lambda donor: donor[:3])[-1]
-        membership.move(run, peer, stage, "no peer holds this stage any more", now)
+        membership.reassign(run, peer, stage, "no peer holds this stage any more", now)
 
 
 def _holds(run: RunState, peer: PeerState) -> bool:
     """Whether the peer has its stage's state at the run's version, or is about to."""
-    return run.holds_current(peer) or _catches_up(run, peer)
+    transfer = peer.transfer
+    return run.peers.holds_current(peer) or (transfer is not None and _catches_up(run, transfer))
 
 
-def _catches_up(run: RunState, peer: PeerState) -> bool:
-    """Whether the peer has returned with the averaged step that leads to the run's version."""
-    return peer.missed_apply == Step(run.version)
+def _catches_up(run: RunState, transfer: StageTransfer) -> bool:
+    """Whether a peer has returned with the averaged step that leads to the run's version."""
+    return transfer.missed_apply == Step(run.history.version)
 
 
 def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     """Continue from the checkpoint's version, and have every holder fetch that state."""
-    version = run.checkpoint.version if run.checkpoint is not None else Version(0)
-    assert version < run.version, "a checkpoint is never newer than the run"
-    names = ", ".join(str(stage) for stage in sorted(lost))
-    reason = f"every peer of stage {names} is gone"
-    run.note(f"{reason}: the run goes back from step {run.version} to its checkpoint at {version}")
+    before, version = run.history.version, run.checkpoints.stored_version
+    reason = f"every peer of {stage_names(lost)} is gone"
+    run.note(f"{reason}: the run goes back from step {before} to its checkpoint at {version}")
     round_membership.abort_all(run, reason, now)
     run.commands.append(Persist(RolledBack(version, reason)))
-    run.version = version
-    run.last_applied = None
-    run.heldout_loss = None
-    run.step = run.ahead = None
-    run.snapshots.clear()
-    run.fingerprints.clear()
-    run.pending_checkpoint = None
-    run.checkpoint_overdue = False
-    run.checkpoint_failed = (version, 0, 0.0)
-    run.lost_since.clear()
-    run.rolled_back = True
-    run.on_current_history.clear()
-    run.phase = RunPhase.WAITING
-    run.roster_dirty = True
+    run.history.roll_back(version)
+    run.checkpoints.roll_back()
+    run.steps.ahead = None
+    enter_phase(run, RunPhase.WAITING)
     for peer in list(run.peers.values()):
-        if peer.stage is not None:
-            membership.give(run, peer, peer.stage, "back to the checkpoint", now)
+        stage = peer.stage
+        if stage is not None:
+            release(run, peer, Release.STAGE, now)
+            membership.begin_sync(run, peer, stage, "back to the checkpoint", now)
     state_transfer.find_sources(run, now)

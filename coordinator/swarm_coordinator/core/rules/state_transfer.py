@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import Literal
 
-from swarm_coordinator.core.state.run import (
-    PeerPhase,
-    PeerState,
-    RunPhase,
-    RunState,
-    StageMove,
-    StageSnapshots,
-    display,
-)
+from swarm_coordinator.core.state.checkpoints import StageSnapshots
+from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
@@ -55,35 +51,37 @@ MIN_BANDWIDTH_SAMPLE_BYTES = 1_000_000
 """Smallest download that counts as a measurement of bandwidth; smaller ones are dominated by
 latency."""
 
-Download = PeerState | StageMove
-"""A download of a stage's state: the peer itself for its own stage, or its move to another one."""
-
 _JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which the parameters do not change, so that a download can end in time."""
 
 
 def can_join(run: RunState, stage: StageIndex | None) -> bool:
     """Whether a peer that gets the stage's state now can still take part in this step."""
-    return run.phase in _JOINING_PHASES and run.round_of(stage) is None
+    return run.phase in _JOINING_PHASES and run.steps.round_of(stage) is None
 
 
-def delay_close(run: RunState, download: Download, now: float) -> None:
-    """Delay the close for this download, at most MAX_CLOSE_DELAYS times; it may never finish."""
-    download.close_delays += 1
-    if download.close_delays <= MAX_CLOSE_DELAYS:
-        download.close_delayed_until = now + run.manifest.limits.join_hold_seconds
+def delay_close(run: RunState, transfer: StageTransfer, now: float) -> None:
+    """Delay the close for this transfer, at most MAX_CLOSE_DELAYS times; it may never finish."""
+    transfer.close_delays += 1
+    if transfer.close_delays <= MAX_CLOSE_DELAYS:
+        transfer.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
     """Send every peer that awaits a stage's state its source, as soon as one is known."""
     queue = _SourceQueue(run)
     # Peers that have failed to finish in time go last: their download may never finish.
-    for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.close_delays):
-        _find_source(run, peer, peer, now, queue)
-    for peer in run.peers.movers.values():
-        moving = peer.moving
-        if moving is not None and not moving.release_first and not moving.source_assigned:
-            _find_source(run, peer, moving, now, queue)
+    joins = sorted(run.peers.unsourced.items(), key=lambda entry: entry[1].close_delays)
+    moves = list(run.peers.movers.items()) if run.peers.movers else []
+    for peer, transfer in joins + moves:
+        # A state that is ready before the step ends would be refused.
+        if (
+            not transfer.release_first
+            and not transfer.source_assigned
+            and now >= transfer.ask_not_before
+            and can_join(run, transfer.stage)
+        ):
+            _find_source(run, run.peers[peer], transfer, now, queue)
 
 
 class _SourceQueue:
@@ -112,95 +110,86 @@ class _SourceQueue:
         return True
 
     def _count(self) -> Counter[StageIndex]:
-        peers, version = self._run.peers, self._run.version
-        downloads: list[Download] = list(peers.syncing.values())
-        downloads += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
+        peers, version = self._run.peers, self._run.history.version
         return Counter(
-            download.stage
-            for download in downloads
-            if download.source_assigned
-            and download.version == version
-            and download.stage is not None
+            transfer.stage
+            for transfer in chain(peers.syncing.values(), peers.movers.values())
+            if transfer.source_assigned and not transfer.ready and transfer.version == version
         )
 
 
 def _find_source(
-    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, transfer: StageTransfer, now: float, queue: _SourceQueue
 ) -> None:
-    """Find a source for one download."""
-    if now < download.ask_not_before or not can_join(run, download.stage):
-        return  # a state that is ready before the step ends would be refused
-    if run.version == 0:
-        _assign_from(run, peer, download, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, download, now):
-        _from_replicas(run, peer, download, now, queue)
+    """Find a source for one transfer."""
+    if run.history.version == 0:
+        _assign_from(run, peer, transfer, "fresh", (), ("", 0, ""), now)
+    elif not _from_checkpoint(run, peer, transfer, now):
+        _from_replicas(run, peer, transfer, now, queue)
 
 
 def _assign_from(
     run: RunState,
     peer: PeerState,
-    download: Download,
+    transfer: StageTransfer,
     source: Literal["fresh", "snapshot"],
     holders: tuple[PeerRecord, ...],
     item: tuple[str, int, str],
     now: float,
 ) -> None:
-    assert download.stage is not None
-    download.source_assigned, download.version, download.asked_at = True, run.version, now
-    if download is not peer:
+    run.peers.assign_source(peer, transfer, now)
+    moves = peer.moving is not None
+    if moves:
         run.rebalancing.bytes_moved += item[1]
     run.send(
         peer.peer,
         AssignStage(
-            stage=download.stage,
-            version=run.version,
+            stage=transfer.stage,
+            version=run.history.version,
             source=source,
             item=item[0],
             bytes=item[1],
             sha256=item[2],
             holders=holders,
-            prepare=download is not peer,
+            prepare=moves,
         ),
     )
 
 
-def _from_checkpoint(run: RunState, peer: PeerState, download: Download, now: float) -> bool:
-    checkpoint = run.checkpoint
-    if checkpoint is None or checkpoint.version != run.version:
+def _from_checkpoint(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> bool:
+    checkpoint = run.checkpoints.stored
+    if checkpoint is None or checkpoint.version != run.history.version:
         return False
-    stored = next((s for s in checkpoint.stages if s.stage == download.stage), None)
+    stored = next((s for s in checkpoint.stages if s.stage == transfer.stage), None)
     if stored is None:
         return False
     item = (stored.item, stored.bytes, stored.sha256)
-    _assign_from(run, peer, download, "snapshot", (run.coordinator,), item, now)
+    _assign_from(run, peer, transfer, "snapshot", (run.start.record,), item, now)
     return True
 
 
 def _from_replicas(
-    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, transfer: StageTransfer, now: float, queue: _SourceQueue
 ) -> None:
     """Request snapshots from holders of the stage, or assign those that are ready."""
-    stage = download.stage
-    assert stage is not None
+    stage = transfer.stage
     if queue.is_full(stage):
         return
-    holders = [p for p in run.ready_peers(stage) if p is not peer]
+    holders = [p for p in run.peers.ready(stage) if p is not peer]
     if not holders:
         return
-    snapshots = run.snapshots.get(stage)
+    snapshots = run.checkpoints.snapshots.get(stage)
     if (
         snapshots is None
-        or snapshots.version != run.version
+        or snapshots.version != run.history.version
         or not (snapshots.asked & {p.peer for p in holders})
         or (not snapshots.ready and now - snapshots.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
-        snapshots = run.snapshots[stage] = StageSnapshots(run.version, now)
-        waiting = sum(
-            p.phase is PeerPhase.SYNCING or p.moving is not None for p in run.peers.bound_for(stage)
-        )
+        snapshots = run.checkpoints.snapshots[stage] = StageSnapshots(run.history.version, now)
+        waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
         for holder in holders[: min(MAX_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
             snapshots.asked.add(holder.peer)
-            run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
+            run.send(holder.peer, SaveSnapshot(version=run.history.version, stage=stage))
         return
     present = {h.peer: h for h in holders if h.peer in snapshots.ready}
     outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
@@ -210,16 +199,18 @@ def _from_replicas(
         return
     # Replicas are bitwise equal, and so are their files; the majority's hash is fetched.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
-    records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
-    _assign_from(run, peer, download, "snapshot", records, item, now)
+    records = tuple(
+        run.peers.record_of(h) for p, h in present.items() if snapshots.ready[p] == item
+    )
+    _assign_from(run, peer, transfer, "snapshot", records, item, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
     """Record a holder's snapshot as a source."""
-    snapshots = run.snapshots.get(message.stage)
+    snapshots = run.checkpoints.snapshots.get(message.stage)
     if (
         snapshots is not None
-        and snapshots.version == message.version == run.version
+        and snapshots.version == message.version == run.history.version
         and peer.peer in snapshots.asked
         and peer.stage == message.stage
     ):
@@ -230,75 +221,87 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
     """Whether the downloaded state differs from that of the stage's holders; flags the peer."""
-    known = run.fingerprints.get(message.stage)
-    if known is None or message.version != run.version or message.digest in known:
+    known = run.history.fingerprints.get(message.stage)
+    if known is None or message.version != run.history.version or message.digest in known:
         return False
     reason = f"its download of stage {message.stage} differs from what its holders have"
     run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 
 
+def _answered(peer: PeerState, stage: StageIndex, version: Version) -> StageTransfer | None:
+    """The peer's transfer, if a message about this state answers its latest assignment."""
+    transfer = peer.transfer
+    if transfer is None or transfer.stage != stage or not transfer.awaits(version):
+        return None
+    return transfer
+
+
 def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
     """Handle a finished download. If the run has moved on meanwhile, the download starts over."""
     stage, version = message.stage, message.version
-    moving = peer.moving
-    if moving is not None and moving.stage == stage and _answers_move(moving, version):
-        if _has_wrong_fingerprint(run, peer, message):
-            start_over(run, moving, now)
-            moving.ask_not_before = now + SYNC_RETRY_SECONDS
-        elif version == run.version and can_join(run, stage):
-            _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
-            moving.ready = True
-        else:
-            start_over(run, moving, now)
+    transfer = _answered(peer, stage, version)
+    if transfer is None:
         return
-    if peer.stage != stage or not _answers_assignment(peer, version):
-        return
-    if version != run.version or not can_join(run, stage):
-        peer.source_assigned = False
-        delay_close(run, peer, now)
-        find_sources(run, now)
-        return
-    if _has_wrong_fingerprint(run, peer, message):
-        peer.source_assigned = False
-        peer.ask_not_before = now + SYNC_RETRY_SECONDS
-        run.snapshots.pop(stage, None)
-        return
-    if version > 0:
-        _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
-    peer.phase = PeerPhase.READY
-    run.on_current_history.add(peer.peer)
-    run.roster_dirty = True
-    run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+    moves = peer.moving is not None
+    if version != run.history.version or not can_join(run, stage):
+        _start_over(run, peer, transfer, now)
+        if not moves:
+            find_sources(run, now)
+    elif _has_wrong_fingerprint(run, peer, message):
+        _fail(run, peer, transfer, now)
+    else:
+        if version > 0:
+            _note_download(run, peer, transfer, now)
+        if moves:
+            transfer.ready = True
+            return
+        run.peers.hold(peer, stage, version)
+        run.history.members.add(peer.peer)
+        run.roster.dirty = True
+        run.note(
+            f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer
+        )
+
+
+def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
+    """Handle a failed download: another source follows after a pause, in which most causes pass."""
+    transfer = _answered(peer, message.stage, message.version)
+    if transfer is not None:
+        run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+        _fail(run, peer, transfer, now)
 
 
 def version_changed(run: RunState, now: float) -> None:
     """Restart every download of the previous version, at the start of the new version's step."""
-    for peer in run.peers.syncing.values():
-        if peer.source_assigned and peer.missed_apply is None and peer.version != run.version:
-            peer.source_assigned = False
-            delay_close(run, peer, now)
-    for peer in run.peers.movers.values():
-        if peer.moving is not None and peer.moving.source_assigned:
-            start_over(run, peer.moving, now)
+    for peer, transfer in chain(list(run.peers.syncing.items()), list(run.peers.movers.items())):
+        if (
+            transfer.source_assigned
+            and transfer.missed_apply is None
+            and transfer.version != run.history.version
+        ):
+            _start_over(run, run.peers[peer], transfer, now)
 
 
-def _answers_move(moving: StageMove, version: Version) -> bool:
-    """Whether a message answers the latest assignment of the move's state."""
-    return moving.source_assigned and not moving.ready and moving.version == version
+def _start_over(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
+    """Restart a download, because the run's version has changed."""
+    run.peers.lose_source(peer, transfer)
+    delay_close(run, transfer, now)
 
 
-def start_over(run: RunState, moving: StageMove, now: float) -> None:
-    """Restart the download of a move's destination, because the run's version has changed."""
-    moving.source_assigned = moving.ready = False
-    delay_close(run, moving, now)
+def _fail(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
+    """Restart a download from other snapshots after a pause, because its source was at fault."""
+    run.peers.lose_source(peer, transfer)
+    transfer.ask_not_before = now + SYNC_RETRY_SECONDS
+    run.checkpoints.snapshots.pop(transfer.stage, None)
+    if peer.moving is not None:
+        delay_close(run, transfer, now)  # a move that fails again and again is given up
 
 
 def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
     """Cancel a peer's move; it stays at its stage."""
-    assert peer.moving is not None
-    run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
-    peer.moving = None
+    run.note(f"{display(peer)} does not move to stage {peer.goes_to}: {reason}", peer.peer)
+    run.peers.cancel_move(peer)
     run.rebalancing.dropped += 1
 
 
@@ -310,35 +313,8 @@ def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
             drop_move(run, peer, "an attempt to close the step with it failed")
 
 
-def _note_download(peer: PeerState, download: Download, state_bytes: int, now: float) -> None:
+def _note_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
     """Record the rate of a finished download, from which the time of the next one is estimated."""
-    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > download.asked_at:
-        peer.download_bytes_per_second = state_bytes / (now - download.asked_at)
-
-
-def _answers_assignment(peer: PeerState, version: Version) -> bool:
-    """Whether a message answers the latest assignment of the peer's stage."""
-    return (
-        peer.phase is PeerPhase.SYNCING
-        and peer.source_assigned
-        and peer.missed_apply is None
-        and peer.version == version
-    )
-
-
-def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
-    """Handle a failed download: another source follows after a pause, in which most causes pass."""
-    moving = peer.moving
-    if moving is not None and moving.stage == message.stage:
-        if _answers_move(moving, message.version):
-            run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-            start_over(run, moving, now)
-            moving.ask_not_before = now + SYNC_RETRY_SECONDS
-            run.snapshots.pop(message.stage, None)
-        return
-    if peer.stage != message.stage or not _answers_assignment(peer, message.version):
-        return
-    run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-    peer.source_assigned = False
-    peer.ask_not_before = now + SYNC_RETRY_SECONDS
-    run.snapshots.pop(message.stage, None)
+    state_bytes = run.rebalancing.stages[transfer.stage].state_bytes
+    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > transfer.asked_at:
+        peer.rates.download_bytes_per_second = state_bytes / (now - transfer.asked_at)

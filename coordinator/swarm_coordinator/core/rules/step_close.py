@@ -20,15 +20,12 @@ from swarm_coordinator.core.rules import (
     round_membership,
     state_transfer,
 )
+from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.close import CloseState, Round
-from swarm_coordinator.core.state.run import (
-    PeerPhase,
-    PeerState,
-    RunPhase,
-    RunState,
-    StepState,
-    short,
-)
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
@@ -50,16 +47,14 @@ FINGERPRINT_NORM_TOLERANCE = 1e-5
 bitwise."""
 
 
-def start_close(run: RunState, now: float) -> None:
+def start_close(run: RunState, step: StepState, now: float) -> None:
     """Open rounds for the stages without one, and send each member its group and commit set."""
-    step = run.step
-    assert step is not None
-    opened = [StageIndex(s) for s in run.stage_indices if run.round_of(StageIndex(s)) is None]
-    run.attempt_counter += 1
-    step.attempt = run.attempt_counter
+    opened = [StageIndex(s) for s in run.stage_indices if run.steps.round_of(StageIndex(s)) is None]
+    run.steps.last_attempt += 1
+    step.attempt = run.steps.last_attempt
     step.closes += 1
     switching = rebalancing.switching(run)
-    members = {stage: [p.peer for p in run.ready_peers(stage)] for stage in opened}
+    members = {stage: [p.peer for p in run.peers.ready(stage)] for stage in opened}
     groups = {
         stage: tuple(sorted(members[stage] + [p for p, to in switching.items() if to == stage]))
         for stage in opened
@@ -80,7 +75,7 @@ def start_close(run: RunState, now: float) -> None:
                 switching={p: to for p, to in switching.items() if to in stages},
             )
         )
-    run.phase = RunPhase.CLOSING
+    enter_phase(run, RunPhase.CLOSING)
     for stage in opened:
         _send_close(run, step, stage, reductions, switching)
 
@@ -105,7 +100,7 @@ def _send_close(
         step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
     )  # fmt: skip
     idle: list[PeerId] = []
-    for member in run.ready_peers(stage):
+    for member in run.peers.ready(stage):
         peer = member.peer
         # A peer that has changed stage in this step may have cells in the old stage's average.
         held = sorted(m for m, of_stage in step.table.held_by(peer) if of_stage == stage)
@@ -138,32 +133,32 @@ def _reductions(
 
 def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
     """Reduce-scatter weights by uplink: a member sends what it sums to all other members."""
-    return reduce_weights([run.peers[peer].up_bytes_per_second for peer in members])
+    return reduce_weights([run.peers[peer].rates.up_bytes_per_second for peer in members])
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     """Handle a member's report of its averaging round."""
-    step = run.step
-    if peer.missed_apply == message.step and not message.ok:
+    step = run.steps.current
+    transfer = peer.transfer
+    if transfer is not None and transfer.missed_apply == message.step and not message.ok:
         _cannot_apply(run, peer, message, now)
         return
     if step is None or peer.stage is None or message.step != step.step:
         return
     if message.attempt != step.attempts.get(peer.stage):
         return
-    closing = step.closing
-    found = closing.round_of(peer.peer) if closing is not None else None
-    if closing is None or found is None:
+    found = step.closing.round_of(peer.peer) if step.closing is not None else None
+    if found is None:
         # Another member's failure has ended this attempt already. A failure report still counts
         # against its own sender, unless the sender's gradient is in an average that stands.
-        if not message.ok and run.round_of(peer.stage) is None:
-            _clear_unaccumulated(run, peer, message)
+        if not message.ok and run.steps.round_of(peer.stage) is None:
+            _clear_unaccumulated(run, step, peer, peer.stage, message)
     elif run.phase is RunPhase.APPLYING:
         if not message.ok:
             _cannot_apply(run, peer, message, now)
     elif not message.ok:
-        _clear_unaccumulated(run, peer, message)
-        _attempt_failed(run, found, peer, message, now)
+        _clear_unaccumulated(run, step, peer, peer.stage, message)
+        _attempt_failed(run, step, found, peer, message, now)
     else:
         found.reports[peer.peer] = (message.own_squared, message.tied_squared)
         found.awaited.discard(peer.peer)
@@ -173,8 +168,8 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
 
 def advance_close(run: RunState, now: float) -> None:
     """Continue the close once the last awaited answer has arrived or its sender has left."""
-    closing = run.step.closing if run.step is not None else None
-    if closing is None:
+    step, closing = run.steps.current, run.steps.closing
+    if step is None or closing is None:
         return
     if run.phase is RunPhase.APPLYING:
         _finish_when_applied(run, closing, now)
@@ -183,7 +178,7 @@ def advance_close(run: RunState, now: float) -> None:
         if not found.awaited and not found.averaged:
             _check_agreement(run, found, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
-        _decide(run, closing, now)
+        _decide(run, step, closing, now)
 
 
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
@@ -194,11 +189,10 @@ def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: flo
     advance_close(run, now)
 
 
-def _clear_unaccumulated(run: RunState, peer: PeerState, message: RoundReport) -> None:
+def _clear_unaccumulated(
+    run: RunState, step: StepState, peer: PeerState, stage: StageIndex, message: RoundReport
+) -> None:
     """Clear the cells that a failed member reports as lost, also after its attempt has ended."""
-    step, stage = run.step, peer.stage
-    assert step is not None
-    assert stage is not None
     if message.reset:
         microbatches.clear_counted(run, step, peer.peer, (stage,))
     for microbatch in message.missing:
@@ -209,15 +203,13 @@ def _clear_unaccumulated(run: RunState, peer: PeerState, message: RoundReport) -
 
 
 def _attempt_failed(
-    run: RunState, failed: Round, peer: PeerState, message: RoundReport, now: float
+    run: RunState, step: StepState, failed: Round, peer: PeerState, message: RoundReport, now: float
 ) -> None:
     """Abort the round of a failed member, and attribute the failure."""
-    step, stage = run.step, peer.stage
-    assert step is not None
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
     # Abort first: no member is to be removed from a sum that will never be complete.
     round_membership.abort(
-        run, failed, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now
+        run, failed, f"{short(peer.peer)} of stage {peer.stage}: {message.reason}{culprit}", now
     )
     # A carrier failure is no member's fault, and the members avoid that carrier in the next
     # attempt. A peer that keeps reporting carrier failures would block the close forever, so the
@@ -232,28 +224,40 @@ def _attempt_failed(
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if excused:
         return
-    if message.culprit is None or not _count_failure(run, failed, message.culprit, 1, now):
-        _count_failure(run, failed, peer.peer, 1, now)
+    if message.culprit is None or not _count_failure(run, step, failed, message.culprit, 1, now):
+        _count_failure(run, step, failed, peer.peer, 1, now)
 
 
-def _count_failure(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
+def _count_failure(
+    run: RunState, step: StepState, failed: Round, peer: PeerId, count: int, now: float
+) -> bool:
     """Count a failed attempt against `peer`; exclude it from the step at MAX_FAILED_ATTEMPTS.
 
     Returns False if `peer` is no member of the round, or cannot be excluded.
     """
-    step = run.step
-    assert step is not None
     if peer not in failed.members:
         return False
     step.failure_counts[peer] = step.failure_counts.get(peer, 0) + count
-    return step.failure_counts[peer] < MAX_FAILED_ATTEMPTS or round_membership.exclude(
-        run, peer, now
+    return step.failure_counts[peer] < MAX_FAILED_ATTEMPTS or _exclude(run, step, peer, now)
+
+
+def _exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
+    """Let the step close without this peer; False if it is the last of its stage."""
+    peer = run.peers.get(peer_id)
+    if peer is None or peer.stage is None or peer_id in run.peers.excluded:
+        return False
+    if all(p is peer for p in run.peers.ready(peer.stage)):
+        return False
+    release(run, peer, Release.STEP, now)
+    run.note(
+        f"{short(peer_id)} keeps step {step.step} from closing and is excluded from it", peer_id
     )
+    return True
 
 
 def time_out(run: RunState, now: float) -> None:
     """End a round or an apply that exceeds its time limit, without its silent members."""
-    step = run.step
+    step = run.steps.current
     if step is None or step.closing is None:
         return
     closing, limit = step.closing, run.manifest.limits.lease_seconds
@@ -268,18 +272,20 @@ def time_out(run: RunState, now: float) -> None:
     late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
     step.timeouts += bool(late)
     for found in late:
-        _proceed_without_silent(run, found, now)
+        _proceed_without_silent(run, step, found, now)
 
 
 def give_up_catching_up(run: RunState, now: float) -> None:
     """Sync a peer anew that has not applied a missed step within the time of an ordinary apply."""
     limit = run.manifest.limits.lease_seconds
-    for peer in list(run.peers.syncing.values()):
-        if peer.missed_apply is not None and now - peer.asked_at > limit:
-            membership.resync(run, peer, f"it did not apply step {peer.missed_apply} in time", now)
+    for peer, transfer in list(run.peers.syncing.items()):
+        missed = transfer.missed_apply
+        if missed is not None and now - transfer.asked_at > limit:
+            reason = f"it did not apply step {missed} in time"
+            membership.resync(run, run.peers[peer], reason, now)
 
 
-def _proceed_without_silent(run: RunState, late: Round, now: float) -> None:
+def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: float) -> None:
     """Exclude the silent members of an overdue round, or abort it.
 
     A stage that is silent as a whole is slow. A member that is silent while others of its stage
@@ -290,11 +296,11 @@ def _proceed_without_silent(run: RunState, late: Round, now: float) -> None:
     if late.completes_without(silent):
         late.awaited.difference_update(silent)
         for peer in silent:
-            round_membership.exclude(run, peer, now)
+            _exclude(run, step, peer, now)
         return
     round_membership.abort(run, late, "it took too long", now)
     for peer in silent:
-        _count_failure(run, late, peer, MAX_FAILED_ATTEMPTS, now)
+        _count_failure(run, step, late, peer, MAX_FAILED_ATTEMPTS, now)
 
 
 def _check_agreement(run: RunState, found: Round, now: float) -> None:
@@ -314,10 +320,8 @@ def _check_agreement(run: RunState, found: Round, now: float) -> None:
     found.squares = {stage: max(reported.values()) for stage, reported in of_stage.items()}
 
 
-def _decide(run: RunState, closing: CloseState, now: float) -> None:
+def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
     """Make the step durable, then instruct every member to apply it."""
-    step = run.step
-    assert step is not None
     total = 0.0
     for stage, found in sorted(closing.rounds.items()):
         own, tied = found.squares[stage]
@@ -327,12 +331,10 @@ def _decide(run: RunState, closing: CloseState, now: float) -> None:
             run, "the norm of the whole gradient is not a finite number", now
         )
         return
-    applied = _applied_step(run, closing, math.sqrt(total), now)
+    applied = _applied_step(run, step, closing, math.sqrt(total), now)
     run.commands.append(Persist(applied))
-    run.version = Version(step.step)
-    run.last_applied = applied
-    run.fingerprints.clear()
-    run.phase = RunPhase.APPLYING
+    run.history.apply(applied)
+    enter_phase(run, RunPhase.APPLYING)
     closing.decided_at = now
     rebalancing.apply_switches(run, closing)
     for found in closing.each_round():
@@ -361,9 +363,9 @@ def _norms_agree(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
 
 
-def _applied_step(run: RunState, closing: CloseState, norm: float, now: float) -> AppliedStep:
-    step = run.step
-    assert step is not None
+def _applied_step(
+    run: RunState, step: StepState, closing: CloseState, norm: float, now: float
+) -> AppliedStep:
     last = run.last_stage
     losses = [cell for (_, stage), cell in step.table.items() if stage == last]
     tokens = sum(cell.tokens for cell in losses)
@@ -389,44 +391,45 @@ def _applied_step(run: RunState, closing: CloseState, norm: float, now: float) -
 
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
     """Handle a member's confirmation that it has applied a step."""
-    late, peer.missed_apply = peer.missed_apply == message.step, None
-    if Version(message.step) != run.version:
-        if late:
-            peer.source_assigned = False  # it has caught up with a step that is not the last one
+    transfer, closing, version = peer.transfer, run.steps.closing, Version(message.step)
+    late = transfer is not None and transfer.missed_apply == message.step
+    if transfer is not None:
+        transfer.missed_apply = None
+    if version != run.history.version:
+        if late and transfer is not None:
+            # It has caught up with a step that is not the last one.
+            run.peers.lose_source(peer, transfer)
         return
-    step = run.step
-    closing = step.closing if step is not None else None
     if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
-        peer.version = Version(message.step)
+        run.peers.set_version(peer, version)
         closing.applied[peer.peer] = (message.digest, message.norm)
         _finish_when_applied(run, closing, now)
-    elif late:
+    elif late and transfer is not None:
         # It missed the Apply while the coordinator was unavailable.
-        peer.version, peer.phase = Version(message.step), PeerPhase.READY
+        run.peers.hold(peer, transfer.stage, version)
         microbatches.commit_early_receipts(run, peer)
-        run.on_current_history.add(peer.peer)
-        run.roster_dirty = True
+        run.history.members.add(peer.peer)
+        run.roster.dirty = True
 
 
 def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None:
     """Once every remaining member has applied, compare replicas and end the step."""
     if not closing.members.keys() <= closing.applied.keys():
         return  # a member that applied and was lost since is in neither
-    run.step = None
-    run.phase = RunPhase.WAITING
-    run.snapshots.clear()
-    run.roster_dirty = True
+    enter_phase(run, RunPhase.WAITING)
+    run.checkpoints.snapshots.clear()
+    run.roster.dirty = True
     fingerprints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
     for member, stage in closing.members.items():
         fingerprints.setdefault(stage, {})[member] = closing.applied[member]
-    run.fingerprints.clear()
+    run.history.fingerprints.clear()
     for stage, of_stage in sorted(fingerprints.items()):
         _compare_replicas(run, stage, of_stage, now)
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):
-        if peer.phase is PeerPhase.READY and peer.version != run.version:
+        if peer.phase is PeerPhase.READY and peer.version != run.history.version:
             # It attached during the close, was excluded, or did not apply in time.
-            membership.resync(run, peer, f"it missed step {run.version}", now)
+            membership.resync(run, peer, f"it missed step {run.history.version}", now)
 
 
 def _compare_replicas(
@@ -454,4 +457,4 @@ def _compare_replicas(
             membership.resync(run, peer, "its parameters differed from the majority's", now)
             continue
         agreed.add(digest)
-    run.fingerprints[stage] = frozenset(agreed)
+    run.history.fingerprints[stage] = frozenset(agreed)

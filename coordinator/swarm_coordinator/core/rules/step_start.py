@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
-from swarm_coordinator.core.rules.status_view import paused_reason
-from swarm_coordinator.core.state.run import PeerState, RunState
+from swarm_coordinator.core.rules.waiting import paused_reason, stage_names
+from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import StageIndex
 
 
 def unmet_requirement(run: RunState, now: float) -> str:
     """What the run waits for, as text; empty when a step can begin."""
     wanted = peers_wanted(run, now)
-    short_of = sorted(run.unheld()) if wanted == 1 else _stages_below(run, wanted)
-    if not short_of and run.has_complete_pipeline():
+    short_of = sorted(run.peers.unheld()) if wanted == 1 else _stages_below(run, wanted)
+    if not short_of and run.peers.has_complete_pipeline():
         return ""
     if paused := paused_reason(run):
         return paused
     if not short_of:
-        return "no trainer"
-    names = ", ".join(str(stage) for stage in short_of)
-    needs = f"stage {names} needs {wanted} peer(s)"
+        return "a peer that stays"
+    need = "needs" if len(short_of) == 1 else "each need"
+    needs = f"{stage_names(short_of)} {need} {wanted} {'peer' if wanted == 1 else 'peers'}"
     if wanted > 1 and _is_resumed(run):
         return f"{needs}; it goes on with fewer in {_grace_left(run, now):.0f} s"
     return needs
@@ -34,23 +35,23 @@ def unmet_requirement(run: RunState, now: float) -> str:
 
 def peers_wanted(run: RunState, now: float) -> int:
     """Number of peers that every stage needs before a step begins."""
-    if run.training_began or (_is_resumed(run) and _grace_left(run, now) <= 0):
+    if run.steps.began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
     return run.manifest.limits.starting_peers_per_stage
 
 
 def _is_resumed(run: RunState) -> bool:
     """Whether an earlier start of the coordinator has trained already."""
-    return run.version > 0 or run.rolled_back
+    return run.history.version > 0 or run.history.rolled_back
 
 
 def _grace_left(run: RunState, now: float) -> float:
-    return run.started_at + REATTACH_GRACE_SECONDS - now
+    return run.start.at + REATTACH_GRACE_SECONDS - now
 
 
 def _stages_below(run: RunState, wanted: int) -> list[StageIndex]:
     stages = (StageIndex(stage) for stage in run.stage_indices)
-    return [stage for stage in stages if len(run.working_peers(stage)) < wanted]
+    return [stage for stage in stages if len(run.peers.working(stage)) < wanted]
 
 
 def balance_stages(run: RunState, now: float) -> None:
@@ -60,10 +61,10 @@ def balance_stages(run: RunState, now: float) -> None:
     taken. Nothing has been trained, so a move costs only the creation of fresh parameters.
     """
     wanted = peers_wanted(run, now)
-    if wanted == 1 or run.version > 0:
+    if wanted == 1 or run.history.version > 0:
         return
     # Evaluated after every message while a large run gathers: the cheap test first.
-    if all(len(run.working_peers(stage)) <= wanted for stage in run.stage_indices):
+    if all(len(run.peers.working(stage)) <= wanted for stage in run.stage_indices):
         return
     for stage in _stages_below(run, wanted):
         bound = sum(not p.leaving and not p.paused for p in run.peers.bound_for(stage))
@@ -71,7 +72,7 @@ def balance_stages(run: RunState, now: float) -> None:
             peer = _surplus_peer(run, stage, wanted)
             if peer is None:
                 break  # no spare peer fits here; another stage may need less memory
-            membership.move(run, peer, stage, "the run cannot begin without it there", now)
+            membership.reassign(run, peer, stage, "the run cannot begin without it there", now)
 
 
 def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
@@ -79,12 +80,12 @@ def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | 
     needed_bytes = run.manifest.stages[stage].memory_bytes
     spare: list[tuple[int, str, PeerState]] = []
     for other in run.stage_indices:
-        there = [p for p in run.working_peers(other) if not p.leaving]
+        there = [p for p in run.peers.working(other) if not p.leaving]
         spare.extend(
             (len(there), peer.peer, peer)
             for peer in there
             if len(there) > wanted
-            and peer.wanted_stage is None
-            and peer.memory_bytes >= needed_bytes
+            and peer.profile.wanted_stage is None
+            and peer.profile.memory_bytes >= needed_bytes
         )
     return max(spare, key=lambda one: one[:2])[2] if spare else None

@@ -87,13 +87,13 @@ class CloseState:
             del self.members[peer]
 
     def remove_member(self, peer: PeerId) -> None:
-        """Remove a member; what it has reported stays."""
-        found = self.round_of(peer)
-        del self.members[peer]
-        if found is not None:
-            found.members.pop(peer, None)
-            found.switching.pop(peer, None)
-            found.awaited.discard(peer)
+        """Remove a member; what it has reported and its gradient in the sum stay."""
+        stage = self.members.pop(peer)
+        found = self.rounds[stage]
+        found.kept[peer] = stage
+        del found.members[peer]
+        found.switching.pop(peer, None)
+        found.awaited.discard(peer)
 
     def restore_member(self, peer: PeerId, stage: StageIndex) -> None:
         """Make a kept former member a member again; it has returned with the same average."""
@@ -103,9 +103,7 @@ class CloseState:
 
     def switch_stage(self, peer: PeerId, stage: StageIndex) -> None:
         """Record that a member holds another stage of its round from now on."""
-        found = self.round_of(peer)
-        assert found is not None
-        self.members[peer] = found.members[peer] = stage
+        self.members[peer] = self.rounds[stage].members[peer] = stage
 
     def kept_stages(self, peer: PeerId) -> frozenset[StageIndex]:
         """Stages whose round includes the peer's gradient although it is no longer a member

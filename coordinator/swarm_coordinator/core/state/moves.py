@@ -1,4 +1,4 @@
-"""The state of moves between stages: moves in progress, and past decisions.
+"""The state of moves between stages: settings, and past decisions.
 
 Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 """
@@ -6,16 +6,22 @@ Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
-from swarm_shared.base.types import PeerId, StageIndex, Version
-from swarm_shared.scheduling.placement import MovePolicy, StageLoad
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.scheduling.placement import (
+    MoveDecision,
+    MovePolicy,
+    PeerLoad,
+    StageLoad,
+    choose_moves,
+)
 
 KEPT_DECISIONS = 8
 """Number of decisions that `status` shows; all of them are in the run's event log."""
-
-NO_VERSION = Version(0)
 
 
 class RebalancingRule(StrEnum):
@@ -23,9 +29,19 @@ class RebalancingRule(StrEnum):
 
     NONE = "none"
     THROUGHPUT = "throughput"
-    """The rule of this project: the pipeline's gain must be worth the download."""
-    SWARM = "swarm"
-    """The queue-length rule of the SWARM paper, for comparison."""
+    """The pipeline's gain must be worth the download."""
+
+
+class ChooseMoves(Protocol):
+    """A function that decides which peers move: `choose_moves`, or another one to measure."""
+
+    def __call__(
+        self,
+        stages: Sequence[StageLoad],
+        peers: Sequence[PeerLoad],
+        policy: MovePolicy,
+        resting: Collection[StageIndex] = (),
+    ) -> MoveDecision: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +52,10 @@ class RebalancingSettings:
     policy: MovePolicy = field(default_factory=MovePolicy)
     assumed_download_bytes_per_second: float = 6.25e6
     """Download rate assumed for a peer without a measured download: 50 Mbit/s."""
-
-
-@dataclass(slots=True)
-class StageMove:
-    """A stage transfer in progress: a peer's move to another stage.
-
-    Six fields correspond to those of `PeerState` for a joining peer's download of its own stage.
-    """
-
-    stage: StageIndex
-    """The destination."""
-    release_first: bool
-    """Whether the peer lacks memory for both stages: it releases the old one between two steps,
-    then downloads."""
-    begun_at: float
-    partner: PeerId | None = None
-    """The peer that moves the other way in the same close."""
-    version: Version = NO_VERSION
-    """The version of the state that the peer was instructed to download."""
-    source_assigned: bool = False
-    ask_not_before: float = 0.0
-    close_delayed_until: float = 0.0
-    close_delays: int = 0
-    asked_at: float = 0.0
-    ready: bool = False
-    """Whether the peer holds the new stage at `version`, beside the old one that it serves."""
+    loss_reaction_seconds: float = 2.0
+    """Seconds from a loss to the decision. Peers lost together are noticed within a second or
+    two."""
+    choose: ChooseMoves = choose_moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class StageUtilisation:
 class LastHeartbeat:
     """One peer's last heartbeat, against which its next one is measured."""
 
-    stage: StageIndex | None = None
+    held: StageIndex | None = None
     """The stage held at the last heartbeat; None: the next one is not attributed to a stage."""
     at: float = 0.0
     unreported_seconds: float = 0.0
@@ -106,8 +106,8 @@ class UtilisationStats:
         now: float,
     ) -> None:
         """Record the computing time reported by a peer that holds `stage` while steps are made."""
-        if last.stage != stage:
-            last.stage, last.at, last.unreported_seconds = stage, now, 0.0
+        if last.held != stage:
+            last.held, last.at, last.unreported_seconds = stage, now, 0.0
             return
         if now >= self._next_window_at:
             self._start_window(now)

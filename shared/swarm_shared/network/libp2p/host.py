@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
 import trio
@@ -48,6 +48,8 @@ from swarm_shared.network.libp2p.tcp import BufferedTcp, BufferedTcpStream
 from swarm_shared.network.libp2p.yamux import YamuxConnection
 
 logger = logging.getLogger(__name__)
+
+KeyT = TypeVar("KeyT")
 
 HANDSHAKE_SECONDS = 10.0
 NEGOTIATE_SECONDS = 10.0
@@ -220,7 +222,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             await muxer.event_closed.wait()
             self._forget_stranger(muxer, address)
         finally:
-            _take_one(self._from_address, address)
+            take_one(self._from_address, address)
 
     def _takes(self, muxer: YamuxConnection, address: str) -> bool:
         """Whether there is room for one more connection of an unknown peer."""
@@ -272,7 +274,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             await stream.close()
             return None
         finally:
-            _take_one(self._pending, address)
+            take_one(self._pending, address)
         assert isinstance(muxer, YamuxConnection)
         return muxer
 
@@ -290,7 +292,8 @@ def address_group(host: str) -> str:
     return str(ip)
 
 
-def _take_one(counter: Counter[str], key: str) -> None:
+def take_one(counter: Counter[KeyT], key: KeyT) -> None:
+    """Count one less; a key of which there are none is dropped."""
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]

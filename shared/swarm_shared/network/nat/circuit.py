@@ -15,6 +15,7 @@ from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Status, StopMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
+from libp2p.utils.varint import encode_varint_prefixed
 
 from swarm_shared.base.errors import FrameError
 from swarm_shared.base.types import PeerId
@@ -78,14 +79,7 @@ async def read_message(
 
 
 async def write_message(stream: YamuxStream, message: Message) -> None:
-    content = message.SerializeToString()
-    length = bytearray()
-    rest = len(content)
-    while rest >= 0x80:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    length.append(rest)
-    await stream.write(bytes(length) + content)
+    await stream.write(encode_varint_prefixed(message.SerializeToString()))
 
 
 def status_name(status: int) -> str:

@@ -12,7 +12,8 @@ and repeated ever more rarely, or when the network changes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -210,8 +211,17 @@ class HolePuncher:
                     await stream.close()
             await self._dial(peer, self._candidates(theirs), as_initiator=True)
 
-    def _attempt(self, peer: PeerId) -> _AttemptScope:
-        return _AttemptScope(self._attempts, peer)
+    @contextmanager
+    def _attempt(self, peer: PeerId) -> Iterator[_Attempt]:
+        """Flag an attempt as begun, and as done at the end of the block."""
+        attempt = self._attempts.setdefault(peer, _Attempt())
+        attempt.begun.set()
+        try:
+            yield attempt
+        finally:
+            attempt.done.set()
+            if self._attempts.get(peer) is attempt:
+                del self._attempts[peer]
 
     def _own_message(self) -> HolePunch:
         return HolePunch(
@@ -284,21 +294,3 @@ class HolePuncher:
                 await self._swarm.dial_addr(Multiaddr(address), peer_id)
         except NetworkError as error:
             logger.debug("dialling %s: %s", peer, error)
-
-
-class _AttemptScope:
-    """Flags an attempt as begun, and as done at the end of the block."""
-
-    def __init__(self, attempts: dict[PeerId, _Attempt], peer: PeerId) -> None:
-        self._attempts = attempts
-        self._peer = peer
-        self._attempt = attempts.setdefault(peer, _Attempt())
-
-    def __enter__(self) -> _Attempt:
-        self._attempt.begun.set()
-        return self._attempt
-
-    def __exit__(self, *_: object) -> None:
-        self._attempt.done.set()
-        if self._attempts.get(self._peer) is self._attempt:
-            del self._attempts[self._peer]

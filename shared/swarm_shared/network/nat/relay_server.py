@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import trio
 from libp2p.peer.id import ID
@@ -25,7 +25,7 @@ from multiaddr import Multiaddr
 
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.libp2p.host import address_group
+from swarm_shared.network.libp2p.host import address_group, take_one
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import (
     MESSAGE_SECONDS,
@@ -183,9 +183,9 @@ class RelayServer:
             del self._scopes[scope]
             self.open_circuits -= 1
             for peer in ends:
-                _take_one(self._circuits, peer)
-            _take_one(self._circuits_of_pair, ends)
-            _take_one(self._circuits_from, place)
+                take_one(self._circuits, peer)
+            take_one(self._circuits_of_pair, ends)
+            take_one(self._circuits_from, place)
 
     def _refusal(
         self, connection: YamuxConnection, source: PeerId, target: PeerId, place: str
@@ -289,15 +289,6 @@ def _place_of(connection: YamuxConnection) -> str:
     """Return what counts as one network address."""
     address = connection.get_remote_address()
     return "" if address is None else address_group(address[0])
-
-
-KeyT = TypeVar("KeyT")
-
-
-def _take_one(counter: Counter[KeyT], key: KeyT) -> None:
-    counter[key] -= 1
-    if counter[key] <= 0:
-        del counter[key]
 
 
 def _status(status: int) -> HopMessage:

@@ -2,8 +2,7 @@
 
     joining        the stage that a joining peer takes
     moves          which peers move to another stage during the run, and why
-    swarm_rule     the rule of SWARM for the same question, for comparison
-    loads          stages and peers as the numbers that both rules use
+    loads          stages and peers as the numbers that the rules use
     reduce_shares  how much of its stage's gradients each member reduces
 
 The pipeline runs at its slowest stage (design: placement), so all of them improve the slowest. No
@@ -14,7 +13,6 @@ from swarm_shared.scheduling.placement.joining import most_underserved_stage
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy, choose_moves
 from swarm_shared.scheduling.placement.reduce_shares import reduce_weights, round_seconds
-from swarm_shared.scheduling.placement.swarm_rule import choose_swarm_moves
 
 __all__ = [
     "Move",
@@ -23,7 +21,6 @@ __all__ = [
     "PeerLoad",
     "StageLoad",
     "choose_moves",
-    "choose_swarm_moves",
     "most_underserved_stage",
     "reduce_weights",
     "round_seconds",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,11 @@ import numpy as np
 import pytest
 import trio.testing
 
-from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
-from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel
+from kits.averaging.memory_group import A, B, C, D, Group, run_on_virtual_time, with_network
+from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_client.averaging.all_reduce.frames import (
-    HEADER_BYTES,
     HELLO_BYTES,
-    Abort,
-    FrameKind,
-    Header,
     StreamHello,
 )
 from swarm_client.averaging.all_reduce.incoming import (
@@ -31,95 +27,9 @@ from swarm_client.averaging.all_reduce.incoming import (
     IncomingHub,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
-from swarm_client.averaging.all_reduce.reduce import AllReduceReport, all_reduce
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import PeerId
-
-Vectors = dict[PeerId, np.ndarray]
-A, B, C, D = (PeerId(name) for name in ("A", "B", "C", "D"))
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
-    """Runs an async test on each event loop; no test may take longer than 20 s."""
-
-    def runner(body: Callable[[], Awaitable[None]]) -> None:
-        async def limited() -> None:
-            with anyio.fail_after(20):
-                await body()
-
-        anyio.run(limited, backend=request.param)
-
-    return runner
-
-
-def run_on_virtual_time(body: Callable[[], Awaitable[None]]) -> None:
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    anyio.run(body, backend="trio", backend_options={"clock": clock})
-
-
-class Group:
-    """Members with a vector each, and what became of their rounds."""
-
-    def __init__(self, names: tuple[PeerId, ...], elements: int, seed: int = 1) -> None:
-        rng = np.random.default_rng(seed)
-        self.names = names
-        self.elements = elements
-        self.vectors: Vectors = {
-            name: rng.standard_normal(elements).astype(np.float32) for name in names
-        }
-        self.results: Vectors = {name: np.full(elements, -7, np.float32) for name in names}
-        self.reports: dict[PeerId, AllReduceReport] = {}
-        self.failures: dict[PeerId, RoundFailed] = {}
-        self.scopes: dict[PeerId, anyio.CancelScope] = {}
-
-    def spec(self, me: PeerId, **changes: Any) -> RoundSpec:
-        spec = RoundSpec("round 1", self.names, me, self.elements, piece_elements=1000)
-        return dataclasses.replace(spec, **changes)
-
-    def in_order(self, names: tuple[PeerId, ...] | None = None) -> np.ndarray:
-        """The float32 sum in group order: exactly what the round must give."""
-        first, *others = names or self.names
-        total = self.vectors[first].copy()
-        for name in others:
-            total += self.vectors[name]
-        return total
-
-    def exact(self) -> np.ndarray:
-        return sum(vector.astype(np.float64) for vector in self.vectors.values())
-
-    async def member(
-        self, spec: RoundSpec, carrier: Any, *, stall_seconds: float = 5.0, **options: Any
-    ) -> None:
-        with anyio.CancelScope() as self.scopes[spec.me]:
-            try:
-                self.reports[spec.me] = await all_reduce(
-                    spec,
-                    carrier,
-                    self.vectors[spec.me],
-                    self.results[spec.me],
-                    stall_seconds=stall_seconds,
-                    **options,
-                )
-            except RoundFailed as failure:
-                self.failures[spec.me] = failure
-
-    async def all(self, carriers: dict[PeerId, MemoryCarrier], **changes: Any) -> None:
-        async with anyio.create_task_group() as tasks:
-            for name in self.names:
-                tasks.start_soon(self.member, self.spec(name, **changes), carriers[name])
-
-
-async def with_network(
-    names: tuple[PeerId, ...],
-    body: Callable[[dict[PeerId, MemoryCarrier]], Awaitable[None]],
-    park_seconds: float = 30.0,
-) -> None:
-    async with anyio.create_task_group() as tasks:
-        network = MemoryNetwork(tasks)
-        await body({name: network.add(name, park_seconds=park_seconds) for name in names})
-        tasks.cancel_scope.cancel()
-
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 SHARES = {1: None, 2: (1.0, 3.0), 3: (0.0, 1.0, 0.7), 4: (0.25, 0.0, 0.0, 2.0)}
 
@@ -127,10 +37,11 @@ SHARES = {1: None, 2: (1.0, 3.0), 3: (0.0, 1.0, 0.7), 4: (0.25, 0.0, 0.0, 2.0)}
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("elements", [1, 17, 40_003])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal shares", "unequal shares"])
+@pytest.mark.parametrize("codec", ["exact", "none"])
 def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
-    run: Any, count: int, elements: int, equal: bool
+    run: Any, count: int, elements: int, equal: bool, codec: AverageCodec
 ) -> None:
-    group = Group((A, B, C, D)[:count], elements)
+    group = Group((A, B, C, D)[:count], elements, codec=codec)
     before = {name: vector.copy() for name, vector in group.vectors.items()}
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
@@ -143,9 +54,10 @@ def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
         assert group.vectors[name].tobytes() == before[name].tobytes()
     np.testing.assert_allclose(group.results[A], group.exact(), rtol=1e-5, atol=1e-5)
     if count > 1:
-        sent = sum(report.bytes_sent for report in group.reports.values())
-        received = sum(report.bytes_received for report in group.reports.values())
+        sent = sum(link.bytes_sent for links in group.links.values() for link in links)
+        received = sum(link.bytes_received for links in group.links.values() for link in links)
         assert sent == received
+        # Under `exact` these take six bytes each.
         assert sent >= 2 * (count - 1) * elements * 4
 
 
@@ -177,20 +89,20 @@ def test_what_is_narrow_on_the_wire_is_near_and_still_bitwise_equal(
     assert len({group.results[name].tobytes() for name in group.names}) == 1
     np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=off_by)
     assert group.results[A].tobytes() != group.in_order().tobytes()
-    sent = sum(report.bytes_sent for report in group.reports.values())
+    sent = sum(link.bytes_sent for links in group.links.values() for link in links)
     assert sent < 1.1 * 2 * 2 * group.elements * element_bytes
 
 
-@pytest.mark.parametrize("codec", ["none", "float16", "int8"])
+@pytest.mark.parametrize("codec", AVERAGE_CODECS)
 @pytest.mark.parametrize("place", [0, 15_000, 29_999])
 def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
-    run: Any, codec: str, place: int
+    run: Any, codec: AverageCodec, place: int
 ) -> None:
-    group = Group((A, B, C), 30_000)
+    group = Group((A, B, C), 30_000, codec=codec)
     group.vectors[B][place] = np.nan
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers, codec=codec)
+        await group.all(carriers)
 
     run(lambda: with_network(group.names, body))
     assert set(group.failures) == {A, B, C}
@@ -579,101 +491,6 @@ def test_a_round_cannot_be_started_twice(run: Any) -> None:
 
     run(lambda: with_network(group.names, body))
     assert "twice" in group.failures[A].reason
-
-
-# ------------------------------------------------------------- a member that breaks the protocol
-
-
-async def evil_member(
-    group: Group, carriers: dict[PeerId, MemoryCarrier], frames: list[bytes]
-) -> None:
-    """B opens its stream to A as it should, then sends `frames`."""
-    spec = group.spec(B)
-    with carriers[B].incoming(spec, round_tag(spec.round_id)):
-        channel = await carriers[B].open(A)
-        await channel.send(StreamHello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
-        for frame in frames:
-            try:
-                await channel.send(frame)
-            except LinkClosed:
-                break
-        # ACCEPT first, without payload; then A detects the violation and aborts or closes.
-        while (header := await channel.receive(HEADER_BYTES)) and header[0] != FrameKind.ABORT:
-            pass
-        await channel.abort()
-
-
-def frame(kind: FrameKind, payload: bytes = b"", **changes: Any) -> bytes:
-    fields = {"sender": 1, "tag": round_tag("round 1")[:8], "payload_bytes": len(payload)}
-    return Header(kind, **{**fields, **changes}).encode() + payload
-
-
-PIECE = bytes(4000)
-
-
-@pytest.mark.parametrize(
-    ("frames", "complaint"),
-    [
-        ([frame(FrameKind.PIECE, PIECE, piece=1)], "is due"),
-        ([frame(FrameKind.PIECE, PIECE[:100])], "is due"),
-        ([frame(FrameKind.PIECE, b"", payload_bytes=2**32 - 1)], "is due"),
-        ([frame(FrameKind.SUM, PIECE)], "is due"),
-        ([frame(FrameKind.BYE)], "is due"),
-        ([frame(FrameKind.PIECE, PIECE, sender=0)], "another member's name"),
-        ([frame(FrameKind.PIECE, PIECE, tag=b"12345678")], "another round"),
-        ([frame(FrameKind.PIECE, PIECE, exponent=3)], "scaled"),
-        ([frame(FrameKind.HEARTBEAT, b"x")], "with a payload"),
-        ([frame(FrameKind.ABORT, b"", payload_bytes=10**6)], "abort frame of"),
-        ([frame(FrameKind.ABORT, b"\xff\x00\x00")], "names what does not exist"),
-        ([b"\x63" + frame(FrameKind.PIECE)[1:]], "unknown kind"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_member_that_breaks_the_rules_is_named(
-    run: Any, frames: list[bytes], complaint: str
-) -> None:
-    group = Group((A, B), 60_000)
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.member, group.spec(A), carriers[A])
-            tasks.start_soon(evil_member, group, carriers, frames)
-
-    run(lambda: with_network(group.names, body))
-    assert (group.failures[A].failure, group.failures[A].culprit) == (RoundFailure.PROTOCOL, B)
-    assert complaint in group.failures[A].reason
-
-
-def test_a_member_cannot_make_a_reducer_hold_more_than_its_window(run: Any) -> None:
-    # C has not come, so A can sum nothing; B goes on sending all the same.
-    group = Group((A, B, C), 60_000)
-    frames = [frame(FrameKind.PIECE, PIECE, piece=piece) for piece in range(12)]
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.member, group.spec(A), carriers[A])
-            tasks.start_soon(evil_member, group, carriers, frames)
-
-    run(lambda: with_network(group.names, body))
-    assert group.failures[A].culprit == B
-    assert "more than its credit" in group.failures[A].reason
-
-
-def test_a_failure_that_another_member_reports_keeps_its_reason_and_culprit(run: Any) -> None:
-    group = Group((A, B, C), 60_000)
-    spec = group.spec(B)
-    payload = Abort(RoundFailure.STALLED, 2, "C is \x1b[31mslow").encode()
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.member, group.spec(A), carriers[A])
-            tasks.start_soon(evil_member, group, carriers, [frame(FrameKind.ABORT, payload)])
-
-    run(lambda: with_network(group.names, body))
-    failure = group.failures[A]
-    assert spec.me == B
-    assert (failure.failure, failure.culprit) == (RoundFailure.STALLED, C)
-    assert failure.reason == "C is ?[31mslow"
 
 
 def test_a_greeting_has_a_fixed_size() -> None:

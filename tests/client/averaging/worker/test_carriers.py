@@ -113,13 +113,8 @@ class HivemindSwarm:
         source, result = vectors.segments
         done = await self.worker(spec.me).run_round(
             StartRound(
-                round_id=spec.round_id,
+                spec=spec,
                 members=tuple(self.member(peer) for peer in spec.members),
-                me=spec.me,
-                elements=spec.elements,
-                shares=spec.shares,
-                codec=spec.codec,
-                piece_elements=spec.piece_elements,
                 source_shm_name=source.name,
                 result_shm_name=result.name,
                 stall_seconds=stall_seconds,
@@ -147,7 +142,7 @@ class Libp2pSwarm:
 
     async def reduce(self, spec: RoundSpec, vectors: Vectors, stall_seconds: float) -> int:
         with trio.CancelScope() as self.scopes[spec.me]:
-            report = await all_reduce(
+            links = await all_reduce(
                 spec,
                 self.averaging[spec.me].carrier(),
                 vectors.source,
@@ -155,7 +150,7 @@ class Libp2pSwarm:
                 stall_seconds=stall_seconds,
                 join_seconds=STALL_SECONDS,
             )
-            return report.bytes_sent
+            return sum(each.bytes_sent for each in links)
         raise RoundFailed("killed", spec.me)
 
     async def kill(self, peer: PeerId) -> None:
@@ -417,13 +412,11 @@ def test_a_non_member_that_claims_a_place_is_refused(tmp_path: Path) -> None:
             real = Round(swarm, (first, second), 100_000)
             # The non-member runs the same round in the name of `second`, with its own p2pd.
             forged = StartRound(
-                round_id=real.name,
+                spec=RoundSpec(real.name, (first, second), second, 100_000),
                 members=(
                     swarm.member(first),
                     swarm.member(stranger).model_copy(update={"peer_id": second}),
                 ),
-                me=second,
-                elements=100_000,
                 source_shm_name=real.vectors[second].segments[0].name,
                 result_shm_name=real.vectors[second].segments[0].name,
                 stall_seconds=STALL_SECONDS,
@@ -540,10 +533,8 @@ def test_without_hivemind_the_worker_is_unavailable_with_a_reason(
         with pytest.raises(RoundFailed) as caught:
             await worker.run_round(
                 StartRound(
-                    round_id="r",
+                    spec=RoundSpec("r", (PeerId("a"),), PeerId("a"), 1),
                     members=(Member(peer_id=PeerId("a"), p2pd_peer_id="x"),),
-                    me=PeerId("a"),
-                    elements=1,
                     source_shm_name="s",
                     result_shm_name="s",
                     stall_seconds=1,

@@ -178,7 +178,7 @@ def test_a_state_saved_in_the_middle_goes_on_elsewhere_to_the_bit(
     second.load(first.save(tmp_path / "middle", version), version)
     for runner in second.runners:
         for parameter_set in runner.parameter_sets:
-            assert parameter_set.accumulator.microbatches() == ()
+            assert parameter_set.accumulator.contents.microbatches() == ()
             assert not parameter_set.accumulator.flat.any()
     assert failure(second.runners[0].backward, 21, wire(under_way)) == "unknown_microbatch"
     overlapped(first, version + 1, version + 3)
@@ -307,7 +307,7 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         before = runner.parameter_sets.of(Step(2)).accumulator.flat.clone()
         assert runner.uncommit(Step(3), (MicrobatchIndex(1),))
         ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
-        assert ours.microbatches() == expected.microbatches() == (0, 2)
+        assert ours.contents.microbatches() == expected.contents.microbatches() == (0, 2)
         torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
         assert torch.equal(runner.parameter_sets.of(Step(2)).accumulator.flat, before)
     pipeline.close(2)
@@ -320,9 +320,9 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
         torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
         runner.reset_step(Step(4))
-        assert ours.microbatches() == (2,)
+        assert ours.contents.microbatches() == (2,)
         runner.reset_step(Step(3))
-        assert ours.microbatches() == ()
+        assert ours.contents.microbatches() == ()
 
 
 def test_graphs_of_both_steps_share_one_budget_and_an_apply_frees_those_of_its_step() -> None:

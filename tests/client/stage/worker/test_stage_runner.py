@@ -201,7 +201,7 @@ def test_without_accumulate_the_input_gradient_is_the_same_and_nothing_is_added(
         assert other is not None
         assert torch.equal(one, other)
     for runner in passing:
-        assert runner.accumulator.microbatches() == ()
+        assert runner.accumulator.contents.microbatches() == ()
         assert not runner.accumulator.flat.any()
 
 
@@ -213,7 +213,7 @@ def test_a_microbatch_is_added_once_however_often_it_comes() -> None:
     through(runners, 0, request=77)
     for runner, flat in zip(runners, before, strict=True):
         assert torch.equal(runner.accumulator.flat, flat)
-        assert runner.accumulator.microbatches() == (0,)
+        assert runner.accumulator.contents.microbatches() == (0,)
 
 
 def test_an_uncommitted_microbatch_leaves_what_never_having_had_it_leaves() -> None:
@@ -225,13 +225,13 @@ def test_an_uncommitted_microbatch_leaves_what_never_having_had_it_leaves() -> N
         through(without, microbatch)
     for runner, other in zip(runners, without, strict=True):
         assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(2)))
-        assert runner.accumulator.microbatches() == (1, 3)
+        assert runner.accumulator.contents.microbatches() == (1, 3)
         torch.testing.assert_close(
             runner.accumulator.flat, other.accumulator.flat, rtol=1e-4, atol=1e-5
         )
         # Again, and for one that it never had: harmless.
         assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(40)))
-        assert runner.accumulator.microbatches() == (1, 3)
+        assert runner.accumulator.contents.microbatches() == (1, 3)
 
 
 def test_uncommit_changes_nothing_when_one_of_the_microbatches_is_not_kept_any_more() -> None:
@@ -245,7 +245,7 @@ def test_uncommit_changes_nothing_when_one_of_the_microbatches_is_not_kept_any_m
     # The budget holds the newest only; the oldest went first.
     assert not last.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(3)))
     assert torch.equal(last.accumulator.flat, before)
-    assert last.accumulator.microbatches() == (0, 1, 2, 3)
+    assert last.accumulator.contents.microbatches() == (0, 1, 2, 3)
     assert last.uncommit(STEP, (MicrobatchIndex(3),))
     assert not last.uncommit(Step(2), (MicrobatchIndex(0),))
 
@@ -287,7 +287,7 @@ def test_a_parameter_gradient_that_overflows_never_reaches_the_accumulator() -> 
     huge = torch.full_like(result.output, 3e38)
     assert failure(first.backward, 2, wire(huge)) == "not_finite"
     assert torch.equal(first.accumulator.flat, before)
-    assert first.accumulator.microbatches() == (0,)
+    assert first.accumulator.contents.microbatches() == (0,)
 
 
 def test_an_output_or_a_loss_that_is_not_finite_is_refused() -> None:
@@ -374,7 +374,7 @@ def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
             digest = steps.apply(STEP, tokens, 0.7, 1e-3, result).digest
             assert digest != before
             assert runner.version == 1
-            assert runner.accumulator.microbatches() == ()
+            assert runner.accumulator.contents.microbatches() == ()
             assert not runner.accumulator.flat.any()
             digests.append(digest)
     assert digests[:2] == digests[2:]
@@ -388,7 +388,7 @@ def test_a_result_that_is_not_finite_is_reported_and_never_applied() -> None:
     before = steps.fingerprint()
     assert failure(steps.apply, STEP, 64, 1.0, 1e-3, result) == "not_finite"
     assert steps.fingerprint() == before
-    assert runner.accumulator.microbatches() == (0, 1)
+    assert runner.accumulator.contents.microbatches() == (0, 1)
     assert failure(steps.apply, Step(2), 64, 1.0, 1e-3, result) == "wrong_step"
 
 

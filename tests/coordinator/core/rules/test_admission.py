@@ -19,7 +19,7 @@ from swarm_coordinator.core.rules.roster import (
     MAXIMUM_REVOKED,
     RENEWED_ROSTER_SECONDS,
 )
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import begin
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Version
 from swarm_shared.protocol import (
@@ -267,7 +267,7 @@ def test_a_certificate_for_a_peer_that_has_left_is_ignored() -> None:
 def test_the_coordinators_own_certificate_is_renewed_where_it_is_named_as_a_holder() -> None:
     bench = staffed()
     bench.event(CertificateIssued(COORDINATOR.peer, "newer"))
-    assert bench.run.coordinator == COORDINATOR.model_copy(update={"certificate": "newer"})
+    assert bench.run.start.record == COORDINATOR.model_copy(update={"certificate": "newer"})
 
 
 # ---------------------------------------------------------------- addresses
@@ -327,7 +327,7 @@ def test_a_new_address_of_a_peer_without_a_stage_is_not_published() -> None:
     bench.attach("c")
     bench.send("c", where())
     assert rosters(bench, "a0") == []
-    assert bench.run.peers[PeerId("c")].addresses == ("new",)
+    assert bench.run.peers[PeerId("c")].contact.addresses == ("new",)
 
 
 def test_a_new_address_during_an_apply_is_published_after_it() -> None:

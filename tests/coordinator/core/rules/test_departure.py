@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import CheckpointFailed, CloseSession, Command
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
@@ -107,10 +107,10 @@ def test_when_all_peers_leave_all_are_released_and_the_version_is_stored() -> No
     bench.report("a0", 0)
     for peer in ALL:
         leave(bench, peer)
-    assert bench.run.pending_checkpoint is not None, "nobody is left to drive the step to its end"
+    assert bench.run.checkpoints.pending is not None, "nobody is left to drive the step to its end"
     bench.checkpoint()
     assert all(bench.sent(peer, Goodbye, bench.log) for peer in ALL)
-    assert bench.run.checkpoint == Bench.checkpoint_of(2, 1)
+    assert bench.run.checkpoints.stored == Bench.checkpoint_of(2, 1)
 
 
 def test_a_leaver_is_not_kept_by_a_checkpoint_that_cannot_be_had() -> None:

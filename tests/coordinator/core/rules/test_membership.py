@@ -15,7 +15,8 @@ from swarm_coordinator.core.events import (
     SessionNumber,
 )
 from swarm_coordinator.core.rules import roster
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -49,7 +50,7 @@ def training() -> Bench:
     bench = Bench(limits={"join_hold_seconds": 5.0})
     bench.join_all("a0", "b0", "a1", "b1")
     bench.one_step()
-    assert bench.run.version == 1
+    assert bench.run.history.version == 1
     assert bench.run.phase is RunPhase.COLLECT
     return bench
 
@@ -116,7 +117,7 @@ def test_the_first_step_waits_for_the_starting_peers_and_later_steps_do_not() ->
     bench.tick(1.0)
     bench.one_step()
     assert bench.run.phase is RunPhase.COLLECT
-    assert bench.run.version == 1
+    assert bench.run.history.version == 1
 
 
 def test_rosters_come_before_the_work_that_relies_on_them() -> None:
@@ -142,7 +143,7 @@ def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None
     assert (assigned.source, assigned.version, assigned.sha256) == ("snapshot", 1, SHA)
     assert [h.peer for h in assigned.holders] == ["a0", "b0"]
     bench.ready("c0")
-    assert PeerId("c0") in [p.peer for p in bench.run.ready_peers(0)]
+    assert PeerId("c0") in [p.peer for p in bench.run.peers.ready(0)]
 
 
 def test_a_holder_that_does_not_answer_delays_a_joining_peer_for_two_seconds_only() -> None:
@@ -204,7 +205,7 @@ def test_a_joining_peer_that_failed_to_finish_goes_last_the_next_time() -> None:
     bench.average_all()
     for peer in bench.closing():
         bench.apply(peer)
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     bench.tick()
     bench.save("a0")
     assert told(bench.tick(2.0), "c0", "d0") == ["d0"]
@@ -227,7 +228,7 @@ def test_the_majority_s_file_is_the_one_to_fetch_and_only_its_holders_are_named(
         bench.save(holder)
     bench.ready("c0")
     bench.attach("d0", wanted_stage=0)
-    bench.run.snapshots.clear()
+    bench.run.checkpoints.snapshots.clear()
     bench.send("d0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("c0")
@@ -269,7 +270,7 @@ def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_ve
     bench.average_all()
     for peer in bench.closing():
         bench.apply(peer)
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     # At once, so that most of the step's time is left for it.
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
     bench.send("c0", Ready(stage=0, version=1, digest="d"))
@@ -340,7 +341,7 @@ def test_messages_of_an_older_session_are_ignored() -> None:
     bench.event(HeartbeatsReceived((PeerHeartbeat(SessionNumber(1), PeerId("b0"), beat),)))
     bench.event(MessageReceived(SessionNumber(1), PeerId("b0"), Leaving()))
     assert not bench.run.peers[PeerId("b0")].leaving
-    assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
+    assert bench.run.peers[PeerId("b0")].rates.microbatches_per_second == 0.0
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
 
 
@@ -349,25 +350,25 @@ def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session()
     told = bench.run.peers[PeerId("b0")]
     bench.send("b0", Heartbeat(microbatches_per_second=3.0))
     bench.send("b0", Heartbeat(queued=2))
-    assert (told.microbatches_per_second, told.queued) == (3.0, 2)
+    assert (told.rates.microbatches_per_second, told.rates.queued) == (3.0, 2)
     for _ in range(40):
         bench.send("b0", Heartbeat())
     work = bench.run.rebalancing.stages[0].work_flops
-    assert told.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
+    assert told.rates.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
     bench.attach("b0", stage=0, version=1)
     bench.send("b0", Heartbeat())
-    assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
+    assert bench.run.peers[PeerId("b0")].rates.microbatches_per_second == 0.0
 
 
 def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
     bench = training()
     bench.send("b0", Heartbeat(microbatches_per_second=3.0))
-    before, row = bench.run.roster()[0], bench.run.stage_rows()[0]
+    before, row = bench.run.peers.roster()[0], bench.run.peers.stage_rows()[0]
     bench.send("b0", Heartbeat(microbatches_per_second=9.0))
-    after = {record.peer: record.microbatches_per_second for record in bench.run.roster()[0]}
+    after = {record.peer: record.microbatches_per_second for record in bench.run.peers.roster()[0]}
     assert after["b0"] == 9.0
-    assert bench.run.roster()[0] != before
-    assert bench.run.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
+    assert bench.run.peers.roster()[0] != before
+    assert bench.run.peers.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
 
 
 def test_a_member_is_admitted_by_the_p2pd_id_that_it_reports_while_it_is_attached() -> None:
@@ -495,8 +496,8 @@ def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
     bench.average_all()
     for peer in bench.closing():
         bench.apply(peer)
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     late = bench.run.peers[PeerId("b0")]
     assert late.phase is PeerPhase.SYNCING
     bench.save("a0")
-    assert bench.run.peers[PeerId("b0")].source_assigned
+    assert bench.run.peers.syncing[PeerId("b0")].source_assigned

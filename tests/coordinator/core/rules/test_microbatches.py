@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest
@@ -34,10 +34,6 @@ def leased(
 
 
 def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() -> None:
-    bench = Bench(microbatches=8)
-    bench.join("a0", 0)
-    bench.join("a1", 1, trainer=False)
-    assert [m for _, _, m, _ in leased(bench)] == list(range(8))
     bench = Bench(microbatches=8, starting=2)
     bench.join_all("a0", "b0", "a1", "b1")
     leases = leased(bench)
@@ -46,19 +42,17 @@ def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() 
     assert sorted(peer for peer, *_ in leases) == sorted(["a0", "a1", "b0", "b1"] * 2)
 
 
-def test_a_peer_that_is_no_trainer_gets_no_lease() -> None:
+def test_a_run_whose_peers_all_leave_begins_no_step_and_reports_it() -> None:
     bench = Bench()
-    bench.join("a0", 0, trainer=False)
-    bench.join("a1", 1)
-    assert {peer for peer, *_ in leased(bench)} == {"a1"}
-
-
-def test_without_a_trainer_the_run_waits_and_reports_it() -> None:
-    bench = Bench()
-    bench.join("a0", 0, trainer=False)
-    bench.join("a1", 1, trainer=False)
+    bench.join_all("a0", "a1")
+    bench.fill()
+    for peer in ("a0", "a1"):
+        bench.send(peer, Leaving())
+    bench.average_all()
+    for peer in ("a0", "a1"):
+        bench.apply(peer)
     assert bench.run.phase is RunPhase.WAITING
-    assert bench.run.waiting_reason == "no trainer"
+    assert bench.run.waiting_reason == "a peer that stays"
 
 
 def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:
@@ -188,15 +182,26 @@ def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
     assert (same, other != trainer) == (microbatch, True)
 
 
-def test_an_answer_to_a_lease_that_was_granted_anew_changes_nothing() -> None:
-    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+def test_an_answer_to_a_lease_that_was_granted_anew_to_its_trainer_changes_nothing() -> None:
+    bench = Bench(starting=1, limits={"lease_seconds": 20.0})
+    bench.join("a0", 0)
+    bench.join("a1", 1, trainer=False)
     trainer, lease, microbatch, _ = leased(bench)[0]
     bench.tick(21.0)
-    state = bench.step().leases[MicrobatchIndex(microbatch)]
-    assert state.lease != lease
+    granted = bench.step().leases[MicrobatchIndex(microbatch)]
+    assert (granted.trainer, granted.lease != lease) == (trainer, True)
     bench.resolve(trainer, microbatch, lease, ok=False, reason="late")
-    assert state.resolved_at is None
+    assert bench.step().leases[MicrobatchIndex(microbatch)] == granted
+
+
+def test_an_answer_of_another_peer_than_the_trainer_of_a_lease_changes_nothing() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    granted = bench.step().leases[MicrobatchIndex(microbatch)]
+    other = next(peer for peer in ("a0", "b0") if peer != trainer)
+    bench.resolve(other, microbatch, lease, ok=False, reason="not its own")
+    assert bench.step().leases[MicrobatchIndex(microbatch)] == granted
 
 
 def test_lease_numbers_of_another_generation_are_never_used_again() -> None:

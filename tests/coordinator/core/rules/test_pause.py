@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.events import Command
-from swarm_coordinator.core.state.run import RunPhase
+from kits.swarm_world.facts import COORDINATOR
+from swarm_coordinator.core.events import Command, Restored
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.transition import begin
 from swarm_coordinator.status.builder import document_of
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 
 ALL = ("a0", "b0", "a1", "b1")
@@ -44,7 +46,7 @@ def test_a_paused_peer_gets_no_leases_and_stays_a_member_of_the_close() -> None:
         commands += bench.apply(peer)
     commands += bench.tick(2.0)
     assert bench.sent("b0", Apply, bench.log)
-    assert bench.run.step is not None
+    assert bench.run.steps.current is not None
     assert not bench.sent("b0", Lease, commands)
     assert bench.sent("a0", Lease, commands)
 
@@ -82,11 +84,11 @@ def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between
     else:
         bench.pause("a0")
         assert bench.run.phase is RunPhase.COLLECT
-    before = bench.run.version
+    before = bench.run.history.version
     commands = bench.tick(30.0)
     assert waits_for(bench) == "stage 0, where every peer has paused"
     assert not any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
-    assert bench.run.version == before, "the version is not lost: its holder is there"
+    assert bench.run.history.version == before, "the version is not lost: its holder is there"
     commands = bench.resume("a0") + bench.tick(120.0)
     assert waits_for(bench) == ""
     assert any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
@@ -115,9 +117,9 @@ def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer()
 def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_pause() -> None:
     bench = Bench()
     wide = bench.manifest.stages[1].model_copy(update={"memory_bytes": 900})
-    bench.run.manifest = bench.manifest.model_copy(
-        update={"stages": (bench.manifest.stages[0], wide)}
-    )
+    manifest = bench.manifest.model_copy(update={"stages": (bench.manifest.stages[0], wide)})
+    start = Restored(1, Version(0), None, None, False, None)
+    bench.run = begin(manifest, "manifest", COORDINATOR, start, bench.now)
     bench.join_all("a0", "a1")
     bench.pause("a0")
     bench.lose("a1")

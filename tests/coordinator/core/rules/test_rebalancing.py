@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
-from swarm_coordinator.core.rules.rebalancing import LOSS_REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.core.rules.rebalancing import rebalancing_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
@@ -35,11 +36,12 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
         for peer in peers:
             bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
             bench.send(peer, StageRequest(stage=StageIndex(stage)))
-            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would be moved, too
+            state = bench.run.peers[PeerId(peer)]
+            state.profile = replace(state.profile, wanted_stage=None)  # it would be moved, too
     for peer in ("a", "b", "c", *at_stage_1):
         bench.ready(peer)
     bench.one_step()
-    assert bench.run.version == 1
+    assert bench.run.history.version == 1
     return bench
 
 
@@ -84,7 +86,7 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert (assigned.prepare, assigned.stage, assigned.version) == (True, 1, 1)
     assert bench.run.peers[PeerId(mover)].stage == 0
     bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
-    assert mover in {record.peer for record in bench.run.roster()[0]}
+    assert mover in {record.peer for record in bench.run.peers.roster()[0]}
 
     bench.fill()
     close = bench.close_of(mover)
@@ -97,8 +99,8 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     for peer in bench.closing():
         bench.apply(peer)
     assert bench.run.peers[PeerId(mover)].stage == 1
-    assert bench.run.version == 2
-    assert mover in {record.peer for record in bench.run.roster()[1]}
+    assert bench.run.history.version == 2
+    assert mover in {record.peer for record in bench.run.peers.roster()[1]}
     assert told(bench)["made"] == 1
 
 
@@ -146,11 +148,11 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers
     bench.lose("e")
     bench.lose("f")
-    bench.tick(LOSS_REACTION_SECONDS + 2.0)
+    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
     assert len(bench.run.peers.movers) == 1
     (mover,) = bench.run.peers.movers
     bench.lose(mover)
-    bench.tick(LOSS_REACTION_SECONDS + 2.0)
+    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
     assert not bench.run.peers.movers
 
 
@@ -172,9 +174,11 @@ def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
     bench.tick(1.0)
     beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
     bench.send("a", beat)
-    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
-    assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
+    assert bench.run.peers[PeerId("a")].rates.microbatches_per_second == 0.25
+    assert bench.run.peers.stage_rows()[0].microbatches_per_second == 2.25
     bench.send("a", Heartbeat())
-    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25, "nothing new was said"
+    assert bench.run.peers[PeerId("a")].rates.microbatches_per_second == 0.25, (
+        "nothing new was said"
+    )
     bench.send("a", Heartbeat(up_bytes_per_second=0.0))
-    assert bench.run.stage_rows()[0].microbatches_per_second == 3.0
+    assert bench.run.peers.stage_rows()[0].microbatches_per_second == 3.0

@@ -8,8 +8,8 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Restored
-from swarm_coordinator.core.state.moves import StageMove
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -81,7 +81,7 @@ def test_the_death_of_the_last_one_that_was_waited_for_ends_the_wait() -> None:
     commands = bench.lose("b0")
     assert told(bench, Apply, commands) == {"a0", "a1", "b1"}
     assert shares(bench)["b0", 0] == 1
-    assert bench.run.work.cleared == 0
+    assert bench.run.statistics.work.cleared == 0
 
 
 def test_a_death_before_the_others_have_averaged_ends_the_round_of_one_stage() -> None:
@@ -269,7 +269,7 @@ def test_a_late_failure_of_one_whose_part_is_averaged_takes_nothing_back() -> No
     bench = closing(limits={"lease_seconds": 20.0})
     averaged(bench, "a0", "a1")  # b0 and b1 are silent; b1 is still awaited
     bench.tick(21.0)
-    assert bench.step().excluded == {"b0", "b1"}
+    assert bench.run.peers.excluded == {"b0", "b1"}
     assert bench.run.phase is RunPhase.APPLYING
     bench = closing(limits={"lease_seconds": 20.0})
     averaged(bench, "a0")
@@ -328,9 +328,10 @@ def test_the_tied_ends_wait_for_each_other_before_a_death_costs_nothing() -> Non
 
 def moving(bench: Bench, peer: str, stage: int) -> None:
     """Give a peer its next stage's state."""
-    way = StageMove(StageIndex(stage), False, bench.now)
-    way.version, way.source_assigned, way.ready = bench.run.version, True, True
-    bench.run.peers[PeerId(peer)].moving = way
+    state, way = bench.run.peers[PeerId(peer)], StageTransfer(StageIndex(stage), bench.now)
+    bench.run.peers.begin_transfer(state, way)
+    bench.run.peers.assign_source(state, way, bench.now)
+    way.ready = True
 
 
 def switching() -> Bench:

@@ -22,7 +22,7 @@ from swarm_coordinator.core.events import (
     ShutDown,
     StopRequested,
 )
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_coordinator.status.status_file import encode_document
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
@@ -52,7 +52,7 @@ def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes
     bench.one_step()
     bench.stored(2)
     assert bench.records(CheckpointRecord) == [Bench.checkpoint_of(2, 2)]
-    assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
+    assert bench.run.checkpoints.stored == Bench.checkpoint_of(2, 2)
 
 
 def test_a_pending_checkpoint_is_not_given_up_because_the_next_one_is_due() -> None:
@@ -62,7 +62,7 @@ def test_a_pending_checkpoint_is_not_given_up_because_the_next_one_is_due() -> N
     bench.one_step()
     assert not bench.savers(bench.one_step())
     bench.stored(2)
-    assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
+    assert bench.run.checkpoints.stored == Bench.checkpoint_of(2, 2)
 
 
 @pytest.mark.parametrize("word", ["the shell's", "the holder's"])
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
     else:
         reason = "the disk is full"
         bench.send("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
-    assert bench.run.pending_checkpoint is None
+    assert bench.run.checkpoints.pending is None
     assert not bench.savers(bench.tick(10.0))
     bench.one_step()
     assert bench.savers(bench.one_step()), "the next one is tried as usual"
@@ -94,7 +94,7 @@ def test_a_holder_that_lost_its_link_before_the_request_is_asked_again() -> None
 def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None:
     bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
     bench.lose("a0")
-    assert bench.run.pending_checkpoint is None
+    assert bench.run.checkpoints.pending is None
 
 
 def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
     assert [r.version for r in bench.records(RolledBack)] == [0]
     bench.stored(2)
     assert not bench.records(CheckpointRecord)
-    assert bench.run.checkpoint is None
+    assert bench.run.checkpoints.stored is None
 
 
 def test_files_that_are_not_the_ones_asked_for_are_no_checkpoint() -> None:
@@ -193,7 +193,7 @@ def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() ->
     bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
     state = bench.step().leases[MicrobatchIndex(0)]
     bench.resolve(state.trainer, 0, state.lease, evaluation_loss_sum=6.0, evaluation_tokens=4)
-    assert bench.run.heldout_loss == 1.5
+    assert bench.run.history.heldout_loss == 1.5
     bench.lose("a1")
     bench.join("c1", 1)
     bench.tick(11.0)
@@ -244,7 +244,7 @@ def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
     bench.average_all()
     for peer in bench.closing():
         bench.apply(peer)
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 2)]
     assert isinstance(commands[-1], ShutDown)

@@ -9,7 +9,7 @@ from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import Fault, Options
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep, Command
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
@@ -77,6 +77,19 @@ def test_a_second_lease_takes_the_place_of_that_of_a_trainer_that_died() -> None
     assert not bench.step().speculative_leases
 
 
+@pytest.mark.parametrize("wrong", ["lease", "trainer"])
+def test_an_answer_that_is_not_of_the_second_lease_leaves_it_in_flight(wrong: str) -> None:
+    bench = mostly_done()
+    bench.tick(7.0)
+    second = bench.step().speculative_leases[3]
+    first = bench.step().leases[3]
+    trainer = second.trainer if wrong == "lease" else first.trainer
+    number = second.lease if wrong == "trainer" else first.lease
+    bench.resolve(trainer, 3, number, ok=False, reason="stale")
+    assert bench.step().speculative_leases[3] == second
+    assert bench.step().leases[3] == first
+
+
 def test_the_first_receipt_counts_and_the_other_is_not_committed() -> None:
     bench = mostly_done()
     bench.join("b0", 0)
@@ -103,7 +116,7 @@ def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None
     second = bench.step().speculative_leases[3]
     assert second.trainer != bench.step().leases[3].trainer
     bench.resolve(second.trainer, 3, second.lease, evaluation_loss_sum=4.0, evaluation_tokens=4)
-    assert bench.run.heldout_loss == 1.0
+    assert bench.run.history.heldout_loss == 1.0
 
 
 # ---------------------------------------------------------------- whole swarms

@@ -9,7 +9,8 @@ import pytest
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.rules.step_close import MAX_FAILED_ATTEMPTS
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -36,8 +37,8 @@ def lost_stage() -> Bench:
     bench.one_step()
     bench.checkpoint()
     bench.one_step()
-    assert bench.run.version == 3
-    assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
+    assert bench.run.history.version == 3
+    assert bench.run.checkpoints.stored == Bench.checkpoint_of(2, 2)
     bench.lose("a1")
     return bench
 
@@ -109,7 +110,7 @@ def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
     bench.attach("c1", wanted_stage=1)
     bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(11.0)
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     for stale in (
         Ready(stage=0, version=3, digest="d"),
         SyncFailed(stage=0, version=3, reason="?"),
@@ -129,7 +130,7 @@ def test_after_a_roll_back_the_same_version_of_the_old_history_is_not_taken_for_
     bench.ready("a0")
     bench.ready("c1")
     bench.one_step()
-    assert bench.run.version == 3
+    assert bench.run.history.version == 3
     bench.attach("b0", stage=0, version=3)
     assert not bench.sent("b0", Welcome)[0].keep, "its version 3 is the one that was given up"
     bench.attach("a0", stage=0, version=3)
@@ -148,9 +149,9 @@ def test_a_coordinator_that_finds_no_recent_checkpoint_makes_one_at_once(
         c.message, SaveSnapshot
     )]) == overdue  # fmt: skip
     if overdue:
-        assert bench.run.checkpoint_overdue
+        assert bench.run.checkpoints.overdue
         bench.checkpoint()
-        assert not bench.run.checkpoint_overdue
+        assert not bench.run.checkpoints.overdue
 
 
 def test_a_restart_keeps_track_of_the_abandoned_history() -> None:
@@ -170,7 +171,7 @@ def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one(
         bench.attach(name)
         bench.send(name, StageRequest(stage=StageIndex(0)))
         bench.ready(name)
-    assert [len(bench.run.ready_peers(s)) for s in (0, 1)] == [2, 1]
+    assert [len(bench.run.peers.ready(s)) for s in (0, 1)] == [2, 1]
     bench.one_step()
     bench.lose("y")
     commands = bench.tick(11.0)
@@ -240,12 +241,12 @@ def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
     for _ in range(MAX_FAILED_ATTEMPTS):
         bench.tick(6.0)
         bench.failed("x", culprit=PeerId("y"))
-    assert bench.step().excluded == {"y"}
+    assert bench.run.peers.excluded == {"y"}
     bench.lose("a1")
     bench.tick(11.0)
     assert stages_of(bench) == {"x": 0, "y": 1}
     bench.ready("y")
-    assert not bench.run.unheld()
+    assert not bench.run.peers.unheld()
 
 
 def test_a_peer_that_chose_its_stage_or_pauses_or_leaves_is_not_moved() -> None:
@@ -283,7 +284,7 @@ def test_a_peer_that_is_back_with_the_last_step_averaged_saves_the_run_from_goin
     bench.send("a1", Applied(step=Step(3), digest="d", norm=1.0))
     bench.tick(1.0)
     assert bench.run.phase is RunPhase.COLLECT
-    assert (bench.run.version, bench.records(RolledBack)) == (3, [])
+    assert (bench.run.history.version, bench.records(RolledBack)) == (3, [])
 
 
 def test_a_peer_that_never_applies_the_step_that_it_missed_is_synced_anew() -> None:
@@ -305,7 +306,7 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
     commands = bench.send("a1", report)
     assert [r.version for r in bench.records(RolledBack, commands)] == [2]
     assert bench.sent("a1", AssignStage, commands)
-    assert "could not apply step 3" in bench.run.flags[PeerId("a1")].reason
+    assert "could not apply step 3" in bench.run.statistics.flags[PeerId("a1")].reason
 
 
 def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_recovery() -> None:
@@ -321,13 +322,13 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
     for peer in bench.closing():
         bench.apply(peer)
     bench.checkpoint()
-    assert (bench.run.version, bench.run.peers[PeerId("b1")].missed_apply) == (4, 3)
+    assert (bench.run.history.version, bench.run.peers.syncing[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
     commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
     [assigned] = bench.sent("b1", AssignStage, commands)
     assert (assigned.stage, assigned.version) == (1, 4)
     bench.ready("b1")
-    assert not bench.run.unheld()
+    assert not bench.run.peers.unheld()
 
 
 def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:

@@ -10,10 +10,12 @@ from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
 from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES, MAX_FAILED_ATTEMPTS
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.protocol import (
     AbortRound,
+    Applied,
     Apply,
     AssignStage,
     Close,
@@ -340,7 +342,7 @@ def test_a_peer_named_for_three_failed_attempts_is_excluded_and_synced_after_the
     bench.averaged("a0")
     applied(bench)
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
-    assert {p.peer for p in bench.run.ready_peers(0)} == {"a0"}
+    assert {p.peer for p in bench.run.peers.ready(0)} == {"a0"}
     bench.save("a0")
     assert len(bench.sent("b0", AssignStage)) == 1
 
@@ -348,10 +350,10 @@ def test_a_peer_named_for_three_failed_attempts_is_excluded_and_synced_after_the
 def test_carrier_failures_beyond_the_limit_count_against_their_reporter() -> None:
     bench = stage_1_has_averaged(closing())
     for _ in range(MAX_CARRIER_FAILURES + MAX_FAILED_ATTEMPTS):
-        assert "b0" not in bench.step().excluded
+        assert "b0" not in bench.run.peers.excluded
         bench.failed("a0", culprit="b0", carrier_failed=True)
         bench.tick(6.0)
-    assert bench.step().excluded == {"b0"}
+    assert bench.run.peers.excluded == {"b0"}
     assert bench.step().carrier_failures == MAX_CARRIER_FAILURES
 
 
@@ -372,9 +374,9 @@ def test_an_excluded_peer_is_readmitted_when_its_stage_has_no_other_peer() -> No
         bench.tick(6.0)
         bench.report("a0", 1)
         bench.tick(6.0)
-    assert not any(p.peer == "b0" for p in bench.run.ready_peers(0))
+    assert not any(p.peer == "b0" for p in bench.run.peers.ready(0))
     bench.lose("a0")
-    assert [p.peer for p in bench.run.ready_peers(0)] == ["b0"]
+    assert [p.peer for p in bench.run.peers.ready(0)] == ["b0"]
     bench.tick(1.0)
     bench.report("b0", 0, 1)
     closed_again(bench)
@@ -435,6 +437,21 @@ def test_a_member_that_does_not_apply_in_time_is_left_behind_and_synced() -> Non
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
+@pytest.mark.parametrize("other", [-1, 1])
+def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
+    bench = Bench.trained(1)
+    bench.fill()
+    bench.average_all()
+    assert bench.run.version == 2
+    for peer in bench.closing():
+        bench.send(peer, Applied(step=Step(2 + other), digest="d", norm=1.0))
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.step().closing is not None
+    assert bench.step().closing.applied == {}
+    applied(bench)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
 # ---- fingerprints
 
 
@@ -453,7 +470,7 @@ def test_a_replica_that_differs_from_the_majority_is_synced_anew() -> None:
     bench.apply("b0")
     commands = bench.apply("c0")
     assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
-    assert {p.peer for p in bench.run.ready_peers(0)} == {"b0", "c0"}
+    assert {p.peer for p in bench.run.peers.ready(0)} == {"b0", "c0"}
     assert any("differed" in note.text for note in bench.commands(Note, commands))
 
 
@@ -463,4 +480,4 @@ def test_an_unlike_device_may_differ_by_rounding() -> None:
     bench.apply("a0", digest="gpu", norm=1.0 + 1e-7)
     bench.apply("b0")
     bench.apply("c0")
-    assert len(bench.run.ready_peers(0)) == 3
+    assert len(bench.run.peers.ready(0)) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AssignStage, StageRequest
@@ -15,10 +15,12 @@ def waiting_for(bench: Bench) -> str:
 
 def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wants() -> None:
     bench = Bench(starting=2)
-    bench.join_all("a0", "a1", "b0")
+    bench.join("a0", 0)
+    assert waiting_for(bench) == "stages 0 and 1 each need 2 peers"
+    bench.join_all("a1", "b0")
     bench.tick(100.0)
     assert bench.run.phase is RunPhase.WAITING
-    assert waiting_for(bench) == "stage 1 needs 2 peer(s)"
+    assert waiting_for(bench) == "stage 1 needs 2 peers"
     bench.join("b1", 1)
     assert bench.run.phase is RunPhase.COLLECT
 
@@ -38,7 +40,7 @@ def test_after_a_restart_earlier_peers_are_waited_for_for_a_bounded_time() -> No
         bench.attach(peer, stage=stage, version=3)
     bench.tick(4.0)
     assert bench.run.phase is RunPhase.WAITING
-    assert waiting_for(bench) == "stage 1 needs 2 peer(s); it goes on with fewer in 6 s"
+    assert waiting_for(bench) == "stage 1 needs 2 peers; it goes on with fewer in 6 s"
     bench.tick(7.0)
     assert bench.run.phase is RunPhase.COLLECT
     assert bench.step().step == 4
@@ -72,7 +74,7 @@ def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved()
     bench.attach("b0", stage=0, version=0, memory_bytes=50)
     bench.attach("c0", stage=0, version=0, wanted_stage=0)
     bench.tick(30.0)
-    assert waiting_for(bench) == "stage 1 needs 2 peer(s)"
+    assert waiting_for(bench) == "stage 1 needs 2 peers"
     stages = [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0", "a1")]
     assert stages == [0, 0, 0, 1]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
@@ -35,7 +36,7 @@ def applied_by_all(bench: Bench, **digests: str) -> None:
 
 
 def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
-    step = Step(bench.run.version + 1)
+    step = Step(bench.run.history.version + 1)
     bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
 
 

@@ -136,7 +136,7 @@ def test_only_time_in_which_a_stage_could_compute_counts_as_idle() -> None:
         beat(bench, "a0", computed=1, busy_seconds=0.5, paused=second > 4)
     assert idle(bench, 0) == pytest.approx(0.5)
     assert idle(bench, 1) == pytest.approx(0.0)
-    assert bench.run.utilisation.totals[0].held_seconds == 4.0
+    assert bench.run.statistics.utilisation.totals[0].held_seconds == 4.0
 
 
 def test_a_stage_that_waits_for_others_to_be_held_is_not_idle() -> None:
@@ -162,7 +162,7 @@ def test_a_count_that_no_step_has_room_for_is_cut() -> None:
         bench.now += 1.0
         beat(bench, "a0", computed=2**52, busy_seconds=1.0)
     most = bench.manifest.training.microbatches_per_step
-    assert sum(bench.run.utilisation.totals[0].buckets) == most
+    assert sum(bench.run.statistics.utilisation.totals[0].buckets) == most
 
 
 def rejected(bench: Bench) -> dict[str, int]:
@@ -183,7 +183,7 @@ def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
     ):
         wrong = good.model_copy(update=changes)
         bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (wrong,)))
-    again = bench.receipt("b0", 0, step=Step(bench.run.version))
+    again = bench.receipt("b0", 0, step=Step(bench.run.history.version))
     bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (again,)))
     assert rejected(bench) == {
         Rejection.OTHER_STEP: 1,
@@ -194,7 +194,7 @@ def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
 
 def test_gradients_that_are_not_finite_and_parameters_that_differ_are_counted() -> None:
     bench = stepping()
-    step = Step(bench.run.version + 1)
+    step = Step(bench.run.history.version + 1)
     for peer in ("b0", "a0"):  # the second one is not flagged: the model is the cause
         bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
     assert rejected(bench) == {Rejection.NOT_FINITE: 2}

@@ -85,7 +85,7 @@ async def test_twenty_megabytes_go_both_ways_at_once_and_arrive_intact() -> None
         assert received == [hashlib.sha256(payload).digest() for payload in sent]
         assert relay.relay is not None
         assert relay.relay.forwarded_bytes > 2 * len(sent) * MEGABYTE
-        assert relay.traffic() == []
+        assert relay.link_bytes() == ()
 
 
 async def test_both_ends_know_each_other_and_neither_takes_the_relay_for_the_other() -> None:

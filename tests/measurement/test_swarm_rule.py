@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.swarm_rule import choose_swarm_moves
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_swarm_moves
+from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad
 
 STAGES = [StageLoad(StageIndex(i), 1.0, 10, 1) for i in range(3)]
 

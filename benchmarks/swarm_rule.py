@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from swarm_shared.base.types import StageIndex
-from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
-from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy
+from swarm_shared.scheduling.placement import (
+    Move,
+    MoveDecision,
+    MovePolicy,
+    PeerLoad,
+    StageLoad,
+    stage_rates,
+)
 
 
 def choose_swarm_moves(

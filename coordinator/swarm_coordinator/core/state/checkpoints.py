@@ -1,0 +1,76 @@
+"""Saved states of stages: checkpoints in the organiser's folder, and snapshots at holders.
+
+Values only; the rules are in `swarm_coordinator.core.rules.checkpoints` and `state_transfer`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swarm_coordinator.core.events import CheckpointRecord, SessionNumber
+from swarm_shared.base.types import PeerId, StageIndex, Version
+
+
+@dataclass(slots=True)
+class StageSnapshots:
+    """Holders that were requested to save one stage's snapshot for joining peers."""
+
+    version: Version
+    asked_at: float
+    asked: set[PeerId] = field(default_factory=set)
+    ready: dict[PeerId, tuple[str, int, str]] = field(default_factory=dict)
+    """peer → (item, bytes, sha256)"""
+    first_at: float = math.inf
+    """When the first snapshot was ready."""
+
+
+@dataclass(slots=True)
+class PendingCheckpoint:
+    """A checkpoint in progress."""
+
+    version: Version
+    asked_at: float
+    holders: dict[StageIndex, PeerId] = field(default_factory=dict)
+    sessions: dict[StageIndex, SessionNumber] = field(default_factory=dict)
+    """The session in which each holder was requested; the request is lost with the session."""
+    fetched: dict[StageIndex, str] = field(default_factory=dict)
+    """stage → sha256 of the snapshot that the shell fetches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailures:
+    """Failures to store the checkpoint of one version."""
+
+    version: Version
+    times: int
+    retry_at: float
+    """Time of the next try."""
+
+
+@dataclass(slots=True)
+class CheckpointState:
+    """The newest checkpoint, the one in progress, and the snapshots for joining peers."""
+
+    stored: CheckpointRecord | None
+    overdue: bool
+    """Whether the store had no checkpoint at the start, or one older than the manifest allows."""
+    pending: PendingCheckpoint | None = None
+    failed: CheckpointFailures | None = None
+    """The failures of the version whose checkpoint failed last."""
+    snapshots: dict[StageIndex, StageSnapshots] = field(default_factory=dict)
+
+    @property
+    def stored_version(self) -> Version:
+        """The version to which the run can return: of the checkpoint, or the initialisation."""
+        return self.stored.version if self.stored is not None else Version(0)
+
+    def failures_of(self, version: Version) -> int:
+        """Number of failures to store the checkpoint of a version."""
+        failed = self.failed
+        return failed.times if failed is not None and failed.version == version else 0
+
+    def roll_back(self) -> None:
+        """Discard what belongs to the history that is abandoned."""
+        self.snapshots.clear()
+        self.pending, self.overdue, self.failed = None, False, None

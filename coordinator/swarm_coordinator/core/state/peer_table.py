@@ -1,0 +1,455 @@
+"""The run's peers, and indices for the questions that the rules ask about them at every event.
+
+Part of the pure core. Thousands of peers send several messages a second each, and after each
+message the rules ask which peers hold a stage, download, or leave. Scanning all peers would cost
+milliseconds per message. Every change that an index depends on is a method of the table, which
+updates the indices with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swarm_coordinator.core.state.history import RunHistory
+from swarm_coordinator.core.state.peers import (
+    NO_VERSION,
+    PeerContact,
+    PeerPhase,
+    PeerState,
+    StageTransfer,
+    rates_alike,
+)
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import PeerRecord, StageRow
+from swarm_shared.run.manifest import StageRange
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeers:
+    """The peers that take part in this step with a stage, in the order of their arrival."""
+
+    ready: tuple[PeerState, ...]
+    """All that hold the stage at the run's version, leaving ones included."""
+    working: tuple[PeerState, ...]
+    """Peers that may get new microbatches: a leaving one only if all of them leave, a paused one
+    never."""
+    trainers: tuple[PeerState, ...]
+    """Peers that may be leased microbatches: neither leaving nor paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCapacity:
+    """The computing rates that a stage can count on.
+
+    Of peers that hold it or are on their way to it, without those that leave or pause.
+    """
+
+    peers: int
+    measured: int
+    """Number of these peers that have reported a rate."""
+    flops_per_second: float
+    """Sum of the reported rates."""
+
+
+class PeerTable(dict[PeerId, PeerState]):
+    """Peers by ID, with indices. Peers come and go only through `[]=`, `del` and `clear`."""
+
+    def __init__(self, stages: Sequence[StageRange], history: RunHistory) -> None:
+        super().__init__()
+        self.syncing: dict[PeerId, StageTransfer] = {}
+        """Transfers of peers that have a stage and download its state."""
+        self.unsourced: dict[PeerId, StageTransfer] = {}
+        """Those that have not been sent a source."""
+        self.movers: dict[PeerId, StageTransfer] = {}
+        """Transfers of peers that move to another stage."""
+        self.leavers: dict[PeerId, PeerState] = {}
+        self.with_carrier: dict[PeerId, PeerState] = {}
+        self.excluded: set[PeerId] = set()
+        """Peers that kept the current step from closing: they take no further part in it and are
+        synced after it. Changed only through `exclude`, `readmit` and `readmit_all`."""
+        self.losses = 0
+        """Number of stage holders lost since the start."""
+        self.awaiting_roster: dict[PeerId, PeerState] = {}
+        """Peers that have not been sent a roster yet; cleared by the sender of the roster."""
+        self._ranges = tuple(stages)
+        self._stages = tuple(StageIndex(stage) for stage in range(len(stages)))
+        self._history = history
+        self._version = NO_VERSION
+        """The version that the views are of."""
+        self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self._stages}
+        self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self._stages}
+        self._views: dict[StageIndex, StagePeers] = {}
+        self._records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
+        """Roster records of each stage's ready peers, while they are valid."""
+        self._unheld: set[StageIndex] = set()
+        self._idle: set[StageIndex] = set()
+        self._stale_stages: set[StageIndex] = set(self._stages)
+        """Stages whose peers have changed since `_unheld` and `_idle` were computed."""
+        self._capacities: dict[StageIndex, StageCapacity] = {}
+        self._rows: dict[StageIndex, StageRow] = {}
+        self._carriers: dict[str, set[PeerId]] = {}
+        """Members by the ID of their p2pd. The ID is not verified, so several members may claim
+        one."""
+        self._carrier_of: dict[PeerId, str] = {}
+
+    # ---- who takes part in this step
+
+    def holds_current(self, peer: PeerState) -> bool:
+        """Whether the peer can take part in this step: it holds a stage at the run's version."""
+        return (
+            peer.phase is PeerPhase.READY
+            and peer.version == self._history.version
+            and peer.peer not in self.excluded
+        )
+
+    def ready(self, stage: int) -> tuple[PeerState, ...]:
+        """Peers that hold the stage at the run's version, leaving ones included."""
+        return self._view(StageIndex(stage)).ready
+
+    def working(self, stage: int) -> tuple[PeerState, ...]:
+        """Ready peers that may get new microbatches.
+
+        A leaving peer only if all of them leave, a paused one never.
+        """
+        return self._view(StageIndex(stage)).working
+
+    def trainers(self) -> list[PeerState]:
+        """Peers that may be leased microbatches, by stage."""
+        return [peer for stage in self._stages for peer in self._view(stage).trainers]
+
+    def unheld(self) -> set[StageIndex]:
+        """Stages without a holder that takes part. The caller must not change the set."""
+        self._refresh_unheld()
+        return self._unheld
+
+    def idle(self) -> set[StageIndex]:
+        """Stages without a peer that takes new work. The caller must not change the set."""
+        self._refresh_unheld()
+        return self._idle
+
+    def paused_stages(self) -> list[StageIndex]:
+        """Stages that the run waits for although they are held."""
+        return sorted(self.idle() - self.unheld())
+
+    def has_complete_pipeline(self) -> bool:
+        """Whether microbatches can pass: every stage has a working peer, and there is a trainer."""
+        return not self.idle() and any(self._view(stage).trainers for stage in self._stages)
+
+    def _refresh_unheld(self) -> None:
+        self._follow_version()
+        for stage in self._stale_stages:
+            view = self._view(stage)
+            for stages, lacking in ((self._unheld, not view.ready), (self._idle, not view.working)):
+                if lacking:
+                    stages.add(stage)
+                else:
+                    stages.discard(stage)
+        self._stale_stages.clear()
+
+    def _follow_version(self) -> None:
+        if self._history.version != self._version:
+            self._version = self._history.version
+            self._views.clear()
+            self._records.clear()
+            self._stale_stages.update(self._stages)
+
+    def _view(self, stage: StageIndex) -> StagePeers:
+        self._follow_version()
+        found = self._views.get(stage)
+        if found is None:
+            ready = tuple(p for p in self._by_stage[stage].values() if self.holds_current(p))
+            active = tuple(peer for peer in ready if not peer.paused)
+            staying = tuple(peer for peer in active if not peer.leaving)
+            found = self._views[stage] = StagePeers(ready, staying or active, staying)
+        return found
+
+    # ---- where the peers are, and what they can do
+
+    def bound_for(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Peers that hold or download the stage; a moving peer counts only at its destination."""
+        return self._bound_for[stage].values()
+
+    def at(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Peers that hold or download the stage; a moving peer counts where it still is."""
+        return self._by_stage[stage].values()
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether the ID is that of a member, or of a member's p2pd."""
+        return peer in self or peer in self._carriers
+
+    def stage_rows(self) -> tuple[StageRow, ...]:
+        """The capacity of each stage; a peer without a reported rate counts with the mean."""
+        capacities = [self._capacity(stage) for stage in self._stages]
+        measured = sum(capacity.measured for capacity in capacities)
+        mean = sum(t.flops_per_second for t in capacities) / measured if measured else 0.0
+        return tuple(
+            self._row(stage, capacity, mean)
+            for stage, capacity in zip(self._stages, capacities, strict=True)
+        )
+
+    def _row(self, index: StageIndex, capacity: StageCapacity, mean: float) -> StageRow:
+        stage = self._ranges[index]
+        flops = capacity.flops_per_second + mean * (capacity.peers - capacity.measured)
+        rate = flops / (stage.work_flops or 1.0)
+        known = self._rows.get(index)
+        if known is None or (known.peers, known.microbatches_per_second) != (capacity.peers, rate):
+            known = self._rows[index] = StageRow(
+                stage=index,
+                peers=capacity.peers,
+                microbatches_per_second=rate,
+                work_flops=stage.work_flops,
+                memory_bytes=stage.memory_bytes,
+            )
+        return known
+
+    def _capacity(self, stage: StageIndex) -> StageCapacity:
+        found = self._capacities.get(stage)
+        if found is None:
+            counted = [p for p in self.bound_for(stage) if not p.leaving and not p.paused]
+            rates = [
+                min(p.rates.flops_per_second, p.rates.uplink_flops_per_second)
+                for p in counted
+                if p.rates.flops_per_second > 0
+            ]
+            found = self._capacities[stage] = StageCapacity(len(counted), len(rates), sum(rates))
+        return found
+
+    # ---- roster records
+
+    def roster(self) -> tuple[tuple[PeerRecord, ...], ...]:
+        """Records of all peers that take part in this step, by stage.
+
+        The tuple of an unchanged stage is the same object as before.
+        """
+        return tuple(self._stage_records(stage) for stage in self._stages)
+
+    def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
+        view = self._view(stage)
+        known = self._records.get(stage)
+        if known is None:
+            alone = not view.trainers
+            known = self._records[stage] = tuple(
+                _record(peer, not peer.paused and (alone or not peer.leaving))
+                for peer in view.ready
+            )
+        return known
+
+    def record_of(self, peer: PeerState) -> PeerRecord:
+        """A peer's roster record."""
+        return _record(peer, not peer.leaving and not peer.paused)
+
+    # ---- changes of a peer
+
+    def begin_transfer(self, peer: PeerState, transfer: StageTransfer) -> None:
+        """Let a peer go to a stage: as a mover if it holds another one, else with that stage."""
+        self._unindex(peer)
+        peer.transfer = transfer
+        if peer.phase is not PeerPhase.READY:
+            peer.stage, peer.phase, peer.record = transfer.stage, PeerPhase.SYNCING, None
+        self._index(peer)
+
+    def assign_source(self, peer: PeerState, transfer: StageTransfer, now: float) -> None:
+        """Record that a peer was sent the source of a state at the run's version."""
+        transfer.source_assigned, transfer.version = True, self._history.version
+        transfer.asked_at = now
+        self._index(peer)
+
+    def lose_source(self, peer: PeerState, transfer: StageTransfer) -> None:
+        """Record that a peer needs another source, or the state of another version."""
+        transfer.source_assigned = transfer.ready = False
+        self._index(peer)
+
+    def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:
+        """Let a peer hold a stage; its transfer ends."""
+        if (peer.stage, peer.goes_to) != (stage, stage):
+            self._unindex(peer)
+            peer.record = None
+        peer.stage, peer.version, peer.transfer = stage, version, None
+        peer.phase = PeerPhase.READY
+        self._index(peer)
+
+    def cancel_move(self, peer: PeerState) -> None:
+        """Let a mover stay at its stage."""
+        self._unindex(peer)
+        peer.transfer = None
+        self._index(peer)
+
+    def release_stage(self, peer: PeerState) -> None:
+        """Take a peer's stage, its state and its transfer from it."""
+        self._unindex(peer)
+        peer.stage, peer.version, peer.transfer = None, NO_VERSION, None
+        peer.phase, peer.record = PeerPhase.ADMITTED, None
+        self._index(peer)
+
+    def set_version(self, peer: PeerState, version: Version) -> None:
+        """Record that a peer has applied the step that leads to a version."""
+        peer.version = version
+        self._index(peer)
+
+    def set_paused(self, peer: PeerState, paused: bool) -> None:
+        peer.paused = paused
+        self._index(peer)
+
+    def set_leaving(self, peer: PeerState, now: float) -> None:
+        peer.leaving, peer.leaving_since = True, now
+        self._index(peer)
+
+    def set_contact(self, peer: PeerState, contact: PeerContact) -> None:
+        peer.contact, peer.record = contact, None
+        self._index(peer)
+
+    def set_certificate(self, peer: PeerState, certificate: str) -> None:
+        peer.certificate, peer.record = certificate, None
+        self._invalidate_records(peer)
+
+    def record_rates(
+        self, peer: PeerState, now: float, queued: int, microbatches_per_second: float,
+        flops_per_second: float, up_bytes_per_second: float, uplink_flops_per_second: float,
+    ) -> None:  # fmt: skip
+        """Set what a heartbeat changes; this runs thousands of times a second."""
+        rates = peer.rates
+        measured = (
+            flops_per_second != rates.flops_per_second
+            or uplink_flops_per_second != rates.uplink_flops_per_second
+        )
+        peer.last_heard, rates.queued = now, queued
+        rates.microbatches_per_second = microbatches_per_second
+        rates.flops_per_second = flops_per_second
+        rates.up_bytes_per_second = up_bytes_per_second
+        rates.uplink_flops_per_second = uplink_flops_per_second
+        if measured and peer.goes_to is not None:
+            self._capacities.pop(peer.goes_to, None)
+        record = peer.record
+        if record is not None and not rates_alike(
+            record.microbatches_per_second, microbatches_per_second
+        ):
+            self._invalidate_records(peer)
+
+    def exclude(self, peer: PeerState) -> None:
+        """Let a peer take no further part in the current step."""
+        self.excluded.add(peer.peer)
+        self._index(peer)
+
+    def readmit(self, peer: PeerState) -> None:
+        """Let an excluded peer take part in the current step again."""
+        self.excluded.discard(peer.peer)
+        self._index(peer)
+
+    def readmit_all(self) -> None:
+        """End all exclusions with the step."""
+        for peer in list(self.excluded):
+            self.readmit(self[peer])
+
+    # ---- changes of the table
+
+    def __setitem__(self, key: PeerId, peer: PeerState) -> None:
+        if key in self:
+            del self[key]
+        super().__setitem__(key, peer)
+        self.awaiting_roster[key] = peer
+        self._index(peer)
+
+    def __delitem__(self, key: PeerId) -> None:
+        peer = self[key]
+        super().__delitem__(key)
+        self.losses += peer.stage is not None
+        self._unindex(peer)
+        self.excluded.discard(key)
+        for some in (
+            self.syncing, self.unsourced, self.movers, self.leavers, self.with_carrier,
+            self.awaiting_roster,
+        ):  # fmt: skip
+            some.pop(key, None)
+        self._index_carrier(key, None)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def _index(self, peer: PeerState) -> None:
+        """Update the indices for a new or changed peer."""
+        key, transfer, stage, goes_to = peer.peer, peer.transfer, peer.stage, peer.goes_to
+        if stage is not None:
+            self._invalidate_views(stage)
+            self._by_stage[stage][key] = peer
+        if goes_to is not None:
+            self._capacities.pop(goes_to, None)
+            self._bound_for[goes_to][key] = peer
+        joins = transfer is not None and peer.phase is PeerPhase.SYNCING
+        _put(self.syncing, key, transfer if joins else None)
+        unsourced = joins and transfer is not None and not transfer.source_assigned
+        _put(self.unsourced, key, transfer if unsourced else None)
+        _put(self.movers, key, peer.moving)
+        _put(self.leavers, key, peer if peer.leaving else None)
+        carrier = peer.contact.carrier
+        _put(self.with_carrier, key, peer if carrier is not None else None)
+        self._index_carrier(key, None if carrier is None else carrier.peer)
+
+    def _index_carrier(self, member: PeerId, carrier: str | None) -> None:
+        before = self._carrier_of.get(member)
+        if carrier == before:
+            return
+        if before is not None:
+            del self._carrier_of[member]
+            self._carriers[before].discard(member)
+            if not self._carriers[before]:
+                del self._carriers[before]
+        if carrier is not None:
+            self._carrier_of[member] = carrier
+            self._carriers.setdefault(carrier, set()).add(member)
+
+    def _unindex(self, peer: PeerState) -> None:
+        """Remove a peer from the indices by stage, before it is removed or changes stage."""
+        stage, goes_to = peer.stage, peer.goes_to
+        if stage is not None:
+            self._invalidate_views(stage)
+            self._by_stage[stage].pop(peer.peer)
+        if goes_to is not None:
+            self._capacities.pop(goes_to, None)
+            self._bound_for[goes_to].pop(peer.peer)
+
+    def _invalidate_views(self, stage: StageIndex) -> None:
+        self._views.pop(stage, None)
+        self._records.pop(stage, None)
+        self._stale_stages.add(stage)
+
+    def _invalidate_records(self, peer: PeerState) -> None:
+        if peer.stage is not None:
+            self._records.pop(peer.stage, None)
+
+
+def _put(those: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None:
+    """Let an index have the value, or lack the key without one."""
+    if value is not None:
+        those[key] = value
+    else:
+        those.pop(key, None)
+
+
+def _record(peer: PeerState, accepts_work: bool) -> PeerRecord:
+    """The peer's roster record, which is the same object until it changes."""
+    assert peer.stage is not None
+    rate, known = peer.rates.microbatches_per_second, peer.record
+    if (
+        known is not None
+        and known.accepts_work == accepts_work
+        and rates_alike(known.microbatches_per_second, rate)
+    ):
+        return known
+    contact = peer.contact
+    peer.record = PeerRecord(
+        peer=peer.peer,
+        stage=peer.stage,
+        addresses=contact.addresses,
+        certificate=peer.certificate,
+        microbatches_per_second=rate,
+        carrier=contact.carrier,
+        accepts_work=accepts_work,
+        reachability=contact.reachability,
+        offers_relay=contact.offers_relay,
+    )
+    return peer.record

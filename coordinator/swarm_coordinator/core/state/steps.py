@@ -1,0 +1,104 @@
+"""The steps in progress: the current one and, under staleness, the following one.
+
+Values only; the rules are in `swarm_coordinator.core.rules.microbatches` and `step_close`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swarm_coordinator.core.state.close import CloseState, Round
+from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
+from swarm_coordinator.core.state.step_table import CellKey, StepTable
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+
+
+@dataclass(slots=True)
+class StepState:
+    """One step in progress: its table, leases and close."""
+
+    step: Step
+    began_at: float
+    previous_applied_at: float
+    """When the previous step was applied. Work done ahead of that does not count in the step's
+    duration."""
+    attempt: int = 0
+    """Number of the latest attempt to close; never reused by another step or generation."""
+    attempts: dict[StageIndex, int] = field(default_factory=dict)
+    """Number of the latest attempt of each stage."""
+    closes: int = 0
+    timeouts: int = 0
+    failure_counts: dict[PeerId, int] = field(default_factory=dict)
+    """Failed attempts of this step attributed to each peer."""
+    carrier_failures: int = 0
+    """Attempts of this step that failed through a carrier and were attributed to no peer."""
+    table: StepTable = field(default_factory=StepTable)
+    leases: LeaseBook = field(default_factory=LeaseBook)
+    speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    """Second leases of microbatches that lag at the end of the step (`core.rules.speculation`)."""
+    duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
+    """Cells counted by a second peer besides the one that the table names."""
+    mostly_done_at: float | None = None
+    """When most of the table was first filled."""
+    speculation_not_before: float = 0.0
+    unsettled: set[MicrobatchIndex] = field(default_factory=set)
+    """Microbatches that may have to be leased; all others are done or being driven."""
+    lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
+    """A heap of the times at which a lease may expire or a failed one may be granted again."""
+    not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
+    """The first peer at which a microbatch was not finite, by cell."""
+    closing: CloseState | None = None
+    """The close, from its first round until the step ends or no stage has a round."""
+    close_not_before: float = 0.0
+    complete_at: float | None = None
+    """When the table was first complete. Joining peers may delay the close for a bounded time from
+    then on, because in a large run some peer is always downloading."""
+    evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PendingMask:
+    """A mask request that awaits its answer."""
+
+    due_at: float
+    peer: PeerId
+    request: int
+    step: Step
+    microbatch: MicrobatchIndex
+
+
+@dataclass(slots=True)
+class StepsInProgress:
+    """The steps that peers work on, and the numbers that no later step may use again."""
+
+    last_lease: int
+    """Number of the latest lease."""
+    last_attempt: int
+    """Number of the latest attempt to close a step."""
+    current: StepState | None = None
+    ahead: StepState | None = None
+    """The following step, if the manifest's staleness lets it start before this one is applied."""
+    began: bool = False
+    """Whether this start of the coordinator has begun a step."""
+    masks: list[PendingMask] = field(default_factory=list)
+
+    @property
+    def closing(self) -> CloseState | None:
+        """The close of the current step."""
+        return self.current.closing if self.current is not None else None
+
+    def open(self) -> tuple[StepState, ...]:
+        return tuple(step for step in (self.current, self.ahead) if step is not None)
+
+    def numbered(self, number: int) -> StepState | None:
+        """The step in progress with this number."""
+        for step in (self.current, self.ahead):
+            if step is not None and step.step == number:
+                return step
+        return None
+
+    def round_of(self, stage: StageIndex | None) -> Round | None:
+        """The stage's round in this step; until it ends, its cells stay and no peer joins it."""
+        if self.current is None or self.current.closing is None or stage is None:
+            return None
+        return self.current.closing.rounds.get(stage)

@@ -1,0 +1,1 @@
+"""Parts of a volunteer for tests of the client."""

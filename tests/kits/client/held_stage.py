@@ -1,0 +1,35 @@
+"""A held stage around a worker that a test provides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.receipts import receipt_signer
+from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step, Version
+from swarm_shared.identity.keys import Identity
+from swarm_shared.volunteer_rules.stage_account import StageAccount
+
+
+def held_stage(
+    identity: Identity,
+    worker: Any,
+    stage: int,
+    *,
+    run: str = "ab" * 32,
+    staleness: int = 0,
+    counted: Iterable[tuple[int, int]] = (),
+) -> Holding:
+    """A stage at version 0 with receipts for the `counted` (step, microbatch) pairs."""
+    sign = receipt_signer(identity, RunId(run), StageIndex(stage), 1, lambda: Generation(1))
+    account = StageAccount(StageIndex(stage), Version(0), staleness, sign)
+    for step, microbatch in counted:
+        count(account, step, microbatch)
+    return Holding(worker, account, None)
+
+
+def count(account: StageAccount[str], step: int, microbatch: int) -> None:
+    """Sign the receipt of a microbatch, as after its computation."""
+    computation = account.begin(Step(step), MicrobatchIndex(microbatch), (account.stage,))
+    account.finish(computation, added=True, tokens=4, loss_sum=None)
