@@ -121,6 +121,7 @@ class RejoinAfter:
     """The held stage is lost with its worker: attach again after a pause."""
 
     seconds: float
+    reason: str
 
 
 Action = (
@@ -263,7 +264,7 @@ class StageTenures:
             )  # fmt: skip
         self.ended(tenure)
 
-    def worker_died(self, tenure: TenureNumber) -> None:
+    def worker_died(self, tenure: TenureNumber, reason: str) -> None:
         """The tenure is over, because its worker died."""
         held, lost = self._held, self._take_lost(tenure)
         if lost is not None and lost is held:
@@ -271,7 +272,7 @@ class StageTenures:
             seconds = backoff_seconds(
                 self._deaths - 1, WORKER_BACKOFF_SECONDS, MAX_WORKER_BACKOFF_SECONDS
             )
-            self._actions.append(RejoinAfter(seconds))
+            self._actions.append(RejoinAfter(seconds, reason))
         self.ended(tenure)
 
     # ---- tenures

@@ -37,10 +37,10 @@ import itertools
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, NewType
+from typing import ClassVar, Generic, NewType
 
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.types import MicrobatchIndex, PeerId, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
     Applied,
@@ -90,6 +90,7 @@ class Uncommit:
     """Remove microbatches from the held stage's accumulator. Answer: `uncommitted`."""
 
     work: WorkNumber
+    lane: ClassVar = Lane.HELD
     step: Step
     microbatches: tuple[MicrobatchIndex, ...]
 
@@ -99,6 +100,7 @@ class EmptyAccumulator:
     """Empty the held stage's accumulator of the step. Answer: `emptied`."""
 
     work: WorkNumber
+    lane: ClassVar = Lane.HELD
     step: Step
 
 
@@ -136,6 +138,7 @@ class SaveState:
     """Write a snapshot of the held stage. Answer: `saved`."""
 
     work: WorkNumber
+    lane: ClassVar = Lane.HELD
     request: SaveSnapshot
 
 
@@ -162,10 +165,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StepApplied:
-    """The step is applied in the lane's stage; this peer counted so many microbatches of it, all of
-    them in the stage that was held when they were computed."""
+    """The step is applied in this stage. The peer counted so many microbatches of it, all of them
+    in the stage that was held when they were computed."""
 
-    lane: Lane
+    stage: StageIndex
     step: Step
     counted: int
 
@@ -232,11 +235,13 @@ class _Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Execution:
+class _Execution(Generic[ReceiptT]):
     """An Apply or SaveSnapshot that is being carried out."""
 
     session: int
     work: ApplyStep | SaveState
+    account: StageAccount[ReceiptT]
+    """Of the stage in which it is carried out."""
 
 
 class StepClose(Generic[ReceiptT]):
@@ -251,7 +256,7 @@ class StepClose(Generic[ReceiptT]):
         self._attempt: _Attempt[ReceiptT] | None = None
         self._lanes: dict[WorkNumber, _LaneProgress[ReceiptT]] = {}
         """Lanes of the running attempt that are not finished, by their present work."""
-        self._execution: _Execution | None = None
+        self._execution: _Execution[ReceiptT] | None = None
         self._last_applied: tuple[Apply, Applied] | None = None
         self._numbers = itertools.count(1)
         self._actions: list[Action] = []
@@ -397,21 +402,16 @@ class StepClose(Generic[ReceiptT]):
         execution = self._finished(work)
         if execution is None or not isinstance(execution.work, ApplyStep):
             return
-        order, lane = execution.work.order, execution.work.lane
-        version = Version(order.step)
+        order, account = execution.work.order, execution.account
         answer = Applied(step=order.step, digest=digest, norm=norm)
-        if lane is Lane.HELD:
-            counted = self._account.applied(version)
-            self._last_applied = order, answer
-        else:
-            counted = self._account.count(order.step)
-            if self._prepared is not None:
-                self._prepared.applied(version)
+        counted = self._account.count(order.step)
+        account.applied(Version(order.step))
         self._attempt = None
-        self._actions.append(StepApplied(lane, order.step, counted))
+        self._actions.append(StepApplied(account.stage, order.step, counted))
         self._send(execution.session, answer)
-        if lane is Lane.HELD:
-            self._actions.append(DropPrepared())
+        if execution.work.lane is Lane.HELD:
+            self._last_applied = order, answer
+            self._drop_prepared()
             self._carry_out_orders()
         else:
             self._orders.clear()
@@ -454,7 +454,8 @@ class StepClose(Generic[ReceiptT]):
             if isinstance(message, Apply):
                 self._apply(order.session, message)
             elif isinstance(message, SaveSnapshot):
-                self._execute(order.session, SaveState(self._number(), message))
+                work = SaveState(self._number(), message)
+                self._execute(_Execution(order.session, work, self._account))
             elif order.session == self._session:
                 # No member joins an attempt of a lost session: averaging would wait until it fails.
                 self._close(message)
@@ -492,16 +493,17 @@ class StepClose(Generic[ReceiptT]):
     def _apply(self, session: int, order: Apply) -> None:
         attempt = self._attempt
         if attempt is not None and attempt.outcome is _Outcome.AVERAGED and attempt.is_of(order):
-            if attempt.target is None:
-                self._execute(session, ApplyStep(self._number(), Lane.HELD, order))
-                return
-            if attempt.target is self._prepared:
-                self._execute(session, ApplyStep(self._number(), Lane.PREPARED, order))
+            lane = Lane.HELD if attempt.target is None else Lane.PREPARED
+            account = attempt.target or self._account
+            if account in (self._account, self._prepared):
+                work = ApplyStep(self._number(), lane, order)
+                self._execute(_Execution(session, work, account))
                 return
         if self._last_applied is not None and self._last_applied[0] == order:
             self._send(session, self._last_applied[1])
         elif session == self._session:
-            self._actions += [Rejoin(), DropPrepared()]
+            self._actions.append(Rejoin())
+            self._drop_prepared()
 
     def _apply_failed(self, session: int, work: ApplyStep, reason: str) -> None:
         if work.lane is Lane.PREPARED:
@@ -520,6 +522,10 @@ class StepClose(Generic[ReceiptT]):
                 reason=reason[:MAX_REASON_CHARACTERS],
             ),
         )  # fmt: skip
+        self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        self._prepared = None
         self._actions.append(DropPrepared())
 
     # ---- one attempt
@@ -596,11 +602,11 @@ class StepClose(Generic[ReceiptT]):
         self._actions += map(CancelWork, self._lanes)
         self._lanes.clear()
 
-    def _execute(self, session: int, work: ApplyStep | SaveState) -> None:
-        self._execution = _Execution(session, work)
-        self._actions.append(work)
+    def _execute(self, execution: _Execution[ReceiptT]) -> None:
+        self._execution = execution
+        self._actions.append(execution.work)
 
-    def _finished(self, work: WorkNumber) -> _Execution | None:
+    def _finished(self, work: WorkNumber) -> _Execution[ReceiptT] | None:
         """The execution that this result ends; None when it was cancelled."""
         execution = self._execution
         if execution is None or execution.work.work != work:

@@ -257,10 +257,9 @@ class ClosingPeer:
                     self._begin(action)
 
     def _begin(self, work: Work) -> None:
-        lane = getattr(work, "lane", Lane.HELD)
-        running = [getattr(other, "lane", Lane.HELD) for other in self.live.values()]
+        running = [other.lane for other in self.live.values()]
         single = isinstance(work, ApplyStep | SaveState)
-        assert lane not in running, "a lane has one piece of work"
+        assert work.lane not in running, "a lane has one piece of work"
         assert not (single and running), "one order is carried out at a time"
         self.live[work.work] = work
         if isinstance(work, Uncommit):
@@ -271,7 +270,7 @@ class ClosingPeer:
         if isinstance(work, Reduce):
             self.reducing[work.work] = work
         else:
-            self.workers[lane].requests.append(work)
+            self.workers[work.lane].requests.append(work)
 
     def _running_close(self, step: int) -> Close:
         """The newest Close of this session that neither was aborted nor has been answered."""

@@ -80,7 +80,7 @@ class Workers:
 
     def die(self, tenure: TenureNumber) -> list[Action]:
         self._forget(tenure)
-        self.tenures.worker_died(tenure)
+        self.tenures.worker_died(tenure, "killed")
         return self.carry_out()
 
     def fail(self, tenure: TenureNumber) -> list[Action]:

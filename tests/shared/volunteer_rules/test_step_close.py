@@ -54,7 +54,7 @@ def test_what_is_held_and_committed_is_averaged_and_applied_once() -> None:
     peer.applies()
     peer.run()
     assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
-    assert peer.decided == [StepApplied(Lane.HELD, 1, 2), DropPrepared()]
+    assert peer.decided == [StepApplied(0, 1, 2), DropPrepared()]
     assert peer.account.version == 1
     assert not peer.account.closes(2)
     assert peer.account.receipts() == ()
@@ -334,7 +334,7 @@ def test_both_stages_are_averaged_and_the_new_one_is_applied_and_held() -> None:
     peer.run()
     assert peer.sent[-1] == Applied(step=1, digest="of PREPARED", norm=1.0)
     assert peer.switched
-    assert peer.decided == [StepApplied(Lane.PREPARED, 1, 2)], "counted in the old stage"
+    assert peer.decided == [StepApplied(1, 1, 2)], "counted in the old stage"
     assert (peer.prepared.version, peer.account.version) == (1, 0)
 
 
@@ -363,7 +363,7 @@ def test_when_one_of_the_averages_fails_nothing_is_applied_in_either(lane: Lane)
     peer.applies(attempt=2)
     peer.run()
     assert not peer.switched
-    assert peer.decided == [StepApplied(Lane.HELD, 1, 2), DropPrepared()]
+    assert peer.decided == [StepApplied(0, 1, 2), DropPrepared()]
 
 
 def test_an_attempt_that_is_aborted_is_not_switched_with() -> None:
@@ -396,7 +396,7 @@ def test_a_prepared_stage_that_is_lost_fails_the_attempt_and_costs_nothing_else(
 
 def test_a_failure_in_the_next_stage_is_named_as_such() -> None:
     peer = moving_peer()
-    work = next(n for n, w in peer.live.items() if getattr(w, "lane", None) is Lane.PREPARED)
+    work = next(n for n, w in peer.live.items() if w.lane is Lane.PREPARED)
     del peer.live[work]
     peer.close.failed(work, "killed")
     peer.carry()
