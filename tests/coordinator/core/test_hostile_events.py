@@ -206,10 +206,9 @@ class Stage:
     ) -> None:  # fmt: skip
         """Answer a lease; `step` and `lease` count from the run's own."""
         run = self.bench.run
-        granted = (
-            run.steps.current.leases.get(MicrobatchIndex(microbatch)) if run.steps.current else None
-        )
-        number = (granted.lease if granted is not None else run.lease_counter) + lease
+        current = run.steps.current
+        granted = None if current is None else current.leases.get(MicrobatchIndex(microbatch))
+        number = (granted.lease if granted is not None else run.steps.last_lease) + lease
         self.bench.resolve(
             HOSTILE, microbatch, number, step=Step(run.history.version + 1 + step), ok=ok,
             receipts=self.receipts(receipts), evaluation_loss_sum=loss, evaluation_tokens=tokens,
