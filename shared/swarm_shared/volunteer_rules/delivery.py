@@ -24,9 +24,9 @@ Invariants:
 4. After a failure, an attempt of a training microbatch is sent again only with a mask that was
    asked for after the failure. A hedge of a training microbatch is sent only with a mask asked for
    when it began. Both masks are restricted to this stage and those after it.
-5. No attempt waits while an open edge has room to a peer that is not banned and has not got its
-   microbatch; and for each attempt that waits an edge is being opened, as long as there are such
-   peers without one. Attempts wait in the order in which they began to.
+5. No attempt waits while an open edge has room to a peer that the routing allows and that has not
+   got its microbatch; and for each attempt that waits an edge is being opened, as long as there are
+   such peers without one. Attempts wait in the order in which they began to.
 6. A delivery that has ended has no request in flight: each was answered, failed, or cancelled.
 7. Nothing is sent to a peer that does not serve the stage, and nothing of a step older than the
    oldest wanted one.
@@ -468,7 +468,8 @@ class Dispatcher:
         self._waiting[attempt] = None
 
     def _dispatch(self, now: float) -> None:
-        """Send what waits, in its order, as far as there is room; open edges for the rest."""
+        """Send what waits, in its order, as far as there is room; open an edge where a peer without
+        one would be done sooner."""
         if not self._waiting:
             self._ban_ends_at = None
             return
@@ -479,14 +480,15 @@ class Dispatcher:
             if expected is not None:
                 opening.remove(expected)
             peer = self._choose(has_it, now, may_open=expected is None)
-            if peer is None:
-                if expected is None and not has_it:
-                    break  # no peer for any of the others either
-            elif peer in self._edges:
-                self._transmit(attempt, self._edges[peer], now)
-            else:
+            if peer is not None and peer not in self._edges:
                 self._opening[peer] = None
                 self._actions.append(OpenEdge(peer))
+                # Which may take long, and fail in the end: meanwhile any open edge will do.
+                peer = self._choose(has_it, now, may_open=False)
+            elif peer is None and expected is None and not has_it:
+                break  # nor is there a peer for any later attempt
+            if peer is not None:
+                self._transmit(attempt, self._edges[peer], now)
         self._ban_ends_at = self._routing.next_ban_end(now) if self._waiting else None
 
     def _choose(self, has_it: Container[PeerId], now: float, *, may_open: bool) -> PeerId | None:
@@ -544,18 +546,17 @@ class Dispatcher:
         )
 
     def _hedge_overdue(self, now: float) -> None:
-        """Begin another attempt of each delivery whose latest request is overdue."""
+        """Begin another attempt of each delivery that is with peers only, the latest of them
+        overdue."""
         limit_seconds = self._latency.limit_seconds(self._depth)
         for delivery in list(self._deliveries.values()):
             if self._waiting:
                 return  # the stage is busy, and one more copy would make it slower
-            latest = max(delivery.sent(), key=lambda sent: sent.at, default=None)
-            if (
-                latest is None
-                or now < latest.at + limit_seconds
-                or delivery.hedges >= MAX_HEDGES
-                or not self._has_other_room(delivery.peers())
-            ):
+            sent = delivery.sent()
+            if len(sent) < len(delivery.attempts) or delivery.hedges >= MAX_HEDGES:
+                continue
+            latest = max(sent, key=lambda one: one.at)
+            if now < latest.at + limit_seconds or not self._has_other_room(delivery.peers()):
                 continue
             delivery.hedges += 1
             self.hedged += 1
