@@ -374,8 +374,7 @@ class _MicrobatchTask:
                 MicrobatchRequest(
                     "train", message.step, message.microbatch, message.accumulate,
                     activation.payload, self._targets,
-                ),
-                self._still_wanted,
+                )
             )  # fmt: skip
             faults.inject_outage(FaultPoint.BACKWARD, message.step)
             if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
@@ -427,8 +426,7 @@ class _MicrobatchTask:
                     MicrobatchRequest(
                         "evaluate", message.step, message.microbatch, (),
                         output.payload, self._targets,
-                    ),
-                    self._still_wanted,
+                    )
                 )  # fmt: skip
             finally:
                 output.release()

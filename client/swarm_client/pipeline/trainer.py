@@ -62,6 +62,7 @@ class Trainer:
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
         self._samples, self._first_stage = samples, first_stage
+        self.step_changed()
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
@@ -101,6 +102,11 @@ class Trainer:
     def roster_changed(self) -> None:
         if self._first_stage is not None:
             self._first_stage.roster_changed()
+
+    def step_changed(self) -> None:
+        """Abandon what is of an older step than the current one."""
+        if self._first_stage is not None:
+            self._first_stage.oldest_step_is(self._current_step())
 
     def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
         self._report(
@@ -152,12 +158,7 @@ class Trainer:
             np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
             np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
         )
-
-        def wanted() -> bool:
-            step = self._current_step()
-            return step is not None and step <= lease.step
-
-        answer = await self._first_stage.send(request, wanted)
+        answer = await self._first_stage.send(request)
         header = answer.header
         return LeaseResult(
             step=lease.step,
