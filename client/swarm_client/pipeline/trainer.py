@@ -65,6 +65,7 @@ class Trainer:
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
         self._source = _Source(samples, first_stage)
+        self.step_changed()
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
@@ -85,6 +86,11 @@ class Trainer:
     def roster_changed(self) -> None:
         if self._source is not None:
             self._source.first_stage.roster_changed()
+
+    def step_changed(self) -> None:
+        """Abandon what is of an older step than the current one."""
+        if self._source is not None:
+            self._source.first_stage.oldest_step_is(self._current_step())
 
     def _report_all(self, results: Iterable[LeaseResult]) -> None:
         for result in results:
@@ -124,12 +130,7 @@ class Trainer:
             np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
             np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
         )
-
-        def wanted() -> bool:
-            step = self._current_step()
-            return step is not None and step <= lease.step
-
-        answer = await source.first_stage.send(request, wanted)
+        answer = await source.first_stage.send(request)
         header = answer.header
         return LeaseResult(
             step=lease.step,

@@ -109,6 +109,7 @@ class StageHost(Protocol):
     def generation(self) -> Generation: ...
     def send(self, message: FrozenModel) -> None: ...
     def claim_disk(self, size_bytes: int) -> None: ...
+    def step_changed(self) -> None: ...
 
 
 class StageManager:
@@ -159,6 +160,7 @@ class StageManager:
         if held is not None and held.serving is not None and again:
             held.assignment, held.holding = assignment, None
             self._volunteer.stage_server.holding = self._step_closer = None
+            self._step_changed()
             held.serving.cancel()
             return
         if held is not None:
@@ -229,6 +231,7 @@ class StageManager:
             if held:
                 self._volunteer.stage_server.holding = None
                 self._step_closer = self._held_tenure = None
+                self._step_changed()
             elif self._prepared_tenure is tenure:
                 self._prepared_tenure = None
             tenure.ended.set()
@@ -341,10 +344,18 @@ class StageManager:
                 StageIndex(holding.stage + 1), tenure.nursery
             )
         volunteer.stage_server.holding = holding
+        self._step_changed()
         self._step_closer = StepCloser(
             holding, volunteer.membership.manifest, volunteer.averager, self
         )
         tenure.nursery.start_soon(self._run_step_closer, self._step_closer)
+
+    def _step_changed(self) -> None:
+        """What is in flight of an older step is not wanted any more."""
+        holding = self.holding
+        if holding is not None and holding.next_stage is not None:
+            holding.next_stage.oldest_step_is(holding.step)
+        self._volunteer.step_changed()
 
     def switch_to_prepared(self, prepared: Holding) -> None:
         """Make the prepared stage the held one; end the stage that was held, with its worker."""
@@ -378,6 +389,7 @@ class StageManager:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
+        self._step_changed()
         volunteer.uplink_share.step_applied()
         manifest = volunteer.membership.manifest
         volunteer.contribution.add_step(

@@ -160,6 +160,10 @@ class Volunteer:
         assert self.membership is not None
         return self.membership
 
+    def step_changed(self) -> None:
+        """The held stage has another step now, or no stage is held any more."""
+        self._trainer.step_changed()
+
     def generation(self) -> Generation:
         return self.member.generation
 

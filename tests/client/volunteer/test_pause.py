@@ -22,7 +22,7 @@ async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without
         paused.server.pause()
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
-            await downstream.send(parcel(microbatch), lambda: True)
+            await downstream.send(parcel(microbatch))
         assert free.worker.accumulated == [0, 1, 2, 3]
         assert paused.worker.forwards == []
         assert paused.server.refused[RefusalReason.BUSY] >= 1
@@ -30,14 +30,14 @@ async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without
 
         paused.server.resume()
         w.publish(free)
-        await downstream.send(parcel(4), lambda: True)
+        await downstream.send(parcel(4))
         assert paused.worker.accumulated == [4]
 
 
 async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as pausing, trio.open_nursery() as n:
         hold = pausing.worker.hold = trio.Event()
-        n.start_soon(w.downstream(sender, 1).send, parcel(3), lambda: True)
+        n.start_soon(w.downstream(sender, 1).send, parcel(3))
         await pausing.worker.entered.wait()
         pausing.server.pause()
         hold.set()
@@ -54,7 +54,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
         answers = []
 
         async def send() -> None:
-            answers.append(await downstream.send(parcel(5), lambda: True))
+            answers.append(await downstream.send(parcel(5)))
 
         async with trio.open_nursery() as nursery:
             downstream = w.downstream(sender, 1)
@@ -74,7 +74,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
 async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as peer, trio.open_nursery() as n:
         hold = peer.worker.hold = trio.Event()
-        n.start_soon(w.downstream(sender, 1).send, parcel(5), lambda: True)
+        n.start_soon(w.downstream(sender, 1).send, parcel(5))
         await peer.worker.entered.wait()
         peer.server.pause()
         peer.server.resume()
