@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,11 +21,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.run import RunPhase
 from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.status.document import PathRow, RunFigures, StatusDocument
+from swarm_shared.protocol import PathKind, Reachability
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
@@ -141,9 +144,6 @@ METRICS: dict[str, MetricSpec] = {
 Values = Mapping[tuple[str, ...], float]
 Buckets = Mapping[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]]
 """Histograms by labels: bounds, cumulative counts (up to each bound, and of all), sum of values."""
-PHASES = (
-    "waiting for peers", "collecting", "closing", "applying", "evaluating", "stopping", "finished",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -160,9 +160,7 @@ class HttpStatistics:
 
 def exposition(snapshot: Snapshot, serving: HttpStatistics) -> bytes:
     """Encode the metrics in the text format of Prometheus."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_SnapshotCollector(snapshot, serving))
-    return generate_latest(registry)
+    return generate_latest(_SnapshotCollector(snapshot, serving))
 
 
 class _SnapshotCollector(Collector):
@@ -222,7 +220,7 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
         "swarm_run_health": {
             (state.value,): float(state is run.health.state) for state in HealthState
         },
-        "swarm_run_phase": {(phase,): float(phase == run.phase) for phase in PHASES},
+        "swarm_run_phase": {(phase,): float(phase == run.phase) for phase in RunPhase},
         "swarm_status_age_seconds": _one(max(0.0, snapshot.taken_at - run.time)),
         "swarm_coordinator_uptime_seconds": _one(run.uptime_seconds),
         "swarm_applied_steps": _one(run.version),
@@ -262,9 +260,9 @@ def _of_figures(figures: RunFigures) -> dict[str, Values]:
 
 def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
     peers, book = snapshot.status.peers, snapshot.database.book
-    phases = Counter({"admitted": 0, "syncing": 0, "ready": 0})
+    phases = Counter(dict.fromkeys(PeerPhase, 0))
     phases.update(peer.phase for peer in peers)
-    reachability = Counter({"unknown": 0, "public": 0, "mapped": 0, "behind_nat": 0})
+    reachability = Counter(dict.fromkeys(Reachability, 0))
     reachability.update(peer.reachability for peer in peers)
     return {
         "swarm_peers": _labelled(phases),
@@ -276,11 +274,11 @@ def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
 
 
 def _of_paths(paths: Iterable[PathRow]) -> dict[str, Values]:
-    count = Counter({"direct": 0, "punched": 0, "relayed": 0})
-    rates = dict.fromkeys(count, 0.0)
+    count = Counter(dict.fromkeys(PathKind, 0))
+    rates = Counter(dict.fromkeys(PathKind, 0.0))
     for path in paths:
         count[path.kind] += 1
-        rates[path.kind] = rates.get(path.kind, 0.0) + path.bytes_per_second
+        rates[path.kind] += path.bytes_per_second
     return {"swarm_paths": _labelled(count), "swarm_path_bytes_per_second": _labelled(rates)}
 
 
@@ -309,10 +307,3 @@ def _one(value: float | None) -> Values:
 
 def _labelled(values: Mapping[str, float]) -> Values:
     return {(label,): float(value) for label, value in values.items()}
-
-
-def sample_names(name: str) -> Iterable[str]:
-    """The names of a metric's samples in a query."""
-    if METRICS[name].kind == HISTOGRAM:
-        return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
-    return (name,)

@@ -14,10 +14,10 @@ from kits.coordinator.http_server import ANNA, BERT, peer, run_with_pages, statu
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.prometheus import (
     COUNTER,
+    HISTOGRAM,
     METRICS,
     HttpStatistics,
     exposition,
-    sample_names,
 )
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.durability.run_files import load_manifest
@@ -52,6 +52,13 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def sample_names(name: str) -> tuple[str, ...]:
+    """The names of a metric's samples in a query."""
+    if METRICS[name].kind == HISTOGRAM:
+        return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
+    return (name,)
 
 
 def test_everything_described_is_emitted_and_nothing_else(text: str) -> None:

@@ -91,13 +91,10 @@ def test_a_finished_run_is_finished_however_old_its_status() -> None:
 
 
 def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
-    from swarm_coordinator.dashboard import prometheus
-
     assert {document.FINISHED, document.WAITING, document.APPLYING} <= {
         phase.value for phase in RunPhase
     }
     assert {document.READY, document.SYNCING} <= {phase.value for phase in PeerPhase}
-    assert set(prometheus.PHASES) == {phase.value for phase in RunPhase}
 
 
 def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> None:
