@@ -23,7 +23,6 @@ from swarm_coordinator.storage.records import read_checkpoints
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import Step, Version
-from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.run.manifest import Manifest
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
@@ -47,9 +46,7 @@ def export_command(run_dir: Path, out: Path) -> None:
 
 def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, list[Path]]:
     """Return the newest checkpoint that verifies, and its files, one per stage."""
-    checkpoints = CheckpointFolder(
-        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
-    )
+    checkpoints = CheckpointFolder.of_run(folder, manifest)
     found = checkpoints.latest_valid(lambda text: click.echo(text, err=True), _known(folder))
     if found is None:
         raise StorageError(

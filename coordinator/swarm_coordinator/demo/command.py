@@ -33,7 +33,6 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import PeerId
-from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
@@ -268,9 +267,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
 
     # One token at a time is too little work for several threads.
     torch.set_num_threads(1)
-    checkpoints = CheckpointFolder(
-        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
-    )
+    checkpoints = CheckpointFolder.of_run(folder, manifest)
     model = build_whole(manifest)
     files = checkpoints.stage_files(checkpoint.version)
     model.load_state_dict(merge_stages(manifest.model, files), strict=False)

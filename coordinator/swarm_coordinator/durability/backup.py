@@ -16,23 +16,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError, field_validator
 
 from swarm_coordinator.core.events import CheckpointRecord
-from swarm_coordinator.durability.journal_audit import StepShape, check_database
+from swarm_coordinator.durability.journal_audit import StepShape, database_problems
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
-from swarm_coordinator.storage.database import (
-    check_pages,
-    copy_database,
-    database_exists,
-    open_for_reading,
-)
+from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
@@ -47,7 +42,6 @@ MAX_RECORDED_BACKUPS = 50
 """Maximum number of backups listed in the run folder."""
 _ATTEMPTS = 3
 """Attempts to copy a checkpoint: a running coordinator may prune it while it is copied."""
-_READ_BYTES = 4 * 2**20
 _PLAIN_FILES = ("run.toml", "manifest.json", "tokenizer.json", "port")
 _SECRET_FILES = ("organiser.key", "admission.token")
 
@@ -91,21 +85,12 @@ class Backup:
     path: Path
     summary: BackupSummary
 
-    @property
-    def version(self) -> int:
-        return self.summary.version
-
 
 # ---------------------------------------------------------------- making one
 
 
 def make_backup(
-    folder: RunFolder,
-    out: Path,
-    *,
-    with_key: bool = True,
-    with_data: bool = True,
-    now: Callable[[], float] = time.time,
+    folder: RunFolder, out: Path, *, with_key: bool = True, with_data: bool = True
 ) -> Backup:
     """Save the run to the new folder `out`, which appears complete or not at all."""
     if out.exists():
@@ -116,7 +101,7 @@ def make_backup(
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)
         try:
-            summary = _fill(folder, manifest, partial, with_key, with_data, now)
+            summary = _fill(folder, manifest, partial, with_key, with_data)
             content = summary.model_dump_json(indent=1).encode()
             write_atomically(partial / SUMMARY_NAME, content)
             for path in (partial, *(p for p in partial.rglob("*") if p.is_dir())):
@@ -134,12 +119,7 @@ def make_backup(
 
 
 def _fill(
-    folder: RunFolder,
-    manifest: Manifest,
-    target: Path,
-    with_key: bool,
-    with_data: bool,
-    now: Callable[[], float],
+    folder: RunFolder, manifest: Manifest, target: Path, with_key: bool, with_data: bool
 ) -> BackupSummary:
     copies = [folder.path / name for name in _PLAIN_FILES]
     copies += [folder.path / name for name in _SECRET_FILES if with_key]
@@ -148,7 +128,7 @@ def _fill(
         if path.is_file():
             secret = path.name in _SECRET_FILES
             _copy(path, target / path.relative_to(folder.path), private=secret)
-    saved_at, location = now(), database_location(folder)
+    saved_at, location = time.time(), database_location(folder)
     checkpoint, version, generation = None, Version(0), 0
     if database_exists(location):
         for attempt in range(_ATTEMPTS):
@@ -161,12 +141,12 @@ def _fill(
             checkpoint = _copy_checkpoint(folder, manifest, known, target)
             if checkpoint is not None or not known:
                 break
-            if attempt == _ATTEMPTS - 1 and _versions(folder, manifest):
+            if attempt == _ATTEMPTS - 1 and CheckpointFolder.of_run(folder, manifest).versions():
                 raise StorageError(
                     f"no checkpoint in {folder.checkpoints} could be copied whole; check "
                     f"them with `swarm-coordinator verify {quoted(folder.path)}`"
                 )
-        _sync(RunFolder(target).database)
+        sync_file(RunFolder(target).database)
     return BackupSummary(
         format=1, run=run_id_of(manifest), name=manifest.name, software=SOFTWARE_VERSION,
         saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
@@ -179,8 +159,7 @@ def _copy_checkpoint(
 ) -> Version | None:
     """Copy the newest checkpoint that the copied database knows and whose copy verifies."""
     source, copied = (
-        CheckpointFolder(root, run_id_of(manifest), manifest.stage_count, keep=1)
-        for root in (folder.checkpoints, RunFolder(target).checkpoints)
+        CheckpointFolder.of_run(home, manifest) for home in (folder, RunFolder(target))
     )
     for record in known:
         if record.version not in source.versions():
@@ -198,12 +177,6 @@ def _copy_checkpoint(
     return None
 
 
-def _versions(folder: RunFolder, manifest: Manifest) -> list[int]:
-    return CheckpointFolder(
-        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
-    ).versions()
-
-
 def _copy(path: Path, target: Path, private: bool = False) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("rb") as source:
@@ -211,12 +184,12 @@ def _copy(path: Path, target: Path, private: bool = False) -> None:
             target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE if private else 0o644
         )
         with os.fdopen(descriptor, "wb") as copy:
-            shutil.copyfileobj(source, copy, _READ_BYTES)
+            shutil.copyfileobj(source, copy)
             copy.flush()
             os.fsync(copy.fileno())
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -228,11 +201,8 @@ def _file_list(folder: Path) -> Iterator[SavedFile]:
 
 
 def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- verifying one
@@ -270,10 +240,7 @@ def verify_backup(path: Path) -> BackupSummary:
             problems.append(f"{saved.path} cannot be read ({error.strerror})")
     database = RunFolder(path).database
     if not problems and database.exists():
-        problems = check_pages(database)
-        if not problems:
-            with open_for_reading(database) as connection:
-                problems = check_database(connection, _shape(path))
+        problems = database_problems(database, _shape(path))
     if problems:
         raise StorageError(
             f"the backup {path} is damaged ({'; '.join(problems[:20])}); take another one"
@@ -286,8 +253,7 @@ def _shape(path: Path) -> StepShape | None:
     folder = RunFolder(path)
     if not folder.organiser_key.exists():
         return None
-    manifest = load_manifest(folder)
-    return StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
+    return StepShape.of(load_manifest(folder))
 
 
 # ---------------------------------------------------------------- the list of backups

@@ -8,23 +8,22 @@ of a database are checked by `durability.journal_audit`, a checkpoint's hashes b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.backup import find_backup
-from swarm_coordinator.durability.journal_audit import StepShape, check_database
+from swarm_coordinator.durability.journal_audit import StepShape, database_problems
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.storage.database import check_pages, database_exists, open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation
+from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_coordinator.storage.sqlite import DatabaseDamaged
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import Version
-from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.run.manifest import Manifest
 
 RECENT_DECISIONS = 1000
@@ -61,19 +60,13 @@ def check_run(
     folder: RunFolder, on_verified: Callable[[str], None] = lambda line: None
 ) -> RunCheck:
     """Check everything. `on_verified` is called with a line for each part that is intact."""
-    good: list[str] = []
-    findings: list[IntegrityFinding] = []
-
-    def report(line: str) -> None:
-        good.append(line)
-        on_verified(line)
-
-    manifest = _check_description(folder, report, findings)
+    inspection = _Inspection(folder, on_verified)
+    manifest = inspection.check_description()
     if manifest is not None:
-        _check_data(folder, manifest, report, findings)
-        known = _check_database(folder, manifest, None, report, findings)
-        _check_checkpoints(folder, manifest, known, report, findings)
-    return RunCheck(tuple(good), tuple(findings), tuple(_offers(folder, manifest, findings)))
+        inspection.check_data(manifest)
+        known = inspection.check_database(manifest, None)
+        inspection.check_checkpoints(manifest, known)
+    return inspection.result(manifest)
 
 
 def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord | None, RunCheck]:
@@ -81,136 +74,114 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
 
     The start begins from the verified checkpoint that is returned, so it is hashed only once.
     """
-    findings: list[IntegrityFinding] = []
-    known = _check_database(folder, manifest, RECENT_DECISIONS, lambda line: None, findings)
+    inspection = _Inspection(folder, lambda line: None)
+    known = inspection.check_database(manifest, RECENT_DECISIONS)
+    checkpoints = CheckpointFolder.of_run(folder, manifest)
     checkpoint = None
-    if not findings and known:
-        checkpoints = _checkpoint_folder(folder, manifest)
-        there = [v for v in checkpoints.versions() if Version(v) in known]
-        if there:
-            try:
-                checkpoint = _checked(checkpoints, Version(there[0]), known)
-            except StorageError as error:
-                findings.append(IntegrityFinding("checkpoint", str(error), there[0]))
-    return checkpoint, RunCheck((), tuple(findings), tuple(_offers(folder, manifest, findings)))
+    for version in [v for v in checkpoints.versions() if Version(v) in known][:1]:
+        with inspection.finding("checkpoint", version):
+            checkpoint = _checked(checkpoints, Version(version), known)
+    return checkpoint, inspection.result(manifest)
 
 
 # ---------------------------------------------------------------- the parts
 
 
-def _check_description(
-    folder: RunFolder, report: Callable[[str], None], findings: list[IntegrityFinding]
-) -> Manifest | None:
-    try:
-        load_settings(folder)
-        report("run.toml can be read")
-    except SwarmError as error:
-        findings.append(IntegrityFinding("run.toml", str(error)))
-    try:
-        manifest = load_manifest(folder)
-    except SwarmError as error:
-        findings.append(IntegrityFinding("manifest.json", str(error)))
+class _Inspection:
+    """A check in progress, and what it has found so far."""
+
+    def __init__(self, folder: RunFolder, on_verified: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._on_verified = on_verified
+        self._good: list[str] = []
+        self._findings: list[IntegrityFinding] = []
+
+    def result(self, manifest: Manifest | None) -> RunCheck:
+        offers = _offers(self._folder, manifest, self._findings)
+        return RunCheck(tuple(self._good), tuple(self._findings), tuple(offers))
+
+    @contextlib.contextmanager
+    def finding(self, part: str, version: int | None = None) -> Iterator[None]:
+        """Make a finding of an error of the block."""
+        try:
+            yield
+        except SwarmError as error:
+            self._findings.append(IntegrityFinding(part, str(error), version))
+
+    def _report(self, line: str) -> None:
+        self._good.append(line)
+        self._on_verified(line)
+
+    def check_description(self) -> Manifest | None:
+        with self.finding("run.toml"):
+            load_settings(self._folder)
+            self._report("run.toml can be read")
+        with self.finding("manifest.json"):
+            manifest = load_manifest(self._folder)
+            self._report("manifest.json is signed with organiser.key")
+            return manifest
         return None
-    report("manifest.json is signed with organiser.key")
-    return manifest
 
+    def check_data(self, manifest: Manifest) -> None:
+        # Imported here, because a start needs neither numpy nor the tokenizer.
+        from swarm_shared.data.shards import verify_shard
+        from swarm_shared.data.tokenizer import load_tokenizer
 
-def _check_data(
-    folder: RunFolder,
-    manifest: Manifest,
-    report: Callable[[str], None],
-    findings: list[IntegrityFinding],
-) -> None:
-    # Imported here, because a start needs neither numpy nor the tokenizer.
-    from swarm_shared.data.shards import verify_shard
-    from swarm_shared.data.tokenizer import load_tokenizer
+        folder, data = self._folder, manifest.data
+        with self.finding("data"):
+            load_tokenizer(data.tokenizer, folder.tokenizer, data.tokenizer_sha256)
+            for shard in data.shards:
+                path, ids = folder.data / shard.name, manifest.model.vocabulary_size
+                verify_shard(path, shard, data.token_bytes, ids)
+            self._report(f"{len(data.shards)} files of training data have the manifest's hashes")
 
-    data = manifest.data
-    try:
-        load_tokenizer(data.tokenizer, folder.tokenizer, data.tokenizer_sha256)
-        for shard in data.shards:
-            verify_shard(
-                folder.data / shard.name, shard, data.token_bytes, manifest.model.vocabulary_size
-            )
-    except SwarmError as error:
-        findings.append(IntegrityFinding("data", str(error)))
-    else:
-        report(f"{len(data.shards)} files of training data have the manifest's hashes")
-
-
-def _check_database(
-    folder: RunFolder,
-    manifest: Manifest,
-    newest: int | None,
-    report: Callable[[str], None],
-    findings: list[IntegrityFinding],
-) -> dict[Version, CheckpointRecord]:
-    """Return the checkpoints that the database lists; none when it is damaged."""
-    try:
-        location = database_location(folder)
-    except SwarmError:
-        return {}  # run.toml names the database, and has a finding of its own
-    try:
-        if not database_exists(location):
-            report("there is no database yet: the run has not been started")
-            return {}
-        problems = database_problems(location, step_shape(manifest), newest)
-        if not problems:
+    def check_database(
+        self, manifest: Manifest, newest: int | None
+    ) -> dict[Version, CheckpointRecord]:
+        """Return the checkpoints that the database lists; none when it is damaged."""
+        try:
+            location = database_location(self._folder)
+        except SwarmError:
+            return {}  # run.toml names the database, and has a finding of its own
+        with self.finding("database"):
+            if not database_exists(location):
+                self._report("there is no database yet: the run has not been started")
+                return {}
+            try:
+                problems = database_problems(location, StepShape.of(manifest), newest)
+            except DatabaseDamaged as error:
+                problems = [error.detail]
+            if problems:
+                raise StorageError(
+                    f"the run's database {location} is damaged ({'; '.join(problems)})"
+                )
             with open_for_reading(location) as connection:
                 restored = read_restored(connection)
                 known = {record.version: record for record in read_checkpoints(connection)}
-            report(
+            self._report(
                 f"the database is whole: {restored.version} steps, generation {restored.generation}"
             )
             return known
-        problem = f"the run's database {location} is damaged ({'; '.join(problems)})"
-    except DatabaseDamaged as error:
-        problem = f"the run's database {location} is damaged ({error.detail})"
-    except SwarmError as error:
-        problem = str(error)
-    findings.append(IntegrityFinding("database", problem))
-    return {}
+        return {}
 
-
-def database_problems(
-    location: DatabaseLocation, shape: StepShape | None, newest: int | None = None
-) -> list[str]:
-    """Return what SQLite's own check or the audit of the journal finds wrong."""
-    problems = check_pages(location, thorough=newest is None)
-    if problems:
-        return problems
-    with open_for_reading(location) as connection:
-        return check_database(connection, shape, newest)
-
-
-def step_shape(manifest: Manifest) -> StepShape:
-    return StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
-
-
-def _checkpoint_folder(folder: RunFolder, manifest: Manifest) -> CheckpointFolder:
-    return CheckpointFolder(folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1)
-
-
-def _check_checkpoints(
-    folder: RunFolder,
-    manifest: Manifest,
-    known: dict[Version, CheckpointRecord],
-    report: Callable[[str], None],
-    findings: list[IntegrityFinding],
-) -> None:
-    checkpoints = _checkpoint_folder(folder, manifest)
-    for version in checkpoints.versions():
-        try:
-            _checked(checkpoints, Version(version), known)
-        except StorageError as error:
-            if version in checkpoints.versions():  # otherwise it was pruned meanwhile
-                findings.append(IntegrityFinding("checkpoint", str(error), version))
-        else:
-            report(f"the checkpoint of step {version} has the hashes that it was written with")
-    there = checkpoints.versions()
-    if known and max(known) not in there:
-        newest = checkpoints.folder(max(known))
-        findings.append(IntegrityFinding("checkpoint", f"the checkpoint {newest} is missing", None))
+    def check_checkpoints(self, manifest: Manifest, known: dict[Version, CheckpointRecord]) -> None:
+        checkpoints = CheckpointFolder.of_run(self._folder, manifest)
+        for version in checkpoints.versions():
+            with self.finding("checkpoint", version):
+                try:
+                    _checked(checkpoints, Version(version), known)
+                except StorageError:
+                    if version not in checkpoints.versions():
+                        continue  # it was pruned meanwhile
+                    raise
+                self._report(
+                    f"the checkpoint of step {version} has the hashes that it was written with"
+                )
+        if known and max(known) not in checkpoints.versions():
+            newest = checkpoints.folder(max(known))
+            self._findings.append(
+                IntegrityFinding("checkpoint", f"the checkpoint {newest} is missing")
+            )
 
 
 def _checked(
@@ -239,7 +210,7 @@ def _offers(
         backup = find_backup(folder)
         if backup is not None:
             yield (
-                f"the last good backup is {backup.path}, of step {backup.version}: "
+                f"the last good backup is {backup.path}, of step {backup.summary.version}: "
                 f"`swarm-coordinator restore {quoted(backup.path)} {run_dir} --force` "
                 "restores it"
             )
@@ -263,7 +234,7 @@ def _offers(
 def _last_good(
     folder: RunFolder, manifest: Manifest, findings: list[IntegrityFinding]
 ) -> int | None:
-    checkpoints = _checkpoint_folder(folder, manifest)
+    checkpoints = CheckpointFolder.of_run(folder, manifest)
     bad = {finding.version for finding in findings}
     for version in checkpoints.versions():
         if version not in bad:
@@ -278,10 +249,10 @@ def _last_good(
 def set_aside(folder: RunFolder, check: RunCheck) -> list[Path]:
     """Move damaged parts that the run can do without aside; return their new paths."""
     moved: list[Path] = []
-    manifest = load_manifest(folder)
+    checkpoints = CheckpointFolder.of_run(folder, load_manifest(folder))
     for finding in check.findings:
         if finding.version is not None:
-            moved.append(_checkpoint_folder(folder, manifest).set_aside(finding.version))
+            moved.append(checkpoints.set_aside(finding.version))
         elif finding.part == "database":
             moved.extend(folder.set_database_aside())
     return moved

@@ -22,10 +22,13 @@ from swarm_coordinator.core.events import (
     StoredStage,
 )
 from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.database import check_pages, open_for_reading
 from swarm_coordinator.storage.journal import JournalRecord, digest
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import float_or_nan, read_step
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.run.manifest import Manifest
 
 MAX_FINDINGS = 20
 """Maximum number of findings reported for one database."""
@@ -43,6 +46,10 @@ class StepShape:
     stages: int
     microbatches: int
 
+    @classmethod
+    def of(cls, manifest: Manifest) -> StepShape:
+        return cls(manifest.stage_count, manifest.training.microbatches_per_step)
+
 
 @dataclass(slots=True)
 class _Replay:
@@ -53,6 +60,17 @@ class _Replay:
     """Rows of the steps that count, by step."""
     generation: int = 0
     any_applied: bool = False
+
+
+def database_problems(
+    location: DatabaseLocation, shape: StepShape | None, newest: int | None = None
+) -> list[str]:
+    """Return what SQLite's own check finds wrong or, if that is nothing, what the audit does."""
+    problems = check_pages(location, thorough=newest is None)
+    if not problems:
+        with open_for_reading(location) as connection:
+            problems = check_database(connection, shape, newest)
+    return problems
 
 
 def check_database(

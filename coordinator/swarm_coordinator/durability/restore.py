@@ -19,7 +19,7 @@ from pathlib import Path
 import trio
 
 from swarm_coordinator.core.events import RolledBack
-from swarm_coordinator.durability.backup import BackupSummary, verify_backup
+from swarm_coordinator.durability.backup import BackupSummary, sync_file, verify_backup
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import postgresql_driver
@@ -131,8 +131,7 @@ def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path
         path = target / saved.path
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(backup / saved.path, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
     for name in _CARRIED_OVER:
         if replaced is not None and (replaced / name).exists() and not (target / name).exists():
             if (replaced / name).is_dir():
@@ -157,8 +156,7 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
     finally:
         store.close()
     for path in database_files(folder.database):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(path)
     return generation
 
 

@@ -21,17 +21,19 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from swarm_coordinator.core.events import CheckpointRecord, StoredStage
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, StageIndex, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 SUMMARY_NAME = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _ITEM = re.compile(r"checkpoint/(\d{1,15})/(\d{1,6})")
 _MAX_SUMMARY_BYTES = 16 * 2**20
-_READ_BYTES = 4 * 2**20
 
 
 class StageFile(FrozenModel):
@@ -78,6 +80,11 @@ class CheckpointFolder:
         self._run = run
         self._stages = stages
         self._keep = max(1, keep)
+
+    @classmethod
+    def of_run(cls, folder: RunFolder, manifest: Manifest, keep: int = 1) -> CheckpointFolder:
+        """The checkpoints in a run's folder."""
+        return cls(folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep)
 
     def folder(self, version: int) -> Path:
         return self._root / f"step-{version:08d}"
@@ -232,13 +239,11 @@ class CheckpointFolder:
 
 
 def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
-    digest = hashlib.sha256()
     try:
         if path.stat().st_size != size_bytes:
             raise StorageError(f"the checkpoint file {path} is damaged (its size is wrong)")
         with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise StorageError(
             f"the checkpoint file {path} cannot be read ({error.strerror})"

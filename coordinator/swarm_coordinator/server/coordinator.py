@@ -115,10 +115,9 @@ class Coordinator:
         self._queue = EventQueue()
         self._sessions = ClientSessions()
         self._news = NewsPublisher(Leaderboard(service.manifest))
-        self._checkpoints = CheckpointFolder(
-            service.folder.checkpoints, self._run_id, service.manifest.stage_count,
-            service.settings.checkpoint.keep,
-        )  # fmt: skip
+        self._checkpoints = CheckpointFolder.of_run(
+            service.folder, service.manifest, service.settings.checkpoint.keep
+        )
 
     async def run(self) -> None:
         service = self._service
