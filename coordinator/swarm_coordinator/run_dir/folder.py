@@ -27,74 +27,40 @@ def quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
+class _Part:
+    """A file or folder in a run folder, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths of a run folder; only `create` and `open` check the disk."""
 
     path: Path
 
-    @property
-    def settings(self) -> Path:
-        return self.path / "run.toml"
-
-    @property
-    def manifest(self) -> Path:
-        """File of the signed manifest."""
-        return self.path / "manifest.json"
-
-    @property
-    def organiser_key(self) -> Path:
-        return self.path / "organiser.key"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
-
-    @property
-    def tokenizer(self) -> Path:
-        """File of the tokenizer; exists only for a bpe tokenizer."""
-        return self.path / "tokenizer.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def database(self) -> Path:
-        return self.path / "coordinator.sqlite"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def port_file(self) -> Path:
-        return self.path / "port"
-
-    @property
-    def socket(self) -> Path:
-        """Socket on which a running coordinator takes commands."""
-        return self.path / "commands.sock"
-
-    @property
-    def token_file(self) -> Path:
-        return self.path / "admission.token"
-
-    @property
-    def dashboard_token_file(self) -> Path:
-        return self.path / "dashboard.token"
-
-    @property
-    def http_port_file(self) -> Path:
-        return self.path / "http.port"
+    settings = _Part("run.toml")
+    manifest = _Part("manifest.json")
+    """File of the signed manifest."""
+    organiser_key = _Part("organiser.key")
+    data = _Part("data")
+    tokenizer = _Part("tokenizer.json")
+    """File of the tokenizer; exists only for a bpe tokenizer."""
+    checkpoints = _Part("checkpoints")
+    database = _Part("coordinator.sqlite")
+    status = _Part("status.json")
+    log = _Part("log")
+    lock_file = _Part("lock")
+    port_file = _Part("port")
+    socket = _Part("commands.sock")
+    """Socket on which a running coordinator takes commands."""
+    token_file = _Part("admission.token")
+    dashboard_token_file = _Part("dashboard.token")
+    http_port_file = _Part("http.port")
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
