@@ -29,6 +29,7 @@ from swarm_coordinator.admission.book import (
     hash_of,
 )
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.document import AdmissionStatus, BanRow
 from swarm_shared.base.errors import SignatureError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
@@ -304,17 +305,18 @@ def token_document(book: AdmissionBook, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def admission_document(
+def admission_status(
     book: AdmissionBook, mode: AdmissionMode, now: float, attached: int
-) -> dict[str, Any]:
+) -> AdmissionStatus:
     """The admission section of the status. In mode "open" the members are the attached peers."""
-    valid = [t for t in book.tokens.values() if book.state_of(t, now) is TokenState.VALID]
-    return {
-        "mode": mode,
-        "members": attached if mode == "open" else len(book.members(mode)),
-        "valid_tokens": len(valid),
-        "bans": [
-            {"peer": peer, "reason": ban.reason, "banned_at": ban.banned_at}
+    return AdmissionStatus(
+        mode=mode,
+        members=attached if mode == "open" else len(book.members(mode)),
+        valid_tokens=sum(
+            book.state_of(token, now) is TokenState.VALID for token in book.tokens.values()
+        ),
+        bans=tuple(
+            BanRow(peer=peer, reason=ban.reason, banned_at=ban.banned_at)
             for peer, ban in book.bans.items()
-        ],
-    }
+        ),
+    )

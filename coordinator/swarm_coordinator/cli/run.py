@@ -20,7 +20,7 @@ from typing import Any
 import click
 import trio
 
-from swarm_coordinator.admission.requests import admission_document, standing_token
+from swarm_coordinator.admission.requests import admission_status, standing_token
 from swarm_coordinator.configuration.http_address import parse_address
 from swarm_coordinator.configuration.run_settings import (
     DEFAULT_PRESET,
@@ -436,9 +436,7 @@ def _admission_now(folder: RunFolder) -> AdmissionStatus | None:
         mode = load_settings(folder).admission.mode
     except ConfigurationError:
         return None
-    return AdmissionStatus.model_validate(
-        admission_document(read_admission_book(folder), mode, time.time(), attached=0)
-    )
+    return admission_status(read_admission_book(folder), mode, time.time(), attached=0)
 
 
 def _lock_holder(folder: RunFolder) -> int | None:

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
-from http import HTTPStatus
+from http.client import responses
 from typing import Any
 from urllib.parse import unquote
 
@@ -102,7 +102,8 @@ class HttpServer:
             if not self._has_room(address):
                 self.counts.refused_connections += 1
                 with trio.move_on_after(1.0):
-                    await _send_ignoring_errors(stream, _BUSY)
+                    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                        await stream.send_all(_BUSY)
                 return
             self._open[address] += 1
             try:
@@ -287,7 +288,7 @@ class _Exchange:
             self._head = h11.Response(
                 status_code=message["status"],
                 headers=[*message["headers"], (b"date", formatdate(usegmt=True).encode())],
-                reason=_reason(message["status"]),
+                reason=responses.get(message["status"], "").encode(),
             )
             return
         events: list[h11.Event] = []
@@ -300,20 +301,6 @@ class _Exchange:
             events.append(h11.EndOfMessage())
             self._ended = True
         await self._connection.send(*events)
-
-
-def _reason(status: int) -> bytes:
-    try:
-        return HTTPStatus(status).phrase.encode()
-    except ValueError:
-        return b""
-
-
-async def _send_ignoring_errors(stream: trio.SocketStream, content: bytes) -> None:
-    try:
-        await stream.send_all(content)
-    except (trio.BrokenResourceError, trio.ClosedResourceError):
-        return
 
 
 _BUSY = (

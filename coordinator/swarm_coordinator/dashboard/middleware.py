@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from math import ceil
+
+from starlette.responses import JSONResponse
 
 from swarm_coordinator.dashboard.http_server import Application, Message, is_this_machine
 from swarm_shared.base.rate_limit import RateLimit
@@ -63,7 +64,8 @@ class GuardMiddleware:
 
         wait_seconds = self._wait_seconds(str(scope["client"][0]))
         if wait_seconds > 0:
-            await _refuse(with_headers, wait_seconds)
+            refusal = _refusal(max(1, ceil(wait_seconds)))
+            await refusal(scope, receive, with_headers)
         else:
             await self._application(scope, receive, with_headers)
 
@@ -77,16 +79,9 @@ def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
     return () if b"cache-control" in named else ((b"cache-control", b"no-store"),)
 
 
-async def _refuse(send: Callable[[Message], Awaitable[None]], wait_seconds: float) -> None:
-    seconds = max(1, ceil(wait_seconds))
-    body = json.dumps({"error": f"too many requests; come again in {seconds} s"}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", str(seconds).encode()),
-    ]
-    await send({"type": "http.response.start", "status": 429, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(seconds: int) -> JSONResponse:
+    problem = {"error": f"too many requests; come again in {seconds} s"}
+    return JSONResponse(problem, 429, {"retry-after": str(seconds)})
 
 
 def is_organiser(authorization: str | None, token: str) -> bool:

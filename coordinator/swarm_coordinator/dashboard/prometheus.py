@@ -260,9 +260,9 @@ def _of_figures(figures: RunFigures) -> dict[str, Values]:
 
 def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
     peers, book = snapshot.status.peers, snapshot.database.book
-    phases = Counter(dict.fromkeys(PeerPhase, 0))
+    phases = Counter({phase.value: 0 for phase in PeerPhase})
     phases.update(peer.phase for peer in peers)
-    reachability = Counter(dict.fromkeys(Reachability, 0))
+    reachability = Counter({one.value: 0 for one in Reachability})
     reachability.update(peer.reachability for peer in peers)
     return {
         "swarm_peers": _labelled(phases),
@@ -274,8 +274,8 @@ def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
 
 
 def _of_paths(paths: Iterable[PathRow]) -> dict[str, Values]:
-    count = Counter(dict.fromkeys(PathKind, 0))
-    rates = Counter(dict.fromkeys(PathKind, 0.0))
+    count = {kind.value: 0 for kind in PathKind}
+    rates = {kind.value: 0.0 for kind in PathKind}
     for path in paths:
         count[path.kind] += 1
         rates[path.kind] += path.bytes_per_second

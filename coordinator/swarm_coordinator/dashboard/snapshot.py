@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.admission.requests import admission_document, token_document
+from swarm_coordinator.admission.requests import admission_status, token_document
 from swarm_coordinator.dashboard.api_models import (
     ID_END,
     AdmissionOverview,
@@ -81,13 +81,9 @@ class Snapshot:
 
     @cached_property
     def admission(self) -> AdmissionOverview:
-        document = admission_document(
-            self.database.book,
-            self.status.admission.mode,
-            self.taken_at,
-            attached=len(self.status.peers),
-        )
-        return AdmissionOverview.model_validate(document)
+        mode, attached = self.status.admission.mode, len(self.status.peers)
+        status = admission_status(self.database.book, mode, self.taken_at, attached)
+        return AdmissionOverview(mode=mode, members=status.members, bans=status.bans)
 
     @cached_property
     def tokens(self) -> Tokens:

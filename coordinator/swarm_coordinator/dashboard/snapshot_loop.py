@@ -12,7 +12,7 @@ from functools import partial
 import trio
 import trio.to_thread
 
-from swarm_coordinator.dashboard.api_models import EventRow, RunStatus
+from swarm_coordinator.dashboard.api_models import EventRow
 from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
 from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
@@ -81,7 +81,7 @@ class SnapshotLoop:
     def _publish(self, before: Snapshot | None, after: Snapshot) -> None:
         if not len(self.hub):
             return
-        if before is None or _differs(before.run, after.run):
+        if before is None or before.run != after.run:
             self.hub.publish(encode_event("run", after.run))
             self.hub.publish(encode_event("stages", after.stages))
         if before is None or before.database.steps is not after.database.steps:
@@ -91,10 +91,6 @@ class SnapshotLoop:
             self.hub.publish(encode_event("step", after.database.steps.row(index)))
         for event in _new_events(before, after):
             self.hub.publish(encode_event("event", event))
-
-
-def _differs(before: RunStatus, after: RunStatus) -> bool:
-    return before != after
 
 
 def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:

@@ -16,7 +16,7 @@ import trio
 from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuthority
 from swarm_coordinator.admission.requests import (
     Administration,
-    admission_document,
+    admission_status,
     parse_request,
     standing_token,
 )
@@ -116,10 +116,8 @@ class AdmissionService:
 
     def status(self) -> AdmissionStatus:
         admission = self._admission
-        return AdmissionStatus.model_validate(
-            admission_document(
-                admission.book, admission.mode, admission.clock(), self._sessions.attached
-            )
+        return admission_status(
+            admission.book, admission.mode, admission.clock(), self._sessions.attached
         )
 
     # ------------------------------------------------------------ commands

@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import anyio.to_thread
 import trio
+import trio.to_thread
 
 from swarm_coordinator.core.events import CheckpointFailed, CheckpointStored, FetchSnapshot
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
@@ -27,8 +25,6 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.transfer.transfer import Catalogue, TransferSource, fetch
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TOKENIZER_ITEM = "tokenizer.json"
 
@@ -121,14 +117,12 @@ class CheckpointFetcher:
                     return
                 self.cancel()
                 with trio.CancelScope(shield=True):
-                    await _in_thread(partial(self._folder.discard_partial, snapshot.version))
+                    await _in_thread(self._folder.discard_partial, snapshot.version)
                     await self._put(CheckpointFailed(snapshot.version, str(error)))
 
     async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         snapshot, holder = command.snapshot, command.holder
-        path = await _in_thread(
-            partial(self._folder.partial_path, snapshot.version, snapshot.stage)
-        )
+        path = await _in_thread(self._folder.partial_path, snapshot.version, snapshot.stage)
         await fetch(
             self._node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
             snapshot.bytes,
@@ -136,12 +130,9 @@ class CheckpointFetcher:
         )  # fmt: skip
         checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)
         if len(checkpoint.files) == self._stages:
-            record = await _in_thread(
-                partial(self._folder.complete, checkpoint.version, checkpoint.files)
-            )
+            record = await _in_thread(self._folder.complete, checkpoint.version, checkpoint.files)
             await self._put(CheckpointStored(record.version, record.stages))
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    # Not abandoned on cancellation: a half-renamed checkpoint must not race with the next one.
-    return await anyio.to_thread.run_sync(work)
+_in_thread = trio.to_thread.run_sync
+"""Not abandoned on cancellation: a half-renamed checkpoint must not race with the next one."""

@@ -51,7 +51,6 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.error_groups import leaves
@@ -177,11 +176,8 @@ class Coordinator:
             max_streams_per_peer=MAX_CONTROL_STREAMS,
         )  # fmt: skip
         return StatusWriter(
-            self._state,
-            StatusFile(service.folder.status, self._state, addresses, service.wall_clock),
-            service.store, reports, self._admission_service, self._sessions, self.control,
-            service.dashboard_process,
-            service.clock,
+            service, self._state, addresses, reports, self._admission_service, self._sessions,
+            self.control,
         )  # fmt: skip
 
     @property

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import trio
 
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.server.admission_service import AdmissionService
+from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.control_protocol import ControlServer
-from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.status.document import DashboardStatus
-from swarm_coordinator.status.status_file import ServerStatus, StatusFile
+from swarm_coordinator.status.status_file import write_status
 from swarm_coordinator.storage.records import LinksReported
-from swarm_coordinator.storage.store import Store
-from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import StorageError
 
 STATUS_SECONDS = 1.0
 """Seconds between two writes of the status file in a small run."""
@@ -33,19 +33,35 @@ COMMIT_SECONDS = 0.25
 class StatusWriter:
     """Collects what the status needs from the parts of the coordinator."""
 
+    service: CoordinatorContext
     state: RunState
-    status: StatusFile
-    store: Store
+    addresses: tuple[str, ...]
     reports: LinkReports
     admission_service: AdmissionService
     sessions: ClientSessions
     control: ControlServer
-    dashboard_process: DashboardProcess | None
-    clock: Clock
 
     async def write_status(self, *, running: bool = True) -> float:
         """Write the status file. Returns the CPU seconds that this took."""
-        return await self.status.write(self._server_status(), running=running)
+        service, pages = self.service, self.service.dashboard_process
+        try:
+            return await write_status(
+                service.folder.status,
+                self.state,
+                service.clock(),
+                self.reports.links(),
+                self.reports.paths(self.state.peers),
+                running=running,
+                pid=os.getpid(),
+                time=service.wall_clock(),
+                addresses=self.addresses,
+                admission=self.admission_service.status(),
+                sessions=len(self.sessions),
+                sessions_ended=dict(self.control.ended),
+                http=DashboardStatus() if pages is None else pages.status(),
+            )
+        except StorageError:
+            return 0.0  # a full disk must not stop a run that can still train; the file gets old
 
     async def write_status_repeatedly(self) -> None:
         while True:
@@ -59,23 +75,10 @@ class StatusWriter:
         while True:
             await trio.sleep(LINKS_SECONDS)
             for links in self.reports.unsaved_links():
-                self.store.post(LinksReported(links))
+                self.service.store.post(LinksReported(links))
                 await trio.sleep(COMMIT_SECONDS)
 
     def save_links(self) -> None:
         """Write all links at once, at the end of the run."""
         for links in self.reports.unsaved_links():
-            self.store.post(LinksReported(links))
-
-    def _server_status(self) -> ServerStatus:
-        """What the status document needs beside the core's state."""
-        pages = self.dashboard_process
-        return ServerStatus(
-            now=self.clock(),
-            links=self.reports.links(),
-            paths=self.reports.paths(self.state.peers),
-            admission=self.admission_service.status(),
-            sessions=len(self.sessions),
-            sessions_ended=self.control.ended,
-            http=DashboardStatus() if pages is None else pages.status(),
-        )
+            self.service.store.post(LinksReported(links))

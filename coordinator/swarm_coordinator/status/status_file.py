@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.status.builder import document_without_peers, peer_row
 from swarm_coordinator.status.document import (
-    AdmissionStatus,
-    DashboardStatus,
     LinkRow,
     PathRow,
     PeerRow,
@@ -33,7 +28,6 @@ from swarm_coordinator.status.document import (
 )
 from swarm_coordinator.status.pacing import batched, with_duty_cycle
 from swarm_shared.base.atomic_file import write_atomically
-from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import LinkBytes, LinkPath
@@ -46,82 +40,51 @@ REPORTERS_PER_TURN = 25
 """Reporters whose paths are converted in one turn; in a large run each reports about ten."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStatus:
-    """What the document needs beside the core's state."""
-
-    now: float
-    """On the core's clock."""
-    links: Mapping[PeerId, tuple[LinkBytes, ...]]
-    paths: Mapping[PeerId, tuple[LinkPath, ...]]
-    """The newest report of every attached peer, and the coordinator's own."""
-    admission: AdmissionStatus
-    sessions: int
-    sessions_ended: Mapping[str, int]
-    http: DashboardStatus
+Links = Mapping[PeerId, tuple[LinkBytes, ...]]
+Paths = Mapping[PeerId, tuple[LinkPath, ...]]
+"""The newest report of every attached peer, and the coordinator's own."""
 
 
-class StatusFile:
-    """Writes the file. A failure is counted and never ends the run."""
+async def write_status(
+    path: Path, state: RunState, now: float, links: Links, paths: Paths, **server: object
+) -> float:
+    """Write the file. `now` is on the core's clock; `server` are the fields of the document that
+    the core does not know. Returns the CPU seconds that this took, here and in a thread.
 
-    def __init__(
-        self, path: Path, state: RunState, addresses: tuple[str, ...], wall_clock: Clock
-    ) -> None:
-        self._path = path
-        self._state = state
-        self._addresses = addresses
-        self._wall_clock = wall_clock
-        self.failures = 0
+    StorageError when the file cannot be written.
+    """
+    document = document_without_peers(state, now).model_copy(update=server)
+    peers, seconds = await _peer_rows(state, now)
+    document = document.model_copy(update={"peers": peers})
+    dead_after_seconds = state.manifest.limits.dead_after_seconds
+    return seconds + await anyio.to_thread.run_sync(
+        _write, path, document, links, paths, dead_after_seconds
+    )
 
-    async def write(self, server: ServerStatus, *, running: bool = True) -> float:
-        """Write the file. Returns the CPU seconds that this took, here and in a thread."""
-        document = document_without_peers(self._state, server.now).model_copy(
-            update={
-                "running": running,
-                "pid": os.getpid(),
-                "time": self._wall_clock(),
-                "addresses": self._addresses,
-                "admission": server.admission,
-                "sessions": server.sessions,
-                "sessions_ended": dict(server.sessions_ended),
-                "http": server.http,
-            }
-        )
-        peers, seconds = await self._peer_rows(server.now)
-        document = document.model_copy(update={"peers": peers})
-        write = partial(
-            _write, self._path, document, server, self._state.manifest.limits.dead_after_seconds
-        )
-        try:
-            seconds += await anyio.to_thread.run_sync(write)
-        except StorageError:
-            # A full disk must not stop a run that can still train; the file just gets old.
-            self.failures += 1
-        return seconds
 
-    async def _peer_rows(self, now: float) -> tuple[tuple[PeerRow, ...], float]:
-        """The rows and the CPU seconds that they took. Rows are made a few at a time; a peer that
-        leaves meanwhile is described as it was."""
-        rows: list[PeerRow] = []
-        seconds = 0.0
-        for batch in batched(list(self._state.peers.values()), ROWS_PER_TURN):
-            began = time.thread_time()
-            rows += (peer_row(self._state, peer, now) for peer in batch)
-            seconds += time.thread_time() - began
-            await anyio.lowlevel.checkpoint()
-        return tuple(rows), seconds
+async def _peer_rows(state: RunState, now: float) -> tuple[tuple[PeerRow, ...], float]:
+    """The rows and the CPU seconds that they took. Rows are made a few at a time; a peer that
+    leaves meanwhile is described as it was."""
+    rows: list[PeerRow] = []
+    seconds = 0.0
+    for batch in batched(list(state.peers.values()), ROWS_PER_TURN):
+        began = time.thread_time()
+        rows += (peer_row(state, peer, now) for peer in batch)
+        seconds += time.thread_time() - began
+        await anyio.lowlevel.checkpoint()
+    return tuple(rows), seconds
 
 
 def _write(
-    path: Path, document: StatusDocument, server: ServerStatus, dead_after_seconds: float
+    path: Path, document: StatusDocument, links: Links, paths: Paths, dead_after_seconds: float
 ) -> float:
     """Runs in a thread, because a large document takes longer than heartbeats should wait. Returns
     the CPU seconds that it took."""
     began = time.thread_time()
     rest = {
         "health": health_of(document, dead_after_seconds),
-        "paths": path_rows(server.paths),
-        "links": link_rows(server.links),
+        "paths": path_rows(paths),
+        "links": link_rows(links),
     }
     write_atomically(path, encode_document(document.model_copy(update=rest)))
     return time.thread_time() - began
@@ -147,7 +110,7 @@ def encode_document(document: StatusDocument) -> bytes:
     return b"".join((*parts, b"}"))
 
 
-def link_rows(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> tuple[LinkRow, ...]:
+def link_rows(links: Links) -> tuple[LinkRow, ...]:
     found = (
         (link.sent + link.received, reporter, link)
         for reporters in with_duty_cycle(batched(links.items(), ROWS_PER_TURN))
@@ -161,7 +124,7 @@ def link_rows(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> tuple[LinkRow, .
     )
 
 
-def path_rows(paths: Mapping[PeerId, tuple[LinkPath, ...]]) -> tuple[PathRow, ...]:
+def path_rows(paths: Paths) -> tuple[PathRow, ...]:
     return tuple(
         PathRow(
             reporter, path.remote, path.kind.value, path.relay, path.rtt_seconds,
