@@ -20,10 +20,10 @@ from typing import Any
 
 import click
 
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -112,7 +112,7 @@ def main(only: Sequence[str], steps: int, out: Path) -> None:
         "codecs": found,
     }
     write_result(out, document)
-    click.echo(render(document))
+    click.echo(agreement_markdown(document))
 
 
 def compared(run_dir: Path, steps: int) -> dict[str, Any]:
@@ -186,8 +186,15 @@ HEAD: Sequence[str] = (
 )  # fmt: skip
 
 
-def render(document: Mapping[str, Any]) -> str:
-    return table(HEAD, rows_of(document), right=(2, 3, 4, 5))
+def agreement_markdown(document: Mapping[str, Any]) -> str:
+    """Distance of real runs from the reference."""
+    machine = document["machine"]
+    head = (
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
+        f"load {document['load_before']:.1f} before; {document['stages']} stages with "
+        f"{document['peers_per_stage']} peers each, {document['steps']} steps, one run per codec."
+    )
+    return "\n".join([head, "", *markdown_table(HEAD, "llrrrr", rows_of(document))])
 
 
 if __name__ == "__main__":

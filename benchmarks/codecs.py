@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.average_codecs import RoundTrip, gradients, hivemind_averages, our_averages
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.demo.run_summary import table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes
@@ -52,7 +52,7 @@ def main(repetitions: int, out: Path) -> None:
     contenders = hivemind_codecs()
     document = measure(repetitions, contenders)
     write_result(out, document)
-    click.echo(render(document))
+    click.echo(f"{codecs_markdown(document)}\n\n{averages_markdown(document)}")
 
 
 def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def rate_text(bytes_per_second: float | None) -> str:
     return "any" if bytes_per_second is None else f"{bytes_per_second / MEGABIT_BYTES:,.0f} Mbit/s"
 
 
-def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return table rows: codec, compression, milliseconds, error, and the rate of `pays_below`."""
     rates = document["pays_below_bytes_per_second"]
     return [
@@ -193,7 +193,7 @@ def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def average_rows_of(codecs: dict[str, Any]) -> list[tuple[str, ...]]:
+def average_rows_of(codecs: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows without the rate, which does not apply to codecs of averages."""
     whole = codecs["none"]["bytes"]
     return [
@@ -213,10 +213,26 @@ HEAD: Sequence[str] = (
 )  # fmt: skip
 
 
-def render(document: dict[str, Any]) -> str:
-    borders = table(HEAD, rows_of(document), right=(1, 2, 3, 4, 5))
-    averages = table(HEAD[:-1], average_rows_of(document["averages"]), right=(1, 2, 3, 4))
-    return f"between stages\n{borders}\n\naverages in a stage\n{averages}"
+def codecs_markdown(document: Mapping[str, Any]) -> str:
+    """Time, size and error of each codec, the project's and hivemind's."""
+    machine = document["machine"]
+    shape = " x ".join(f"{size:,}" for size in document["shape"])
+    head = (
+        f"{document['measured_at'][:10]}, one thread of {machine['processor']}, load "
+        f"{document['load_before']:.1f} before, torch {machine['packages']['torch']}; medians of "
+        f"{document['repetitions']}. A hidden state of preset `{document['preset']}` ({shape}, "
+        "float32)."
+    )
+    return "\n".join([head, "", *markdown_table(HEAD, "lrrrrr", rows_of(document))])
+
+
+def averages_markdown(document: Mapping[str, Any]) -> str:
+    """Time, size and error of each codec of the all-reduce."""
+    head = (
+        f"The same run; {document['average_elements']:,} elements in pieces of 1 MiB, one thread."
+    )
+    rows = average_rows_of(document["averages"])
+    return "\n".join([head, "", *markdown_table(HEAD[:-1], "lrrrr", rows)])
 
 
 if __name__ == "__main__":

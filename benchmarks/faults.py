@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
@@ -34,9 +33,9 @@ import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
+from benchmarks.tables import faults_markdown
 from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 
@@ -196,7 +195,7 @@ def main(kills: int, every: float, repetitions: int, out: Path) -> None:
     with work_folder("faults") as work, Subprocesses() as children:
         document = measure(work, children, kills, every, repetitions)
     write_result(out, document)
-    click.echo(f"\n{render(document)}\n\nwritten to {out}")
+    click.echo(f"\n{faults_markdown(document)}\n\nwritten to {out}")
 
 
 def measure(
@@ -204,13 +203,7 @@ def measure(
 ) -> dict[str, Any]:
     run_dir = work / "run"
     initialise_run(run_dir, "tiny", stages=STAGES, overrides=SETTINGS)
-    plan = work / "plan.json"
-    slow = {
-        "id": "slow", "peer": ANY_PEER, "phase": FaultPoint.FORWARD, "action": FaultAction.DELAY,
-        "seconds": SLOW_SECONDS, "repeats": True,
-    }  # fmt: skip
-    plan.write_text(json.dumps({"faults": [slow]}))
-    bench = Swarm(LocalSwarm(run_dir, children, environment={PLAN_VARIABLE: str(plan)}))
+    bench = Swarm(LocalSwarm(run_dir, children, environment=throttled(work / "plan.json")))
     click.echo(f"starting {STAGES} x {PEERS_PER_STAGE} peers")
     bench.start()
     bench.watch(SETTLE_SECONDS)
@@ -244,6 +237,16 @@ def measure(
         "single_faults": single,
         "coordinator_restart": restart,
     }
+
+
+def throttled(plan: Path) -> dict[str, str]:
+    """Write the plan that throttles every peer; return the environment that names it."""
+    slow = {
+        "id": "slow", "peer": ANY_PEER, "phase": FaultPoint.FORWARD, "action": FaultAction.DELAY,
+        "seconds": SLOW_SECONDS, "repeats": True,
+    }  # fmt: skip
+    plan.write_text(json.dumps({"faults": [slow]}))
+    return {PLAN_VARIABLE: str(plan)}
 
 
 def kill_again_and_again(
@@ -307,32 +310,6 @@ def restart_coordinator(bench: Swarm, full_rate: float) -> dict[str, float | Non
     bench.swarm.start_coordinator()
     serving = time.monotonic() - began
     return {"serving_seconds": serving, "recovery_seconds": bench.recovered(began, full_rate)}
-
-
-def render(document: dict[str, Any]) -> str:
-    killed, work = document["killed_every"], document["work_while_killing"]
-    rows = [
-        (f"one of 8 killed every {killed['every_seconds']:g} s: throughput over the survivors'",
-         f"{killed['share']:.3f}"),
-        ("  full rate of the survivors after", _seconds(killed["recovery_seconds"])),
-        ("  gradients counted twice", f"{work['duplicated_share']:.2%}"),
-        ("  gradients lost with their peers", f"{work['cleared_share']:.2%}"),
-    ]  # fmt: skip
-    for name, results in document["single_faults"].items():
-        rows.append((f"{name}: noticed after", _seconds([r["noticed_seconds"] for r in results])))
-        rows.append(("  full rate after", _seconds([r["recovery_seconds"] for r in results])))
-    restarts = document["coordinator_restart"]
-    rows.append(
-        ("coordinator killed: full rate after", _seconds([r["recovery_seconds"] for r in restarts]))
-    )
-    return table(("what", "figure"), rows, right=(1,))
-
-
-def _seconds(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return "not within a minute"
-    return f"{median(known):.1f} s (at most {max(known):.1f})"
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import click
 from benchmarks.net_join import PRESET, make_template, seconds_to_first_receipt
 from benchmarks.net_links import FRAME_BYTES, SIZE_BYTES, link_lab
 from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.tables import net_markdown
 from kits.network_lab import LabError, Nat, why_not_here
-from swarm_coordinator.demo.run_summary import table
 
 RESULT = Path(__file__).parent / "results" / "net.json"
 PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")
@@ -56,7 +56,7 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
         punched, transfers = measure_links(work, repetitions, pairs, with_p2pd=p2pd)
         joined = measure_joins(work, joins)
     document = {**make_document(punched, transfers, joined), "load_before": load_before}
-    click.echo(f"\n{render(document)}")
+    click.echo(f"\n{net_markdown(document)}")
     write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
@@ -121,26 +121,6 @@ def make_document(
             **{nat: {"median": median(all_), "all": list(all_)} for nat, all_ in joined.items()},
         },
     }
-
-
-def render(document: Mapping[str, Any]) -> str:
-    """Format the result document as a text table."""
-    rows = []
-    for name, link in document["links"].items():
-        rates = link["megabytes_per_second_all"]
-        cpu = [f"{link[f'{part}_cpu_seconds_per_gb']:.1f}" for part in PER_GB]
-        spread = f"{min(rates):.0f} to {max(rates):.0f}"
-        rows.append((name, f"{link['megabytes_per_second']:.0f}", spread, *cpu))
-    header = ("links", "MB/s", "spread", *(f"{part} s/GB" for part in PER_GB))
-    lines = [table(header, rows, right=(1, 2, 3, 4, 5))]
-    lines.append(f"time to punch: {document['punch_seconds']['median']:.2f} s")
-    for nat in Nat:
-        measured = document["first_receipt_seconds"].get(nat.value)
-        if measured is not None:
-            lines.append(
-                f"join to first accepted receipt, {nat.value} routers: {measured['median']:.1f} s"
-            )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,12 @@ from typing import Any
 import click
 
 from benchmarks import headline, tables
+from benchmarks.agreement import agreement_markdown
 from benchmarks.bottlenecks import bottlenecks_markdown
-from benchmarks.codec_figures import (
-    agreement_markdown,
-    averages_markdown,
-    codecs_markdown,
-    quality_markdown,
-)
-from benchmarks.copies.page import copies_markdown
+from benchmarks.codecs import averages_markdown, codecs_markdown
+from benchmarks.copies.__main__ import copies_markdown
 from benchmarks.lateness import lateness_markdown
+from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.summary import summary_markdown
 from benchmarks.wan.averaging import all_reduce_markdown

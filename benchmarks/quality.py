@@ -27,14 +27,15 @@ from typing import Any
 
 import click
 
+from benchmarks.codecs import cost_of
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.run_data import PLAIN_BORDERS, RunData
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.codecs import quality as shipped
-from swarm_shared.codecs.choice import CodecPair
+from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, choose
 from swarm_shared.codecs.choice import pair_name as name_of
 from swarm_shared.codecs.quality import QualityTable
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
@@ -77,6 +78,9 @@ SETTINGS: dict[str, object] = {
 }
 STAGES = 4
 """Stages of the run: three boundaries, the maximum for four layers."""
+LINK_RATES_MBIT = (5, 20, 100, 1000, 10_000)
+LOSS_BUDGETS = (0.0005, 0.005, 0.03)
+"""Largest accepted gap of the loss, relative."""
 STEPS = 120
 SEEDS = 3
 
@@ -102,7 +106,7 @@ def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
     write_result(PACKAGE_FILE, package_table(document).model_dump())
-    click.echo(render(document))
+    click.echo(quality_markdown(document, json.loads((RESULTS / "codecs.json").read_text())))
 
 
 @contextmanager
@@ -225,20 +229,59 @@ def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> 
     return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
 
 
-def render(document: dict[str, Any]) -> str:
+def quality_markdown(document: Mapping[str, Any], codecs: Mapping[str, Any]) -> str:
+    """Held-out loss per pair of codecs, and the fastest pair per link rate and loss budget."""
+    settings = document["settings"]
+    pairs: Mapping[str, Mapping[str, Any]] = document["pairs"]
+    baseline = next(iter(pairs.values()))
+    rows = []
+    for name, one in pairs.items():
+        gaps = [loss - base for loss, base in zip(one["losses"], baseline["losses"], strict=True)]
+        rows.append((
+            name,
+            f"{baseline['bytes_per_microbatch'] / one['bytes_per_microbatch']:.2f}",
+            f"{statistics.mean(one['losses']):.4f}",
+            f"{one['gap_mean']:+.4f} ({one['gap_relative']:+.2%})",
+            f"{one['gap_spread']:.4f}",
+            "yes" if min(gaps) > 0 else "no",
+            "yes" if one["within_noise"] else "no",
+        ))  # fmt: skip
+    columns = (
+        "activation / gradient", "compression", "mean loss", "mean gap", "spread of the gap",
+        "worse with every seed", "within the noise",
+    )  # fmt: skip
+    lines = [
+        f"{document['measured_at'][:10]}: {document['steps']} steps of "
+        f"{document['tokens_per_step']:,} tokens of the demo's data, width "
+        f"{settings['model.hidden_size']}, {settings['model.layers']} layers in "
+        f"{document['stages']} stages, float32, {len(document['seeds'])} seeds. Held-out loss in "
+        "nats per token.",
+        "",
+        *markdown_table(columns, "lrrrrll", rows),
+        "",
+        "The noise, the standard deviation over the seeds without codecs, is "
+        f"{document['noise']:.4f}; the smallest pair whose mean gap is within it is "
+        f"**{document['cheapest_within_noise']}**.",
+        "",
+        "Fastest pair by link rate (each direction) and largest accepted gap, from both tables:",
+        "",
+        *_choices(document, codecs),
+    ]
+    return "\n".join(lines)
+
+
+def _choices(quality: Mapping[str, Any], codecs: Mapping[str, Any]) -> list[str]:
+    pairs = package_table(quality).pairs
+    costs = {name: cost_of(one) for name, one in codecs["codecs"].items()}
     rows = [
-        (
-            name, f"{one['bytes_per_microbatch']:,}", f"{statistics.mean(one['losses']):.4f}",
-            f"{one['gap_mean']:+.4f}", f"{one['gap_spread']:.4f}",
-        )
-        for name, one in document["pairs"].items()
-    ]  # fmt: skip
-    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of the gap")
-    return (
-        table(head, rows, right=(1, 2, 3, 4))
-        + f"\nnoise over the seeds without codecs: {document['noise']:.4f}; the smallest pair "
-        f"within it: {document['cheapest_within_noise']}"
-    )
+        [
+            f"{rate:,} Mbit/s",
+            *(str(choose(pairs, costs, rate * MEGABIT_BYTES, budget)) for budget in LOSS_BUDGETS),
+        ]
+        for rate in LINK_RATES_MBIT
+    ]
+    columns = ["link", *(f"gap up to {budget:.2%}" for budget in LOSS_BUDGETS)]
+    return markdown_table(columns, "rlll", rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import click
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep
-from swarm_coordinator.demo.run_summary import table
+from benchmarks.tables import throughput_markdown
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.model_config import PRESETS
 
@@ -56,7 +56,7 @@ def main(
     with work_folder("throughput") as work:
         results = _measure(chosen, work, steps, repetitions, preset)
     document = _document(chosen, results, warmup, steps, preset)
-    click.echo(f"\n{render(document)}")
+    click.echo(f"\n{throughput_markdown(document)}")
     path = out or RESULTS / f"throughput-{preset}.json"
     write_result(path, document)
     click.echo(f"\nwritten to {path}")
@@ -161,32 +161,6 @@ def _loss_disagreement(results: Results) -> str:
                         f"{names[0]} has {theirs.loss:.6f}"
                     )
     return ""
-
-
-def render(document: Mapping[str, Any]) -> str:
-    """Format the result document as a text table."""
-    rows = []
-    contenders: Mapping[str, Any] = document["contenders"]
-    ratios: Mapping[str, float] = document["ratios"]
-    for name, one in contenders.items():
-        rates = one["tokens_per_second_all"]
-        pipeline = f"{name} / 1f1b-{one['compute_processes']}"
-        rows.append(
-            (
-                one["name"],
-                f"{one['compute_processes']} x {one['threads_per_process']}",
-                f"{one['tokens_per_second_median']:,.0f}",
-                f"{min(rates):,.0f} to {max(rates):,.0f}",
-                _ratio(ratios.get(f"{name} / torch")),
-                _ratio(ratios.get(pipeline)),
-            )
-        )
-    header = ("contender", "procs x threads", "tokens/s", "spread", "/ torch", "/ 1F1B")
-    return table(header, rows, right=(1, 2, 3, 4, 5))
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

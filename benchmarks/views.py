@@ -14,7 +14,6 @@ Nothing else should run on the machine meanwhile.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import select
@@ -26,17 +25,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import psutil
 
-from benchmarks.faults import SETTINGS, SLOW_SECONDS
+from benchmarks.faults import SETTINGS, throttled
 from benchmarks.outcome import result_head, work_folder, write_result
-from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
+from benchmarks.tables import views_markdown
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
@@ -145,16 +142,11 @@ def share(command: Sequence[str]) -> dict[str, float]:
 @contextmanager
 def running(work: Path) -> Iterator[LocalSwarm]:
     """Yield the run after its first steps."""
-    run_dir, plan = work / "run", work / "plan.json"
+    run_dir = work / "run"
     overrides = {**SETTINGS, "run.name": "views", "limits.starting_peers_per_stage": 1}
     initialise_run(run_dir, "tiny", stages=2, overrides=overrides)
-    slow = {
-        "id": "slow", "peer": ANY_PEER, "phase": FaultPoint.FORWARD, "action": FaultAction.DELAY,
-        "seconds": SLOW_SECONDS, "repeats": True,
-    }  # fmt: skip
-    plan.write_text(json.dumps({"faults": [slow]}))
     with Subprocesses() as children:
-        swarm = LocalSwarm(run_dir, children, environment={PLAN_VARIABLE: str(plan)})
+        swarm = LocalSwarm(run_dir, children, environment=throttled(work / "plan.json"))
         invite = swarm.start_coordinator()
         for stage in (0, 1):
             swarm.start_volunteer(invite, stage)
@@ -189,24 +181,6 @@ def measure(work: Path, starts: int) -> dict[str, Any]:
     }
 
 
-def render(document: dict[str, Any]) -> str:
-    rows = []
-    for name, one in document["views"].items():
-        of = {
-            key: [start[f"{key}_seconds"] for start in one["starts"]]
-            for key in ("frame", "whole", "cpu")
-        }
-        rows.append(
-            (
-                name, f"{median(of['frame']):.2f} ({max(of['frame']):.2f})",
-                f"{median(of['whole']):.2f} ({max(of['whole']):.2f})", f"{median(of['cpu']):.2f}",
-                f"{one['cpu_share']:.1%}", f"{one['memory_bytes'] / 2**20:.0f}",
-            )
-        )  # fmt: skip
-    heads = ("view", "first frame, s", "with data, s", "CPU, s", "share of a core", "MiB")
-    return table(heads, rows, right=(1, 2, 3, 4, 5))
-
-
 @click.command()
 @click.option("--starts", default=10, show_default=True, type=click.IntRange(1, 1000))
 @click.option(
@@ -217,7 +191,7 @@ def main(starts: int, out: Path) -> None:
     with work_folder("views") as work:
         document = measure(work, starts)
     write_result(out, document)
-    click.echo(f"\n{render(document)}\n\nmedians (maximum); written to {out}")
+    click.echo(f"\n{views_markdown(document)}\n\nmedians (maximum); written to {out}")
 
 
 if __name__ == "__main__":

@@ -19,19 +19,18 @@ import os
 import random
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.tables import yielding_markdown
 from swarm_client.control.client import ask
 from swarm_client.governor.governor import TICK_SECONDS
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.preferences import Preferences
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
@@ -132,7 +131,7 @@ def main(repetitions: int, out: Path) -> None:
     with work_folder("yielding") as work, Subprocesses() as children:
         document = measure(work, children, repetitions)
     write_result(out, document)
-    click.echo(f"\n{render(document)}\n\nwritten to {out}")
+    click.echo(f"\n{yielding_markdown(document)}\n\nwritten to {out}")
 
 
 def measure(work: Path, children: Subprocesses, repetitions: int) -> dict[str, Any]:
@@ -191,15 +190,6 @@ def looking_share(home: Path) -> float:
     now = os.times()
     spent = sum(now[:4]) - sum(used[:4])
     return spent / (time.monotonic() - began)
-
-
-def render(document: dict[str, Any]) -> str:
-    rows = []
-    for name, what in (("reason_seconds", "pause shown"), ("work_seconds", "last work")):
-        seconds = [key[name] for key in document["keys"]]
-        rows.append((f"{what} after", f"{median(seconds):.2f} s", f"{max(seconds):.2f} s"))
-    rows.append(("probes, share of a core", f"{document['looking_share_of_a_core']:.2%}", ""))
-    return table(("what", "median", "longest"), rows, right=(1, 2))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from benchmarks.copies.counting import build
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def main(mebibytes: int, out: Path) -> None:
         "payload_bytes": mebibytes * 2**20,
         "hops": hops,
     }
-    click.echo(render(document))
+    click.echo(copies_markdown(document))
     write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
@@ -100,16 +100,22 @@ def _answer(program: subprocess.Popen[str]) -> dict[str, Any]:
     return answer
 
 
-def render(document: Mapping[str, Any]) -> str:
-    size = document["payload_bytes"]
+def copies_markdown(document: Mapping[str, Any]) -> str:
+    """Bytes copied per byte of the payload, hop by hop."""
+    size, hops = document["payload_bytes"], document["hops"]
+    packages = document["machine"]["packages"]
+    head = (
+        f"{document['measured_at'][:10]}, an activation of {size / 2**20:.0f} MiB in float32 "
+        f"between two processes on one machine; libp2p {packages['libp2p']}, cryptography "
+        f"{packages['cryptography']}, torch {packages['torch']}. Bytes over the payload's:"
+    )
     rows = [
-        (HOPS[hop], *(f"{copied[kind] / size:.2f}" for kind in KINDS))
-        for hop, copied in document["hops"].items()
+        (name, *(f"{hops[hop][kind] / size:.2f}" for kind in KINDS)) for hop, name in HOPS.items()
     ]
-    totals = [sum(one[kind] for one in document["hops"].values()) for kind in KINDS]
-    rows.append(("all", *(f"{total / size:.2f}" for total in totals)))
-    head = ("hop, over the payload", "in memory", "to the kernel", "from the kernel")
-    return table(head, rows, right=(1, 2, 3))
+    totals = (sum(one[kind] for one in hops.values()) / size for kind in KINDS)
+    rows.append(("all", *(f"{total:.2f}" for total in totals)))
+    columns = ("hop", "copied in memory", "to the kernel", "from the kernel")
+    return "\n".join([head, "", *markdown_table(columns, "lrrr", rows)])
 
 
 if __name__ == "__main__":

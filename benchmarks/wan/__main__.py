@@ -23,7 +23,7 @@ from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.kept import added, kept_mixes
 from benchmarks.wan.measure import STAGES, Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, read_mixes
-from benchmarks.wan.report import render
+from benchmarks.wan.page import wan_markdown
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from kits.network_lab import LabError
 from swarm_shared.base.errors import SwarmError
@@ -107,7 +107,7 @@ def main(
                 continue
             # Write after every mix, so that a failure of the next one loses nothing.
             write_result(out, document)
-    click.echo(f"\n{render(document)}")
+    click.echo(f"\n{wan_markdown(document)}")
     click.echo(f"\nwritten to {out}")
     _refuse_other_losses(document)
     if missing:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import picture_command, pyplot
-from benchmarks.wan.report import OURS
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -40,7 +39,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _colour(contender: str) -> str:
-    return "#2a7f62" if contender.startswith(OURS) else "#9aa5b1"
+    return "#2a7f62" if contender.startswith("swarm") else "#9aa5b1"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Result file of bench-wan from steps and bytes, and its text table. Pure."""
+"""Result file of bench-wan from steps and bytes. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pi
 from benchmarks.wan.mixes import Mix
 from benchmarks.wan.network import Sample
 from benchmarks.wan.traffic import busy_cores, bytes_between
-from swarm_coordinator.demo.run_summary import table
 
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference of losses; contenders that compute the same differ only in the order
 of float32 additions."""
-OURS = "swarm"
 
 
 def result_row(
@@ -120,41 +118,3 @@ def loss_disagreement(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
                 if abs(mine - theirs) > LOSS_TOLERANCE * abs(theirs):
                     return f"step {step}: {name} has {mine:.6f}, {exact[0]} has {theirs:.6f}"
     return ""
-
-
-def render(document: Mapping[str, Any]) -> str:
-    """Format one text table per mix."""
-    parts = []
-    for mix in document["mixes"].values():
-        contenders = mix["contenders"]
-        ours = contenders.get(OURS)
-        rows = [_cells(document["contenders"][name], one, ours) for name, one in contenders.items()]
-        header = (
-            f"{mix['name']}", "tokens/s", "spread", "s/step", "of bound", "compute",
-            "MB/step", "/ minimum", "swarm /", "busy cores",
-        )  # fmt: skip
-        bound = mix["bound_tokens_per_second"]
-        parts.append(
-            table(header, rows, right=tuple(range(1, 10)))
-            + f"\n  bound {bound:,.0f} tokens/s (stage {mix['bound_stage']}), all machines' "
-            f"computing {mix['compute_tokens_per_second']:,.0f} tokens/s"
-        )
-    return "\n\n".join(parts)
-
-
-def _cells(title: str, one: Mapping[str, Any], ours: Mapping[str, Any] | None) -> tuple[str, ...]:
-    rates = one["tokens_per_second_all"]
-    rate = one["tokens_per_second_median"]
-    over = one["bytes_over_minimum"]
-    return (
-        title,
-        f"{rate:,.0f}",
-        f"{min(rates):,.0f} to {max(rates):,.0f}",
-        f"{one['step_seconds_median']:.2f}",
-        f"{one['of_bound']:.2f}",
-        f"{one['compute_share']:.2f}",
-        f"{one['bytes_per_step_median'] / 1e6:.1f}",
-        "" if over is None else f"{over:.2f}",
-        "" if ours is None else f"{ours['tokens_per_second_median'] / rate:.2f}",
-        f"{one['busy_cores_median']:.1f}",
-    )

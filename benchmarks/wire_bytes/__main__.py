@@ -17,10 +17,10 @@ import click
 from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
-from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
+from benchmarks.wire_bytes.accounting import boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
+from benchmarks.wire_bytes.page import wire_bytes_markdown
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -42,7 +42,7 @@ def main(steps: int, stages: int, preset: str, out: Path) -> None:
     """Count the bytes on the wire of a short run, against the least that it takes."""
     with work_folder("bytes") as work:
         document = measure(work, steps, stages, preset)
-    click.echo(f"\n{render(document)}")
+    click.echo(f"\n{wire_bytes_markdown(document)}")
     write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
@@ -100,30 +100,6 @@ def _document(
         "kinds": kinds(processes),
         "gossip_bytes": gossip.total_bytes,
     }
-
-
-def render(document: Mapping[str, Any]) -> str:
-    fields = [field for field in Boundary.__slots__ if field not in ("stage", "microbatches")]
-    rows = []
-    for one in document["boundaries"]:
-        each = (f"{one[field] / document['microbatches']:,.0f}" for field in (*fields, "sent"))
-        between = f"{one['stage']} - {one['stage'] + 1}"
-        rows.append((between, str(one["microbatches"]), *each, f"{one['over_least']:.4f}"))
-    head = ("boundary", "sent", *fields, "all", "over least")
-    total = sum(document["kinds"].values())
-    shares = [
-        (name, f"{size:,}", f"{size / total:.3%}") for name, size in document["kinds"].items()
-    ]
-    gossip = document["gossip_bytes"]
-    return "\n".join(
-        (
-            f"{document['microbatches']} microbatches of {document['border_bytes']:,} bytes each "
-            "way; bytes per microbatch:",
-            table(head, rows, right=tuple(range(1, len(head)))), "",
-            table(("all processes' sockets", "bytes", "share"), shares, right=(1, 2)),
-            "p2pd's gossip: " + ("not measured: no ss" if gossip is None else f"{gossip:,} bytes"),
-        )
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.copies.__main__ import HOPS, measure
-from benchmarks.copies.page import copies_markdown
+from benchmarks.copies.__main__ import HOPS, copies_markdown, measure
 from swarm_shared.base.errors import CapacityError
 
 SIZE = 4 * 2**20
