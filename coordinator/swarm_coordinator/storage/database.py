@@ -38,13 +38,10 @@ def open_for_reading(location: DatabaseLocation) -> Iterator[Connection]:
         with postgresql_driver().open_for_reading(location) as remote:
             yield remote
         return
-    connection = sqlite.open_read_only(location)
-    try:
-        with sqlite.storage_errors(location):
-            connection.execute("BEGIN")
-            yield connection
-    finally:
-        connection.close()
+    opened = contextlib.closing(sqlite.open_read_only(location))
+    with opened as connection, sqlite.storage_errors(location):
+        connection.execute("BEGIN")
+        yield connection
 
 
 def database_exists(location: DatabaseLocation) -> bool:

@@ -151,38 +151,33 @@ def _check_version(version: int, location: PostgresqlLocation) -> None:
 @contextlib.contextmanager
 def open_for_reading(location: PostgresqlLocation) -> Iterator[Connection]:
     """Open a consistent snapshot of the database; StorageError when it is empty."""
-    raw = connect(location)
-    try:
-        with storage_errors(location):
-            version = _version(raw)
-            if version == 0:
-                raise StorageError(f"{location} is empty; the run has not been started yet")
-            _check_version(version, location)
-            raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            yield PostgresqlConnection(raw)
-    finally:
-        raw.close()
+    with contextlib.closing(connect(location)) as raw, storage_errors(location):
+        version = _version(raw)
+        if version == 0:
+            raise StorageError(f"{location} is empty; the run has not been started yet")
+        _check_version(version, location)
+        raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        yield PostgresqlConnection(raw)
 
 
 def database_exists(location: PostgresqlLocation) -> bool:
     """Return whether the run has its tables on the server."""
-    raw = connect(location)
-    try:
-        with storage_errors(location):
-            return _version(raw) > 0
-    finally:
-        raw.close()
+    with contextlib.closing(connect(location)) as raw, storage_errors(location):
+        return _version(raw) > 0
 
 
 def copy_database(location: PostgresqlLocation, target: Path) -> None:
     """Copy one moment of the database to an SQLite file, the format of every backup."""
-    copy = sqlite.open_for_writing(target)
-    try:
-        with open_for_reading(location) as source, sqlite.storage_errors(target):
-            _copy_rows(source, copy, "BEGIN IMMEDIATE")
-            copy.execute("PRAGMA journal_mode = DELETE").fetchall()
-    finally:
-        copy.close()
+    with (
+        contextlib.closing(sqlite.open_for_writing(target)) as copy,
+        open_for_reading(location) as source,
+        sqlite.storage_errors(target),
+    ):
+        copy.execute("BEGIN IMMEDIATE")
+        copy.execute("DELETE FROM journal")
+        _copy_rows(source, copy)
+        copy.execute("COMMIT")
+        copy.execute("PRAGMA journal_mode = DELETE").fetchall()
 
 
 def load_backup(location: PostgresqlLocation, source: Path, force: bool) -> None:
@@ -190,29 +185,28 @@ def load_backup(location: PostgresqlLocation, source: Path, force: bool) -> None
 
     UsageError when a coordinator is running, or when there is a run and `force` is not set.
     """
-    connection = open_for_writing(location)
-    raw = connection.raw
-    rows = sqlite.open_read_only(source)
-    try:
-        with storage_errors(location), raw.transaction():
-            leader = raw.execute(
-                "SELECT holder FROM leadership WHERE expires_at > clock_timestamp() FOR UPDATE"
-            ).fetchone()
-            if leader is not None:
-                raise UsageError(f"{leader[0]} serves the run in {location}; stop it first")
-            there = raw.execute("SELECT count(*) FROM generations").fetchone()
-            if there is not None and there[0] and not force:
-                raise UsageError(f"{location} holds a run already; --force puts the backup there")
-            raw.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
-            _copy_rows(rows, connection, None)
-            for table in _identity_tables(raw):
-                raw.execute(
-                    f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), "
-                    f"coalesce((SELECT max(id) FROM {table}), 0) + 1, false)".encode()
-                )
-    finally:
-        rows.close()
-        connection.close()
+    with (
+        contextlib.closing(open_for_writing(location)) as connection,
+        contextlib.closing(sqlite.open_read_only(source)) as rows,
+        storage_errors(location),
+        connection.raw.transaction(),
+    ):
+        raw = connection.raw
+        leader = raw.execute(
+            "SELECT holder FROM leadership WHERE expires_at > clock_timestamp() FOR UPDATE"
+        ).fetchone()
+        if leader is not None:
+            raise UsageError(f"{leader[0]} serves the run in {location}; stop it first")
+        there = raw.execute("SELECT count(*) FROM generations").fetchone()
+        if there is not None and there[0] and not force:
+            raise UsageError(f"{location} holds a run already; --force puts the backup there")
+        raw.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
+        _copy_rows(rows, connection)
+        for table in _identity_tables(raw):
+            raw.execute(
+                f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), "
+                f"coalesce((SELECT max(id) FROM {table}), 0) + 1, false)".encode()
+            )
 
 
 def _identity_tables(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
@@ -224,17 +218,12 @@ def _identity_tables(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
     return [str(row[0]) for row in found]
 
 
-def _copy_rows(source: Connection, target: Connection, begin: str | None) -> None:
-    if begin is not None:
-        target.execute("DELETE FROM journal")
-        target.execute(begin)
+def _copy_rows(source: Connection, target: Connection) -> None:
     for table in TABLES:
         rows = source.execute(f"SELECT * FROM {table}").fetchall()
         if rows:
             parameters = ", ".join("?" * len(rows[0]))
             target.executemany(f"INSERT INTO {table} VALUES ({parameters})", rows)
-    if begin is not None:
-        target.execute("COMMIT")
 
 
 # ---------------------------------------------------------------- leadership

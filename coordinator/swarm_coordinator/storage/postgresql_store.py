@@ -66,11 +66,8 @@ class PostgresqlDatabase:
         """Return the error; a lost connection is checked for a successor first."""
         if self.generation and self.connection.raw.closed:
             with contextlib.suppress(SwarmError, psycopg.Error):
-                raw = connect(self._location)
-                try:
+                with contextlib.closing(connect(self._location)) as raw:
                     found = raw.execute("SELECT generation FROM leadership").fetchone()
-                finally:
-                    raw.close()
                 if found is not None and found[0] != self.generation:
                     return _superseded(self.generation)
         return explain(self._location, error)

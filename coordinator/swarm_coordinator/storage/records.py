@@ -102,23 +102,17 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             row = _insert_checkpoint(connection, record, generation, now)
             journal.append(connection, "checkpoint", row, generation, record)
         case EvaluationRecord(version, heldout_loss, tokens):
-            row = connection.execute(
-                "INSERT INTO evaluations (version, heldout_loss, tokens, written_at) "
-                "VALUES (?, ?, ?, ?) RETURNING id",
-                (version, heldout_loss, tokens, now),
-            ).fetchone()[0]
+            row = _insert_row(
+                connection, "evaluations",
+                version=version, heldout_loss=heldout_loss, tokens=tokens, written_at=now,
+            )  # fmt: skip
             journal.append(connection, "evaluation", row, generation, record)
         case RunFinished(version):
-            row = connection.execute(
-                "INSERT INTO finishes (version, written_at) VALUES (?, ?) RETURNING id",
-                (version, now),
-            ).fetchone()[0]
+            row = _insert_row(connection, "finishes", version=version, written_at=now)
             journal.append(connection, "finish", row, generation, record)
         case Note(text, peer):
             known = None if peer is None else _peer_row(connection, peer, now)
-            connection.execute(
-                "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (known, text, now)
-            )
+            _insert_row(connection, "notes", peer=known, text=text, written_at=now)
         case PeerSeen(peer, name, team, binding):
             connection.execute(
                 "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
@@ -140,6 +134,16 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             insert_admission(connection, record, now)
 
 
+def _insert_row(connection: Connection, table: str, **values: object) -> int:
+    """Insert a row into a table that numbers its rows; return its number."""
+    marks = ", ".join("?" * len(values))
+    row = connection.execute(
+        f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) RETURNING id",
+        tuple(values.values()),
+    ).fetchone()
+    return int(row[0])
+
+
 _PEER_ROW_ID = "(SELECT id FROM peers WHERE peer = ?)"
 
 
@@ -158,12 +162,12 @@ def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
 
 
 def _insert_step(connection: Connection, record: AppliedStep, generation: int, now: float) -> int:
-    row: int = connection.execute(
-        "INSERT INTO applied_steps (step, attempt, loss, tokens, seconds, global_norm, "
-        "learning_rate, generation, written_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
-        (record.step, record.attempt, record.loss, record.tokens, record.seconds,
-         record.global_norm, record.learning_rate, generation, now),
-    ).fetchone()[0]  # fmt: skip
+    row = _insert_row(
+        connection, "applied_steps",
+        step=record.step, attempt=record.attempt, loss=record.loss, tokens=record.tokens,
+        seconds=record.seconds, global_norm=record.global_norm,
+        learning_rate=record.learning_rate, generation=generation, written_at=now,
+    )  # fmt: skip
     # A large run has thousands of shares: executemany prepares each statement once.
     _insert_missing_peers(connection, dict.fromkeys(share.peer for share in record.shares), now)
     connection.executemany(
@@ -184,11 +188,10 @@ def _insert_step(connection: Connection, record: AppliedStep, generation: int, n
 def _insert_rollback(
     connection: Connection, record: RolledBack, generation: int, now: float
 ) -> int:
-    row: int = connection.execute(
-        "INSERT INTO rollbacks (version, reason, generation, written_at) VALUES (?, ?, ?, ?) "
-        "RETURNING id",
-        (record.version, record.reason, generation, now),
-    ).fetchone()[0]
+    row = _insert_row(
+        connection, "rollbacks",
+        version=record.version, reason=record.reason, generation=generation, written_at=now,
+    )  # fmt: skip
     for table, column in (
         ("applied_steps", "step"), ("checkpoints", "version"), ("evaluations", "version"),
         ("finishes", "version"),
@@ -203,10 +206,10 @@ def _insert_rollback(
 def _insert_checkpoint(
     connection: Connection, record: CheckpointRecord, generation: int, now: float
 ) -> int:
-    row: int = connection.execute(
-        "INSERT INTO checkpoints (version, generation, written_at) VALUES (?, ?, ?) RETURNING id",
-        (record.version, generation, now),
-    ).fetchone()[0]
+    row = _insert_row(
+        connection, "checkpoints",
+        version=record.version, generation=generation, written_at=now,
+    )  # fmt: skip
     connection.executemany(
         "INSERT INTO checkpoint_stages (checkpoint, stage, item, bytes, sha256) "
         "VALUES (?, ?, ?, ?, ?)",

@@ -49,28 +49,30 @@ def open_read_only(path: Path) -> sqlite3.Connection:
             f"or this is not a run folder"
         )
     with storage_errors(path):
-        # The folder may be read-only for this user; SQLite then cannot create the index of the
-        # write-ahead log. Without such a log the file alone is the whole database.
-        modes = ["mode=ro"]
-        if not Path(f"{path}-wal").exists():
-            modes.append("immutable=1")
-        for mode in modes:
-            connection = sqlite3.connect(
-                f"file:{quote(str(path.resolve()))}?{mode}", uri=True,
-                timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None,
-            )  # fmt: skip
-            try:
-                version = schema_version(connection)
-                if version == 0:
-                    raise StorageError(f"{path} is empty; the run has not been started yet")
-                _check_version(version, path)
-                return connection
-            except BaseException as error:
-                connection.close()
-                last = mode == modes[-1]
-                if last or not isinstance(error, sqlite3.OperationalError):
-                    raise
-    raise AssertionError("the last mode returns or raises")
+        try:
+            return _open_reader(path, "mode=ro")
+        except sqlite3.OperationalError:
+            # The folder may be read-only for this user; SQLite then cannot create the index of the
+            # write-ahead log. Without such a log the file alone is the whole database.
+            if Path(f"{path}-wal").exists():
+                raise
+            return _open_reader(path, "immutable=1")
+
+
+def _open_reader(path: Path, mode: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(path.resolve()))}?{mode}", uri=True,
+        timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None,
+    )  # fmt: skip
+    try:
+        version = schema_version(connection)
+        if version == 0:
+            raise StorageError(f"{path} is empty; the run has not been started yet")
+        _check_version(version, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
@@ -104,17 +106,11 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
 def check_pages(path: Path, *, thorough: bool = True) -> list[str]:
     """Return what SQLite finds wrong with pages and references and, if `thorough`, with indices."""
     check = "integrity_check" if thorough else "quick_check"
-    connection = open_read_only(path)
-    try:
-        with storage_errors(path):
-            found = [str(row[0]) for row in connection.execute(f"PRAGMA {check}(20)")]
-            problems = [line for text in found if text != "ok" for line in text.splitlines()]
-            for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check").fetchall():
-                problems.append(
-                    f"table {table}: row {row} refers to a row of {parent} that is lost"
-                )
-    finally:
-        connection.close()
+    with contextlib.closing(open_read_only(path)) as connection, storage_errors(path):
+        found = [str(row[0]) for row in connection.execute(f"PRAGMA {check}(20)")]
+        problems = [line for text in found if text != "ok" for line in text.splitlines()]
+        for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check").fetchall():
+            problems.append(f"table {table}: row {row} refers to a row of {parent} that is lost")
     return problems[:20]
 
 
@@ -123,17 +119,13 @@ def copy_database(path: Path, target: Path) -> None:
 
     `target` becomes one complete file without a write-ahead log.
     """
-    source = open_read_only(path)
-    try:
-        with storage_errors(target):
-            copy = sqlite3.connect(target, isolation_level=None)
-            try:
-                source.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE").fetchall()
-            finally:
-                copy.close()
-    finally:
-        source.close()
+    with (
+        contextlib.closing(open_read_only(path)) as source,
+        storage_errors(target),
+        contextlib.closing(sqlite3.connect(target, isolation_level=None)) as copy,
+    ):
+        source.backup(copy)
+        copy.execute("PRAGMA journal_mode = DELETE").fetchall()
 
 
 def database_files(path: Path) -> list[Path]:
