@@ -11,15 +11,24 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
 
 AdmissionMode = Literal["open", "token", "allow-list"]
 
+MAX_TEXT_CHARACTERS = 200
+ShortText = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
+
 
 # ---------------------------------------------------------------- records
+# Those with a field `do` are also the organiser's requests for them.
+
+_REQUEST = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,10 @@ class TokenCreated:
     expires_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class TokenRevoked:
     token: int
+    do: Literal["revoke token"] = "revoke token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +57,29 @@ class MemberAdmitted:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerAllowed:
     peer: PeerId
+    do: Literal["allow"] = "allow"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerDisallowed:
     peer: PeerId
+    do: Literal["disallow"] = "disallow"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerBanned:
     peer: PeerId
-    reason: str
+    reason: ShortText = ""
+    do: Literal["ban"] = "ban"
 
 
-@dataclass(frozen=True, slots=True)
+@validated_dataclass(frozen=True, slots=True, config=_REQUEST)
 class PeerUnbanned:
     peer: PeerId
+    do: Literal["unban"] = "unban"
 
 
 AdmissionRecord = (

@@ -23,6 +23,7 @@ from swarm_coordinator.admission.book import (
     PeerBanned,
     PeerDisallowed,
     PeerUnbanned,
+    ShortText,
     TokenCreated,
     TokenRevoked,
     TokenState,
@@ -35,47 +36,19 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 
-MAX_TEXT_CHARACTERS = 200
 SECRET_BYTES = 24
-
-Note = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
 
 
 class CreateToken(FrozenModel):
     do: Literal["create token"] = "create token"
     uses: int | None = Field(default=None, ge=1, lt=2**53)
     expires_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    note: Note = ""
-
-
-class RevokeToken(FrozenModel):
-    do: Literal["revoke token"] = "revoke token"
-    token: int
-
-
-class Allow(FrozenModel):
-    do: Literal["allow"] = "allow"
-    peer: PeerId
-
-
-class Disallow(FrozenModel):
-    do: Literal["disallow"] = "disallow"
-    peer: PeerId
-
-
-class BanPeer(FrozenModel):
-    do: Literal["ban"] = "ban"
-    peer: PeerId
-    reason: Note = ""
-
-
-class UnbanPeer(FrozenModel):
-    do: Literal["unban"] = "unban"
-    peer: PeerId
+    note: ShortText = ""
 
 
 Request = Annotated[
-    CreateToken | RevokeToken | Allow | Disallow | BanPeer | UnbanPeer, Field(discriminator="do")
+    CreateToken | TokenRevoked | PeerAllowed | PeerDisallowed | PeerBanned | PeerUnbanned,
+    Field(discriminator="do"),
 ]
 requests: TypeAdapter[Request] = TypeAdapter(Request)
 
@@ -140,39 +113,39 @@ def plan(
     match request:
         case CreateToken():
             return _create(book, mode, request, now)
-        case RevokeToken(token=token):
-            return _revoke(book, mode, token)
-        case Allow(peer=peer):
+        case TokenRevoked():
+            return _revoke(book, mode, request)
+        case PeerAllowed(peer):
             _check_peer(peer, organiser)
             if peer in book.allowed:
                 return AdmissionChange(None, f"{peer} is on the list already")
             return AdmissionChange(
-                PeerAllowed(peer), f"{peer} is on the list", warning=_unused_list_warning(mode)
+                request, f"{peer} is on the list", warning=_unused_list_warning(mode)
             )
-        case Disallow(peer=peer):
+        case PeerDisallowed(peer):
             if peer not in book.allowed:
                 raise UsageError(
                     f"{peer} is not on the list; see `swarm-coordinator allow list RUN_DIR`"
                 )
             return AdmissionChange(
-                PeerDisallowed(peer), f"{peer} is off the list", warning=_unused_list_warning(mode)
+                request, f"{peer} is off the list", warning=_unused_list_warning(mode)
             )
-        case BanPeer(peer=peer, reason=reason):
+        case PeerBanned(peer, reason):
             _check_peer(peer, organiser)
             held = book.bans.get(peer)
             if held is not None and held.reason == reason:
                 return AdmissionChange(None, f"{peer} is banned already")
             return AdmissionChange(
-                PeerBanned(peer, reason),
+                request,
                 f"banned {peer}",
                 warning=_new_identity_warning(book, mode, peer, now),
             )
-        case UnbanPeer(peer=peer):
+        case PeerUnbanned(peer):
             if peer not in book.bans:
                 raise UsageError(
                     f"{peer} is not banned; `swarm-coordinator status` lists the banned peers"
                 )
-            return AdmissionChange(PeerUnbanned(peer), f"{peer} is not banned any more")
+            return AdmissionChange(request, f"{peer} is not banned any more")
         case _:
             assert_never(request)
 
@@ -197,7 +170,8 @@ def _create(
     )
 
 
-def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> AdmissionChange:
+def _revoke(book: AdmissionBook, mode: AdmissionMode, request: TokenRevoked) -> AdmissionChange:
+    number = request.token
     token = book.tokens.get(number)
     if token is None:
         raise UsageError(f"there is no token {number}; see `swarm-coordinator token list RUN_DIR`")
@@ -210,9 +184,7 @@ def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> AdmissionC
         warning = (
             f'[admission] mode is "{mode}": the peers that it had admitted may still take part'
         )
-    return AdmissionChange(
-        TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning
-    )
+    return AdmissionChange(request, f"token {number} is revoked{ended}", warning=warning)
 
 
 def _unused_list_warning(mode: AdmissionMode) -> str:

@@ -17,16 +17,19 @@ from typing import Any
 import click
 import trio
 
-from swarm_coordinator.admission.requests import (
+from swarm_coordinator.admission.book import (
     MAX_TEXT_CHARACTERS,
+    PeerAllowed,
+    PeerBanned,
+    PeerDisallowed,
+    PeerUnbanned,
+    TokenRevoked,
+)
+from swarm_coordinator.admission.requests import (
     Administration,
-    Allow,
-    BanPeer,
     CreateToken,
-    Disallow,
     Request,
-    RevokeToken,
-    UnbanPeer,
+    requests,
     token_document,
 )
 from swarm_coordinator.cli.run import RUN_DIR, run_addresses
@@ -92,7 +95,7 @@ def _execute(folder: RunFolder, request: Request) -> dict[str, Any]:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            return admin_socket.send_request(folder.socket, request.model_dump())
+            return admin_socket.send_request(folder.socket, requests.dump_python(request))
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(folder.lock())
@@ -253,7 +256,7 @@ def token_revoke_command(run_dir: Path, token: int) -> None:
 
     TOKEN is its number, as `list` shows it.
     """
-    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["text"])
+    click.echo(submit_request(RunFolder.open(run_dir), TokenRevoked(token=token))["text"])
 
 
 # ---------------------------------------------------------------- allow
@@ -270,7 +273,7 @@ def allow_command() -> None:
 def allow_add_command(run_dir: Path, peer: str) -> None:
     """Add PEER (its peer ID) to the list."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["text"])
+    click.echo(submit_request(folder, PeerAllowed(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("remove")
@@ -279,7 +282,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 def allow_remove_command(run_dir: Path, peer: str) -> None:
     """Remove PEER from the list; in mode "allow-list" that ends its membership."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["text"])
+    click.echo(submit_request(folder, PeerDisallowed(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("list")
@@ -311,7 +314,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
     PEER is its peer ID, or the end of it as `status` shows it.
     """
     folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
-    request = BanPeer(peer=_peer_named(folder, peer), reason=reason)
+    request = PeerBanned(peer=_peer_named(folder, peer), reason=reason)
     click.echo(submit_request(folder, request)["text"])
 
 
@@ -321,7 +324,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 def unban_command(run_dir: Path, peer: str) -> None:
     """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["text"])
+    click.echo(submit_request(folder, PeerUnbanned(peer=_peer_named(folder, peer)))["text"])
 
 
 # ---------------------------------------------------------------- texts

@@ -213,7 +213,6 @@ class Coordinator:
         store = self._service.store
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.contributions),
-            await anyio.to_thread.run_sync(store.teams),
             await anyio.to_thread.run_sync(store.owners),
         )
 

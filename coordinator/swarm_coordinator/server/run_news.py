@@ -40,15 +40,14 @@ class Leaderboard:
     def begin(
         self,
         contributions: Iterable[StageContribution],
-        teams: Mapping[PeerId, str] | None = None,
         owners: Mapping[PeerId, PeerId] | None = None,
     ) -> None:
         """Take over the database's sums, at a start and after a rollback to a checkpoint."""
         self._sums.clear()
-        teams, owners = teams or {}, owners or {}
+        owners = owners or {}
         for part in contributions:
             self._sums.add(part.peer, part.stage, part.microbatches, part.tokens)
-            self.describe(part.peer, part.name, teams.get(part.peer), owners.get(part.peer))
+            self.describe(part.peer, part.name, part.team, owners.get(part.peer))
 
     def add(self, step: AppliedStep) -> None:
         for share in step.shares:

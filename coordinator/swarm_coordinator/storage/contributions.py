@@ -18,26 +18,22 @@ class StageContribution:
     steps: int
     microbatches: int
     tokens: int
+    team: str | None = None
 
 
 def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
     """Return all contributions, by stage and then by microbatches, the most first."""
     rows = connection.execute(
         "SELECT p.peer, p.name, s.stage, count(*), "
-        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
+        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT), max(t.team) "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
-        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
+        "JOIN peers p ON p.id = s.peer LEFT JOIN teams t ON t.peer = p.id "
+        "WHERE a.superseded_by IS NULL "
         "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
     )
     return tuple(
-        StageContribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
-        for peer, name, stage, steps, microbatches, tokens in rows
+        StageContribution(
+            PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens, team or None
+        )
+        for peer, name, stage, steps, microbatches, tokens, team in rows
     )
-
-
-def read_teams(connection: Connection) -> dict[PeerId, str]:
-    """Return the teams of the peers that are in one."""
-    rows = connection.execute(
-        "SELECT p.peer, t.team FROM teams t JOIN peers p ON p.id = t.peer WHERE t.team <> ''"
-    )
-    return {PeerId(peer): team for peer, team in rows if team}

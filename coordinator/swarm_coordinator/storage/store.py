@@ -29,11 +29,7 @@ from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.core.events import CheckpointRecord, Restored
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.contributions import (
-    StageContribution,
-    read_contributions,
-    read_teams,
-)
+from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.device_owner_rows import read_owners
 from swarm_coordinator.storage.records import (
     Record,
@@ -142,10 +138,6 @@ class Store:
     def contributions(self) -> tuple[StageContribution, ...]:
         """Sum the contributions over all steps of the run's history; takes long in a long run."""
         return self._call(read_contributions)
-
-    def teams(self) -> dict[PeerId, str]:
-        """Return the team of each peer that is in one."""
-        return self._call(read_teams)
 
     def owners(self) -> dict[PeerId, PeerId]:
         """Return the owner of each device that is bound to one."""

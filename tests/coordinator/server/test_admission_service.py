@@ -18,13 +18,13 @@ import trio
 from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
 from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS, REVOKED_SECONDS
 from swarm_coordinator.admission.requests import (
-    Allow,
-    BanPeer,
     CreateToken,
-    Disallow,
+    PeerAllowed,
+    PeerBanned,
+    PeerDisallowed,
+    PeerUnbanned,
     Request,
-    RevokeToken,
-    UnbanPeer,
+    TokenRevoked,
 )
 from swarm_coordinator.cli.admission import submit_request
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -178,7 +178,7 @@ async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
         await holding(anna, run.invite, 0, token=made[0]["secret"])
         await holding(bert, run.invite, 1, token=made[0]["secret"])
         await holding(carl, run.invite, 0, token=made[1]["secret"])
-        answer = await order(token_run, RevokeToken(token=made[0]["token"]))
+        answer = await order(token_run, TokenRevoked(token=made[0]["token"]))
         assert answer["text"] == (
             f"token {made[0]['token']} is revoked; it had admitted 2 peer(s); "
             "2 sessions were ended, 1 volunteer was notified"
@@ -207,7 +207,7 @@ async def test_a_run_of_the_last_release_keeps_its_invite(token_run: RunFolder) 
 async def test_a_revoked_standing_invite_is_not_made_again(token_run: RunFolder) -> None:
     async with served(token_run) as run:
         secret = run.invite.token
-        await order(token_run, RevokeToken(token=1))
+        await order(token_run, TokenRevoked(token=1))
         assert not token_run.token_file.exists()
     async with served(token_run) as run:
         assert run.invite.token is None
@@ -229,7 +229,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
         good = [await s.enter_async_context(client(run.invite)) for _ in range(2)]
         for stage, one in enumerate(good):
             await holding(one, run.invite, stage)
-        answer = await order(open_run, BanPeer(peer=identity.peer_id, reason="it cheats"))
+        answer = await order(open_run, PeerBanned(peer=identity.peer_id, reason="it cheats"))
         assert answer["text"] == (
             f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were notified"
         )
@@ -248,7 +248,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
         assert "it cheats" in await tries(run.invite, identity)
         assert any("it cheats" in line for line in run.lines)
 
-        back = await order(open_run, UnbanPeer(peer=identity.peer_id))
+        back = await order(open_run, PeerUnbanned(peer=identity.peer_id))
         assert back["text"] == f"{identity.peer_id} is not banned any more"
         assert await tries(run.invite, identity) == "welcome"
         for one in good:
@@ -261,7 +261,7 @@ async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -
         async with client(run.invite, identity) as one:
             welcome = await say_hello(one, run.invite)
         assert isinstance(welcome, Welcome)
-        await order(open_run, BanPeer(peer=identity.peer_id))
+        await order(open_run, PeerBanned(peer=identity.peer_id))
         async with client(run.invite, identity) as one:
             shard = run.manifest.data.shards[0]
             source = TransferSource(run.invite.coordinator, run.invite.addresses)
@@ -278,12 +278,12 @@ async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on
     anna, bert = Identity.generate(), Identity.generate()
     async with served(open_run) as run:
         assert await tries(run.invite, anna) == "welcome"
-    answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
+    answer = await order(open_run, PeerBanned(peer=anna.peer_id, reason="later"))
     assert answer["text"] == (
         f"banned {anna.peer_id}; no coordinator is running, so it takes effect at the next start"
     )
     never_here = Identity.generate().peer_id
-    await order(open_run, BanPeer(peer=never_here))
+    await order(open_run, PeerBanned(peer=never_here))
     async with served(open_run) as run, client(run.invite, bert) as one:
         assert "later" in await tries(run.invite, anna)
         await holding(one, run.invite, 0)
@@ -309,7 +309,7 @@ async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
     async with served(open_run) as run, client(run.invite) as one:
         await one.send(hello_for(run.invite))
         await arrived.wait()
-        await order(open_run, BanPeer(peer=one.node.peer_id, reason="in time"))
+        await order(open_run, PeerBanned(peer=one.node.peer_id, reason="in time"))
         go_on.set()
         answer = await one.receive()
         assert isinstance(answer, Refused)
@@ -338,7 +338,7 @@ async def test_nonsense_from_a_command_is_refused_and_the_run_goes_on(open_run: 
 
 async def ban_many(folder: RunFolder, count: int) -> None:
     for _ in range(count):
-        await order(folder, BanPeer(peer=Identity.generate().peer_id, reason="x" * 200))
+        await order(folder, PeerBanned(peer=Identity.generate().peer_id, reason="x" * 200))
 
 
 async def test_a_coordinator_with_a_full_disk_reports_that_the_ban_is_not_written(
@@ -357,14 +357,14 @@ async def test_a_coordinator_with_a_full_disk_reports_that_the_ban_is_not_writte
 async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", admission__mode="allow-list")
     anna, bert = Identity.generate(), Identity.generate()
-    await order(folder, Allow(peer=anna.peer_id))  # before the first start
+    await order(folder, PeerAllowed(peer=anna.peer_id))  # before the first start
     async with served(folder) as run:
         assert await tries(run.invite, anna) == "welcome"
         assert bert.peer_id in await tries(run.invite, bert)
-        await order(folder, Allow(peer=bert.peer_id))
+        await order(folder, PeerAllowed(peer=bert.peer_id))
         async with client(run.invite, bert) as one:
             assert isinstance(await say_hello(one, run.invite), Welcome)
-            answer = await order(folder, Disallow(peer=bert.peer_id))
+            answer = await order(folder, PeerDisallowed(peer=bert.peer_id))
             assert answer["text"] == (
                 f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were notified"
             )
@@ -381,7 +381,7 @@ async def test_another_mode_refuses_peers_that_the_former_one_admitted(open_run:
     text = open_run.settings.read_text()
     assert 'mode = "open"' in text
     open_run.settings.write_text(text.replace('mode = "open"', 'mode = "allow-list"'))
-    await order(open_run, Allow(peer=bert.peer_id))
+    await order(open_run, PeerAllowed(peer=bert.peer_id))
     async with served(open_run) as run, client(run.invite, bert) as one:
         assert "not on it" in await tries(run.invite, anna)
         await holding(one, run.invite, 0)
@@ -463,7 +463,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
     async with served(token_run) as run, client(run.invite) as one:
         assert isinstance(await say_hello(one, run.invite, name="anna"), Welcome)
         gone = Identity.generate().peer_id
-        await order(token_run, BanPeer(peer=gone, reason="cheats"))
+        await order(token_run, PeerBanned(peer=gone, reason="cheats"))
         paths = (
             LinkPath(
                 remote=PeerId("bert"), kind=PathKind.RELAYED, relay=PeerId("carl"),
@@ -509,7 +509,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
     open_run: RunFolder,
 ) -> None:
     """It holds the folder's lock and has no socket yet: neither way is open for a moment."""
-    order_it = partial(submit_request, open_run, BanPeer(peer=Identity.generate().peer_id))
+    order_it = partial(submit_request, open_run, PeerBanned(peer=Identity.generate().peer_id))
     answers: list[dict[str, Any]] = []
 
     async def command() -> None:
@@ -532,11 +532,11 @@ def test_a_locked_folder_without_a_server_is_reported_in_one_sentence(
 ) -> None:
     monkeypatch.setattr("swarm_coordinator.cli.admission.CONNECT_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
-        submit_request(open_run, BanPeer(peer=Identity.generate().peer_id))
+        submit_request(open_run, PeerBanned(peer=Identity.generate().peer_id))
 
 
 def test_a_decision_that_makes_no_sense_is_refused_without_a_coordinator_as_well(
     open_run: RunFolder,
 ) -> None:
     with pytest.raises(UsageError, match="there is no token 3"):
-        submit_request(open_run, RevokeToken(token=3))
+        submit_request(open_run, TokenRevoked(token=3))
