@@ -6,7 +6,7 @@ A contender reports each step as one JSON line in a file that its parent reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +43,23 @@ class RunData:
     def microbatches(self, step: int) -> list[tuple[Int64, Int64]]:
         count = self.manifest.training.microbatches_per_step
         return [microbatch(self._train, self.manifest, step, index) for index in range(count)]
+
+
+LOSS_TOLERANCE = 1e-4
+"""Largest relative difference of losses; contenders that compute the same differ only in the order
+of float32 additions."""
+
+
+def loss_disagreement(losses: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Describe the contender whose runs have other losses than the first one; empty if none has."""
+    base = next((runs[0] for runs in losses.values() if runs), [])
+    for name, runs in losses.items():
+        for run in runs:
+            for step, (mine, theirs) in enumerate(zip(run, base, strict=True), 1):
+                if abs(mine - theirs) > LOSS_TOLERANCE * abs(theirs):
+                    first = next(iter(losses))
+                    return f"step {step}: {name} has {mine:.6f}, {first} has {theirs:.6f}"
+    return ""
 
 
 def write_steps(path: Path, steps: Sequence[TimedStep]) -> None:

@@ -21,17 +21,13 @@ import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS, TimedStep
+from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement
 from benchmarks.tables import throughput_markdown
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.model_config import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
-LOSS_TOLERANCE = 1e-4
-"""Largest relative difference of losses; contenders differ only in the order of float32
-additions."""
-
 Results = dict[str, list[Sequence[TimedStep]]]
 
 
@@ -132,7 +128,9 @@ def _document(
             for name, contender in chosen.items()
         },
         "ratios": _ratios({name: median(values) for name, values in rates.items()}),
-        "loss_disagreement": _loss_disagreement(results),
+        "loss_disagreement": loss_disagreement(
+            {name: [[step.loss for step in run] for run in runs] for name, runs in results.items()}
+        ),
     }
 
 
@@ -145,22 +143,6 @@ def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
             if name != other and name != "torch" and other in medians:
                 found[f"{name} / {other}"] = rate / medians[other]
     return found
-
-
-def _loss_disagreement(results: Results) -> str:
-    """Describe the step and contender that differ from the first contender; empty if none does."""
-    names = list(results)
-    base = results[names[0]][0]
-    for name in names:
-        for timed in results[name]:
-            for mine, theirs in zip(timed, base, strict=True):
-                relative = abs(mine.loss - theirs.loss) / abs(theirs.loss)
-                if relative > LOSS_TOLERANCE:
-                    return (
-                        f"step {mine.step}: {name} has {mine.loss:.6f}, "
-                        f"{names[0]} has {theirs.loss:.6f}"
-                    )
-    return ""
 
 
 if __name__ == "__main__":

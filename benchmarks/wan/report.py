@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.run_data import loss_disagreement
 from benchmarks.wan.check import LinkCheck
 from benchmarks.wan.contenders import CONTENDERS, Outcome
 from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pipeline_bound
 from benchmarks.wan.mixes import Mix
 from benchmarks.wan.network import Sample
 from benchmarks.wan.traffic import busy_cores, bytes_between
-
-LOSS_TOLERANCE = 1e-4
-"""Largest relative difference of losses; contenders that compute the same differ only in the order
-of float32 additions."""
 
 
 def result_row(
@@ -84,7 +81,13 @@ def compare(
     )  # fmt: skip
     return {
         "contenders": {name: _summary(runs, bound, fleet, least) for name, runs in rows.items()},
-        "loss_disagreement": loss_disagreement(rows),
+        "loss_disagreement": loss_disagreement(
+            {
+                name: [run["losses"] for run in runs]
+                for name, runs in rows.items()
+                if CONTENDERS[name].exact
+            }
+        ),
     }
 
 
@@ -104,17 +107,3 @@ def _summary(
         "busy_cores_median": median(run["busy_cores"] for run in runs),
         "runs": list(runs),
     }
-
-
-def loss_disagreement(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Describe the exact contender that differs from the first exact one; empty if none does."""
-    exact = [name for name in rows if CONTENDERS[name].exact and rows[name]]
-    if not exact:
-        return ""
-    base = rows[exact[0]][0]["losses"]
-    for name in exact:
-        for run in rows[name]:
-            for step, (mine, theirs) in enumerate(zip(run["losses"], base, strict=True), 1):
-                if abs(mine - theirs) > LOSS_TOLERANCE * abs(theirs):
-                    return f"step {step}: {name} has {mine:.6f}, {exact[0]} has {theirs:.6f}"
-    return ""

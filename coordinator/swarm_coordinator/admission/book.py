@@ -98,13 +98,8 @@ class TokenState(StrEnum):
     REVOKED = "revoked"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
-    token: int
-    secret_sha256: str
-    note: str
-    uses: int | None
-    expires_at: float | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEntry(TokenCreated):
     created_at: float
     revoked_at: float | None = None
 
@@ -135,7 +130,9 @@ class AdmissionBook:
         """Enter a record that is written, or about to be."""
         match record:
             case TokenCreated(token, secret_sha256, note, uses, expires_at):
-                self.tokens[token] = TokenEntry(token, secret_sha256, note, uses, expires_at, now)
+                self.tokens[token] = TokenEntry(
+                    token, secret_sha256, note, uses, expires_at, created_at=now
+                )
                 self._by_hash[secret_sha256] = token
             case TokenRevoked(token):
                 self.tokens[token] = replace(self.tokens[token], revoked_at=now)

@@ -60,23 +60,18 @@ class CurveBuilder:
         self._buckets: list[_Bucket] = []
 
     def add(self, step: int, loss: float | None, tokens: int, seconds: float) -> None:
-        known = loss is not None
         one = _Bucket(
-            step, step, loss or 0.0, int(known), loss if loss is not None else math.inf,
-            loss if loss is not None else -math.inf, tokens, seconds,
+            step, step, loss or 0.0, int(loss is not None), math.inf if loss is None else loss,
+            -math.inf if loss is None else loss, tokens, seconds,
         )  # fmt: skip
+        if len(self._buckets) == self._max_points and self._in_last == self._width:
+            self._halve()
         if self._buckets and self._in_last < self._width:
             self._buckets[-1] = self._buckets[-1].merged(one)
             self._in_last += 1
-            return
-        if len(self._buckets) == self._max_points:
-            self._halve()
-            if self._in_last < self._width:
-                self._buckets[-1] = self._buckets[-1].merged(one)
-                self._in_last += 1
-                return
-        self._buckets.append(one)
-        self._in_last = 1
+        else:
+            self._buckets.append(one)
+            self._in_last = 1
 
     def _halve(self) -> None:
         pairs = [self._buckets[i : i + 2] for i in range(0, len(self._buckets), 2)]

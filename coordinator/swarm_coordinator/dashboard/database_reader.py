@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.dashboard.api_models import ID_END, ContributionRow, Curve, Team
+from swarm_coordinator.dashboard.api_models import ID_END, ContributionRow, Curve, EventRow, Team
 from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
@@ -27,15 +27,6 @@ STEPS_PER_QUERY = 5_000
 """Steps of one query: a long run is read in parts, which bounds memory."""
 EVENTS_KEPT = 500
 """The newest notes kept; the coordinator keeps all of them in its log and database."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredNote:
-    """A note of the run as the database holds it."""
-
-    id: int
-    written_at: float
-    text: str
 
 
 class StepColumns:
@@ -86,8 +77,8 @@ class DatabaseView:
     """The most credit first."""
     teams: tuple[Team, ...]
     """The most credit first."""
-    notes: tuple[StoredNote, ...]
-    """The newest, oldest first."""
+    notes: tuple[EventRow, ...]
+    """The newest, oldest first, as the database holds them."""
     rollbacks: int
     durations: tuple[int, ...]
     """Steps that took at most each of `STEP_SECONDS`, and all steps at the end."""
@@ -105,7 +96,7 @@ class DatabaseReader:
         self._place = place
         self._contributions = ContributionSums(work_shares)
         self._names_until = -1.0
-        self._notes: list[StoredNote] = []
+        self._notes: list[EventRow] = []
         self._reset_steps()
         self._rollbacks = 0
         self._ranked: tuple[ContributionRow, ...] = ()
@@ -124,7 +115,9 @@ class DatabaseReader:
         """Read what is new. StorageError if the database cannot be read."""
         if database_exists(self._place):
             with open_for_reading(self._place) as connection:
-                rollbacks = int(_one(connection, "SELECT coalesce(max(id), 0) FROM rollbacks"))
+                rollbacks = connection.execute(
+                    "SELECT coalesce(max(id), 0) FROM rollbacks"
+                ).fetchone()[0]
                 if rollbacks != self._rollbacks:
                     self._rollbacks = rollbacks
                     self._reset_steps()
@@ -224,7 +217,7 @@ class DatabaseReader:
             "SELECT id, written_at, text FROM notes WHERE id > ? ORDER BY id DESC LIMIT ?",
             (last, EVENTS_KEPT),
         ).fetchall()
-        self._notes += [StoredNote(*row) for row in reversed(rows)]
+        self._notes += [EventRow(id=row, written_at=at, text=t) for row, at, t in reversed(rows)]
         del self._notes[:-EVENTS_KEPT]
 
 
@@ -264,7 +257,3 @@ def teams_of(contributions: Sequence[ContributionRow]) -> tuple[Team, ...]:
         )
         for place, (credit, team) in enumerate(sums, start=1)
     )
-
-
-def _one(connection: Connection, sql: str) -> int:
-    return int(connection.execute(sql).fetchone()[0])

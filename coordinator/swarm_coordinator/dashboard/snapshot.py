@@ -26,7 +26,7 @@ from swarm_coordinator.dashboard.api_models import (
     TokenItem,
     Tokens,
 )
-from swarm_coordinator.dashboard.database_reader import DatabaseView, StoredNote
+from swarm_coordinator.dashboard.database_reader import DatabaseView
 from swarm_coordinator.dashboard.redact import without_addresses
 from swarm_coordinator.status.document import (
     SYNCING,
@@ -140,8 +140,8 @@ _SUMMARY_FIELDS = tuple(field.name for field in fields(PeerSummary))
 _PEER_FIELDS = tuple(field.name for field in fields(PeerRow))
 
 
-def public_event(note: StoredNote) -> EventRow:
-    return EventRow(id=note.id, written_at=note.written_at, text=_public_text(note.text))
+def public_event(note: EventRow) -> EventRow:
+    return note.model_copy(update={"text": _public_text(note.text)})
 
 
 def full_peers(status: StatusDocument) -> tuple[FullPeer, ...]:

@@ -15,13 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, StorageError
+from swarm_shared.data.tokenizer import END_OF_TEXT
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
 from swarm_shared.run.manifest import Manifest, StageRange
 from swarm_shared.run.model_config import ModelConfig
-
-END_OF_TEXT = 0
-"""Id of the mark between documents, in both tokenizers."""
 
 REPLICA_TOLERANCE = 1e-4
 """Relative norm by which rounding may make the two replicas of a tied token table differ."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_coordinator.offline.reference_gradients import StepSums, step_sums
+from swarm_coordinator.offline.reference_gradients import ExactSums, PlainSums, step_sums
 from swarm_shared.base.clock import Clock, monotonic
 from swarm_shared.base.errors import DataError
 from swarm_shared.codecs.boundary import stage_boundary
@@ -131,7 +131,7 @@ def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
 
 
 def _accumulate(
-    stage: Stage, microbatches: Sequence[Microbatch], sums: StepSums
+    stage: Stage, microbatches: Sequence[Microbatch], sums: PlainSums | ExactSums
 ) -> tuple[float, int]:
     """Add the gradients of all microbatches; return the sum of losses and the number of tokens."""
     losses: list[float] = []

@@ -10,8 +10,6 @@ stage. A run then equals its reference to the bit, on machines that compute a mi
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -27,17 +25,7 @@ from swarm_shared.model.llama import EMBEDDING_NAME, Stage
 from swarm_shared.run.manifest import Manifest
 
 
-class StepSums(Protocol):
-    """Sums of the gradients of one step after the other."""
-
-    def add(self, loss: Tensor) -> None:
-        """Add the gradient of one microbatch's summed loss."""
-
-    def take(self, tokens: int) -> tuple[Tensor, float]:
-        """Return the mean gradient over `tokens`, flat, and its norm; reset the sums."""
-
-
-def step_sums(computing: Stage, layout: FlatLayout, manifest: Manifest) -> StepSums:
+def step_sums(computing: Stage, layout: FlatLayout, manifest: Manifest) -> PlainSums | ExactSums:
     """Return the sums that the manifest requires, of the gradients of `computing`."""
     quantum = quantum_of(manifest)
     if quantum is None:
@@ -54,9 +42,11 @@ class PlainSums:
         bind_gradients(computing, layout, self._gradient)
 
     def add(self, loss: Tensor) -> None:
+        """Add the gradient of one microbatch's summed loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def take(self, tokens: int) -> tuple[Tensor, float]:
+        """Return the mean gradient over `tokens`, flat, and its norm; reset the sums."""
         mean = self._gradient / tokens
         self._gradient.zero_()
         return mean, global_norm([squared_norm(mean, self._layout, count_tied=True)])

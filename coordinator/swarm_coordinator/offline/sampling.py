@@ -15,11 +15,8 @@ import numpy.typing as npt
 import torch
 
 from swarm_shared.base.errors import UsageError
+from swarm_shared.data.tokenizer import END_OF_TEXT
 from swarm_shared.model.llama import Stage
-
-START_TOKEN = 0
-"""Token that starts an empty prompt: the mark between documents
-(`swarm_shared.data.tokenizer.END_OF_TEXT`)."""
 
 GREEDY_BELOW = 1e-6
 """Temperature below which the likeliest token is taken; the logits would overflow float32."""
@@ -46,7 +43,7 @@ def sample_text(
             "be negative"
         )
     generator = torch.Generator().manual_seed(seed)
-    ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [START_TOKEN]
+    ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [END_OF_TEXT]
     with torch.no_grad():
         for _ in range(new_tokens):
             ids.append(_next_token(stage_whole, ids, temperature, generator))

@@ -212,11 +212,3 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 def _name_for(run_dir: Path) -> str:
     name = run_dir.absolute().name.encode("utf-8", "replace").decode("utf-8")
     return name[:100] or "my-run"
-
-
-__all__ = [
-    "initialise_from_settings",
-    "initialise_run",
-    "load_manifest",
-    "refresh_manifest",
-]

@@ -7,6 +7,7 @@ tokenizers are `swarm_shared.data`. Text is streamed: memory holds one batch of 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -56,7 +57,6 @@ minutes and a gigabyte of memory."""
 
 _BATCH_CHARACTERS = 2 * 1024 * 1024
 _PROGRESS_CHARACTERS = 50_000_000
-_COPY_BYTES = 4 * 1024 * 1024
 _MAX_TOKEN_BYTES = 8
 """Upper estimate of a token's bytes, for an early refusal; the tokens themselves are checked
 later."""
@@ -218,8 +218,7 @@ def _copy(ready: ReadyShards, info: ShardInfo, folder: RunFolder) -> None:
             f"cannot read the data shard {path} ({error.strerror}); restore it from a copy"
         ) from error
     with source, atomic_file(folder.data / info.name) as target:
-        while block := source.read(_COPY_BYTES):
-            target.write(block)
+        shutil.copyfileobj(source, target)
 
 
 def _check_vocabulary(needed: int, offered: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Literal
 
@@ -17,7 +17,6 @@ import trio
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.core.events import (
     Event,
-    HeartbeatsReceived,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
@@ -26,6 +25,7 @@ from swarm_coordinator.core.events import (
     SessionLost,
     SessionNumber,
 )
+from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import ClientSession, ClientSessions
 from swarm_shared.base.errors import (
     AdmissionError,
@@ -116,15 +116,14 @@ class ControlServer:
         self,
         admission: AdmissionAuthority,
         sessions: ClientSessions,
-        put: Callable[[Event], Awaitable[None]],
+        queue: EventQueue,
         on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None],
     ) -> None:
         self._admission = admission
         self._sessions = sessions
-        self._put = put
+        self._queue = queue
         self._on_heartbeat = on_heartbeat
         self._receipts = ReceiptChecker(admission.run)
-        self._heartbeats: list[PeerHeartbeat] = []
         self.ended: Counter[str] = Counter()
         """Sessions that ended without a goodbye, by reason."""
 
@@ -145,7 +144,7 @@ class ControlServer:
         attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
         try:
             with session.scope:
-                await self._put(attached)
+                await self._queue.put(attached)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(session.write_all)
                     await self._read(session)
@@ -155,7 +154,7 @@ class ControlServer:
             self._sessions.ended(session)
             # The core needs the event, unless the coordinator ends itself.
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                await self._put(SessionLost(session.number, session.peer))
+                await self._queue.put(SessionLost(session.number, session.peer))
 
     async def _refuse(self, stream: FramedStream, error: SwarmError) -> None:
         code: Literal["admission", "version", "protocol"] = "protocol"
@@ -175,9 +174,11 @@ class ControlServer:
                 frame = await session.stream.receive()
                 message = parse(client_messages, frame.header)
                 if isinstance(message, Heartbeat):
-                    await self._queue_heartbeat(session, message)
+                    self._on_heartbeat(session.number, session.peer, message)
+                    beat = PeerHeartbeat(session.number, session.peer, message)
+                    await self._queue.put_heartbeat(beat)
                 else:
-                    await self._put(await self._event(session, message))
+                    await self._queue.put(await self._event(session, message))
         except NetworkError as error:
             log.info("session %d with %s ended: %s", session.number, session.peer, error)
             self.ended["link closed"] += 1
@@ -203,15 +204,3 @@ class ControlServer:
                 message.evaluation_loss_sum, message.evaluation_tokens,
             )  # fmt: skip
         return MessageReceived(session.number, session.peer, message)
-
-    async def _queue_heartbeat(self, session: ClientSession, message: Heartbeat) -> None:
-        """Queue a heartbeat. One event stands for all heartbeats until the core takes them."""
-        self._on_heartbeat(session.number, session.peer, message)
-        self._heartbeats.append(PeerHeartbeat(session.number, session.peer, message))
-        if len(self._heartbeats) == 1:
-            await self._put(HeartbeatsReceived(()))
-
-    def take_heartbeats(self) -> HeartbeatsReceived:
-        """Return the heartbeats that the queued event stands for."""
-        beats, self._heartbeats = self._heartbeats, []
-        return HeartbeatsReceived(beats)

@@ -25,7 +25,6 @@ from swarm_coordinator.core.events import (
     Command,
     Event,
     FetchSnapshot,
-    HeartbeatsReceived,
     Note,
     PeerAttached,
     PeersRevoked,
@@ -157,7 +156,7 @@ class Coordinator:
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
         reports = LinkReports(node)
-        self.control = ControlServer(admission, self._sessions, self._queue.put, reports.record)
+        self.control = ControlServer(admission, self._sessions, self._queue, reports.record)
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
             self._own_certificate, self._queue.put,
@@ -222,9 +221,7 @@ class Coordinator:
         """Process one event. Returns True when the core commands the end."""
         # A process that was frozen and has lost the leadership must not send anything more.
         await self._service.store.ensure_leadership()
-        if isinstance(event, HeartbeatsReceived):
-            event = self.control.take_heartbeats()
-        elif isinstance(event, PeerAttached):
+        if isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
                 self._sessions.refuse(event.session, refusal)

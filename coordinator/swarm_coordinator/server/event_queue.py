@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from swarm_coordinator.core.events import Command, Event, Tick
+from swarm_coordinator.core.events import Command, Event, HeartbeatsReceived, PeerHeartbeat, Tick
 
 TICK_SECONDS = 0.25
 """Seconds between ticks of the core."""
@@ -32,6 +32,8 @@ class EventQueue:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
         self._awaited: dict[int, _PendingEvent] = {}
         self._tick_queued = False
+        self._queued_heartbeats: list[PeerHeartbeat] | None = None
+        """Those of the event in the queue; None when there is none."""
 
     async def put(self, event: Event) -> None:
         """Put an event. Yields only while the queue is full: callers have just yielded."""
@@ -39,6 +41,18 @@ class EventQueue:
             self._put.send_nowait(event)
         except trio.WouldBlock:
             await self._put.send(event)
+
+    async def put_heartbeat(self, heartbeat: PeerHeartbeat) -> None:
+        """Put a heartbeat. All that arrive before the event is taken are one event."""
+        if self._queued_heartbeats is not None:
+            self._queued_heartbeats.append(heartbeat)
+            return
+        self._queued_heartbeats = [heartbeat]
+        try:
+            await self.put(HeartbeatsReceived(self._queued_heartbeats))
+        except BaseException:  # cancelled while the queue was full: the next one queues the event
+            self._queued_heartbeats = None
+            raise
 
     async def put_and_wait(self, event: Event) -> list[Command]:
         """Put an event and return the core's commands once all of them are carried out."""
@@ -63,6 +77,8 @@ class EventQueue:
             for left in range(EVENTS_PER_TURN, -1, -1):
                 if isinstance(event, Tick):
                     self._tick_queued = False
+                elif isinstance(event, HeartbeatsReceived):
+                    self._queued_heartbeats = None
                 if await act_on(event):
                     return
                 if not left:

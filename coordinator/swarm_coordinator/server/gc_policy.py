@@ -22,11 +22,8 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import trio
-
-T = TypeVar("T")
 
 COLLECT_INTERVAL_SECONDS = 0.1
 """Seconds between two freezes of new objects; a few thousand are alive then."""

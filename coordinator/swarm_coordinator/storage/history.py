@@ -7,11 +7,11 @@ writes. Rows superseded by a rollback are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from swarm_coordinator.core.events import Restored
+from swarm_coordinator.status.document import AppliedStepRow, NoteRow
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.database import open_for_reading
@@ -23,9 +23,6 @@ from swarm_shared.base.types import PeerId, Step
 HISTORY_FORMAT = 1
 
 _STEP_COLUMNS = "step, loss, tokens, seconds, written_at"
-_SELECT_NOTES = (
-    "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +101,10 @@ def history(location: DatabaseLocation) -> History:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RecentHistory:
-    """The end of the history, oldest first."""
-
-    steps: tuple[HistoryStep, ...]
-    notes: tuple[HistoryNote, ...]
-
-
-def read_recent(location: DatabaseLocation, max_steps: int, max_notes: int) -> RecentHistory:
-    """Read the newest steps and notes, and no more. StorageError as for `history`."""
+def read_recent(
+    location: DatabaseLocation, max_steps: int, max_notes: int
+) -> tuple[tuple[AppliedStepRow, ...], tuple[NoteRow, ...]]:
+    """Read the newest steps and notes, oldest first, and no more. StorageError as for `history`."""
     with open_for_reading(location) as connection:
         steps = connection.execute(
             f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
@@ -121,9 +112,15 @@ def read_recent(location: DatabaseLocation, max_steps: int, max_notes: int) -> R
             (max_steps,),
         ).fetchall()
         notes = connection.execute(
-            f"{_SELECT_NOTES} ORDER BY n.id DESC LIMIT ?", (max_notes,)
+            "SELECT text, written_at FROM notes ORDER BY id DESC LIMIT ?", (max_notes,)
         ).fetchall()
-    return RecentHistory(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
+    return (
+        tuple(
+            AppliedStepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
+            for step, loss, tokens, seconds, at in reversed(steps)
+        ),
+        tuple(NoteRow(text=text, written_at=at) for text, at in reversed(notes)),
+    )
 
 
 def contributions(
@@ -151,14 +148,9 @@ def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
 
 
 def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
-    return _step_rows(
-        connection.execute(
-            f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL ORDER BY step"
-        )
+    rows = connection.execute(
+        f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL ORDER BY step"
     )
-
-
-def _step_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryStep, ...]:
     return tuple(
         HistoryStep(Step(step), float_or_nan(loss), tokens, seconds, written_at)
         for step, loss, tokens, seconds, written_at in rows
@@ -178,10 +170,10 @@ def _links(connection: Connection) -> tuple[LinkTotal, ...]:
 
 
 def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
-    return _note_rows(connection.execute(f"{_SELECT_NOTES} ORDER BY n.id"))
-
-
-def _note_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryNote, ...]:
+    rows = connection.execute(
+        "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
+        "ORDER BY n.id"
+    )
     return tuple(
         HistoryNote(text, PeerId(peer) if peer else None, written_at)
         for text, peer, written_at in rows

@@ -102,15 +102,7 @@ class RunFolderReader:
             place = self._find_place()
             if place is None:
                 return
-            end = read_recent(place, MOST_STEPS, MOST_NOTES)
-            self._steps = tuple(
-                AppliedStepRow(
-                    step=row.step, loss=row.loss, tokens=row.tokens, seconds=row.seconds,
-                    written_at=row.written_at,
-                )
-                for row in end.steps
-            )  # fmt: skip
-            self._notes = tuple(NoteRow(text=n.text, written_at=n.written_at) for n in end.notes)
+            self._steps, self._notes = read_recent(place, MOST_STEPS, MOST_NOTES)
             if now >= self._contributors_due:
                 self._contributors = contributors(*contributions(place))
                 took = self.clock() - now

@@ -10,8 +10,7 @@ import pytest
 
 from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
-from swarm_coordinator.dashboard.api_models import HealthState
-from swarm_coordinator.dashboard.database_reader import StoredNote
+from swarm_coordinator.dashboard.api_models import EventRow, HealthState
 from swarm_coordinator.dashboard.snapshot import (
     full_peers,
     joined_and_left,
@@ -118,7 +117,9 @@ def test_a_stage_has_its_idle_share_and_the_time_of_its_microbatches(
 
 
 def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
-    shown = public_event(StoredNote(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
+    shown = public_event(
+        EventRow(id=1, written_at=0.0, text=f"cannot reach {LEAKED[0]} of {HOSTILE}")
+    ).text
     assert LEAKED[0] not in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown

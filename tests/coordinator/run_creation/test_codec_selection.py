@@ -17,13 +17,13 @@ from swarm_coordinator.configuration.run_settings import (
     parse_run_toml,
 )
 from swarm_coordinator.configuration.template import render_run_toml
-from swarm_coordinator.durability.run_files import changed_settings, load_settings
+from swarm_coordinator.durability.run_files import changed_settings, load_manifest, load_settings
 from swarm_coordinator.run_creation.codec_selection import (
     SAMPLE_ELEMENTS,
     measure_costs,
     select_codecs,
 )
-from swarm_coordinator.run_creation.initialise import load_manifest, refresh_manifest
+from swarm_coordinator.run_creation.initialise import refresh_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import QualityTable, quality_table

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from swarm_coordinator.configuration.run_settings import default_settings
-from swarm_coordinator.durability.run_files import changed_settings, load_identity, load_settings
-from swarm_coordinator.run_creation import initialise as module
-from swarm_coordinator.run_creation.initialise import (
-    initialise_run,
+from swarm_coordinator.durability.run_files import (
+    changed_settings,
+    load_identity,
     load_manifest,
-    refresh_manifest,
+    load_settings,
 )
+from swarm_coordinator.run_creation import initialise as module
+from swarm_coordinator.run_creation.initialise import initialise_run, refresh_manifest
 from swarm_coordinator.run_creation.shards import Progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import read_shard_index

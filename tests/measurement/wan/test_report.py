@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.run_data import TimedStep
+from benchmarks.run_data import TimedStep, loss_disagreement
 from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Sample
 from benchmarks.wan.page import ratios_markdown, wan_markdown
-from benchmarks.wan.report import loss_disagreement, result_row
+from benchmarks.wan.report import result_row
 from benchmarks.wan.traffic import bytes_between
 
 CABLE = Link(up_mbit=20, down_mbit=200, rtt_ms=40, jitter_ms=2)
@@ -44,12 +44,9 @@ def test_steps_are_timed_from_the_end_of_the_warm_up_to_the_begin_of_the_cool_do
 
 
 def test_another_loss_is_found_and_named() -> None:
-    def runs(*losses: float) -> list[dict[str, Any]]:
-        return [{"losses": list(losses)}]
-
-    alike = {"torch": runs(2.0, 1.0), "swarm": runs(2.00001, 1.0)}
+    alike = {"torch": [[2.0, 1.0]], "swarm": [[2.00001, 1.0]]}
     assert loss_disagreement(alike) == ""
-    apart = {**alike, "1f1b": runs(2.0, 1.001)}
+    apart = {**alike, "1f1b": [[2.0, 1.001]]}
     assert loss_disagreement(apart).startswith("step 2: 1f1b has 1.001")
 
 
