@@ -1,8 +1,7 @@
-"""Checks before every path: rate limits, security headers, and the organiser's token."""
+"""Checks before every path: rate limits and security headers."""
 
 from __future__ import annotations
 
-import hmac
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -80,14 +79,3 @@ def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
 def _refusal(seconds: int) -> JSONResponse:
     problem = {"error": f"too many requests; come again in {seconds} s"}
     return JSONResponse(problem, 429, {"retry-after": str(seconds)})
-
-
-def is_organiser(authorization: str | None, token: str) -> bool:
-    """Whether a request's Authorization header contains the organiser's token.
-
-    Compared in constant time, so that timing reveals nothing about the token.
-    """
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(given.strip().encode(), token.encode())
