@@ -17,7 +17,7 @@ import matplotlib.image
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-COLUMNS = 92
+COLUMNS = 110
 PROGRESS_LINES = 2
 """Lines shown before the kill, after the newcomer's first step, and at the end of the run."""
 

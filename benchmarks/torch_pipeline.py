@@ -180,7 +180,7 @@ def _close(
             dist.all_reduce(part.gradient, group=across)
         part.gradient.div_(manifest.tokens_per_step)
         if place.pipeline == 0:
-            squares += squared_norm(part.gradient, part.layout, count_tied=True)
+            squares += squared_norm(part.gradient)
     totals = torch.tensor([squares, loss_sum], dtype=torch.float64)
     dist.all_reduce(totals)
     factor = clip_factor(float(totals[0]) ** 0.5, manifest.optimizer.clip_norm)

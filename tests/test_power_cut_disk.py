@@ -10,7 +10,6 @@ import errno
 import fcntl
 import mmap
 import os
-import random
 import socket
 import stat
 from pathlib import Path
@@ -78,7 +77,7 @@ def test_a_torn_file_consists_of_pages_that_it_had_since_the_sync(
     number = synced_file(disk, before)
     for change in later:
         disk.inodes[number].change(change)
-    disk.cut(random.Random(seed))
+    disk.cut(seed)
     found = bytes(disk.inodes[number].content)
     moments = [after(after(b"", before), later[:count]) for count in range(len(later) + 1)]
     assert len(found) in {len(moment) for moment in moments}
@@ -95,7 +94,7 @@ def test_a_torn_file_may_have_new_pages_and_old_ones() -> None:
         disk = Disk()
         number = synced_file(disk, [Write(0, b"o" * 3 * PAGE_BYTES)])
         disk.inodes[number].change(Write(0, b"n" * 3 * PAGE_BYTES))
-        disk.cut(random.Random(seed))
+        disk.cut(seed)
         return tuple(disk.inodes[number].content[::PAGE_BYTES])
 
     assert len({torn(seed) for seed in range(200)}) == 2**3
@@ -133,7 +132,7 @@ def test_a_rename_happens_as_one(seed: int) -> None:
     disk.sync_everything()
     new = disk.make(ROOT, b"temporary", FILE).number
     disk.rename(ROOT, b"temporary", ROOT, b"name")
-    disk.cut(random.Random(seed))
+    disk.cut(seed)
     assert disk.lookup(ROOT, b"name").number in (old, new)
     if disk.lookup(ROOT, b"name").number == new:
         assert list(disk.inodes[ROOT].names) == [b"name"]
@@ -144,7 +143,7 @@ def test_unsynced_names_survive_in_any_part() -> None:
         disk = Disk()
         for name in (b"a", b"b", b"c"):
             disk.make(ROOT, name, FILE)
-        disk.cut(random.Random(seed))
+        disk.cut(seed)
         return frozenset(disk.inodes[ROOT].names)
 
     assert len({left(seed) for seed in range(200)}) == 2**3
@@ -157,7 +156,7 @@ def test_a_folder_that_moved_has_one_name_after_a_sync_of_where_it_went() -> Non
     disk.make(here, b"moved", FOLDER)
     disk.rename(here, b"moved", there, b"moved")
     disk.sync(there)
-    disk.cut(random.Random(3))
+    disk.cut(2)
     assert (disk.inodes[here].names, list(disk.inodes[there].names)) == ({}, [b"moved"])
 
 

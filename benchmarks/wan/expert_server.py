@@ -114,7 +114,7 @@ class Close(nn.Module):
         what, norm, step = (float(value) for value in request[0])
         if what == NORM:
             self._gradient.div_(self._manifest.tokens_per_step)
-            square = squared_norm(self._gradient, self._layout, count_tied=True)
+            square = squared_norm(self._gradient)
             return torch.tensor([[square]], dtype=torch.float64)
         optimizer = self._manifest.optimizer
         rate = learning_rate(optimizer, self._manifest.training.steps, int(step))

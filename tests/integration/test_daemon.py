@@ -207,11 +207,11 @@ def test_two_devices_of_one_machine_are_two_members_and_one_row_of_the_ledger(
         version = run.version()
         run.wait_for_version(version + 2)
 
+        stopped_at = run.stop()
         bob.does("leave")
         assert bob.sees()["devices"] == []
         bob.does("shutdown")
-        losses = run.losses()
-    assert losses == run.reference_losses(len(losses))
+    run.assert_equals_reference(stopped_at)
     assert people_of_ledger(run) == {seen["peer"]: ("bob", sorted(before))}
 
 
@@ -274,6 +274,7 @@ def test_a_machine_that_was_suspended_joins_again_by_itself_and_reports_why(
         assert "joining again" in bob.does("logs", "--events")
         bob.does("leave")
         bob.does("shutdown")
+    run.assert_equals_reference(run.stop())
 
 
 @pytest.mark.nightly
@@ -308,5 +309,7 @@ def test_a_refused_device_leaves_the_other_one_at_work(
         assert bob.sees()["reason"] == "paused_by_user"
         bob.does("resume")
         until(["contributing", "stopped"])
-        bob.does("leave")
+        run.wait_for_version(run.version() + 2)
+        stopped_at = run.stop()
         bob.does("shutdown")
+    run.assert_equals_reference(stopped_at)

@@ -75,7 +75,7 @@ class RelayPolicy:
         self._report = report
         self._may_relay = may_relay
         self._relaying_disabled = False
-        self._reachability = Reachability.UNKNOWN
+        self.reachability = Reachability.UNKNOWN
         self._changed = trio.Event()
         self._admitted = trio.Event()
         self._announced: AddressUpdate | None = None
@@ -85,10 +85,6 @@ class RelayPolicy:
         node.on_addresses(self.wake)
         node.on_path_change(self._path_changed)
 
-    @property
-    def reachability(self) -> Reachability:
-        return self._reachability
-
     def announcement(self) -> AddressUpdate:
         """For the next hello; recorded as announced."""
         self._announced = announced = self._current_announcement()
@@ -97,8 +93,8 @@ class RelayPolicy:
     def reachability_changed(self, finding: ReachabilityFinding) -> None:
         """Apply the finding of the newest check."""
         self._node.announce(finding.addresses)
-        if finding.reachability is not self._reachability:
-            self._reachability = finding.reachability
+        if finding.reachability is not self.reachability:
+            self.reachability = finding.reachability
             self._report(
                 REACHABILITY_TEXT[finding.reachability]
                 + (f" ({finding.note})" if finding.note else "")
@@ -146,13 +142,13 @@ class RelayPolicy:
         return AddressUpdate(
             addresses=self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
             carrier=self._p2pd.carrier_address(),
-            reachability=self._reachability,
+            reachability=self.reachability,
             offers_relay=self._offers_relay,
         )
 
     @property
     def _is_public(self) -> bool:
-        return self._reachability in (Reachability.PUBLIC, Reachability.MAPPED)
+        return self.reachability in (Reachability.PUBLIC, Reachability.MAPPED)
 
     @property
     def _offers_relay(self) -> bool:
@@ -169,9 +165,9 @@ class RelayPolicy:
         relays[self._invite.coordinator] = self._invite.addresses
         wanted = WANTED_RELAY_SLOTS if self._admitted.is_set() and not self._is_public else 0
         self._node.use_relays(relays, wanted, last=self._invite.coordinator)
-        if self._reachability is not Reachability.UNKNOWN:
+        if self.reachability is not Reachability.UNKNOWN:
             # p2pd has a port of its own, which no router forwards.
-            needs_relay = self._reachability is not Reachability.PUBLIC
+            needs_relay = self.reachability is not Reachability.PUBLIC
             self._p2pd.use_relays(self._p2pd_relays(relays) if needs_relay else ())
 
     def _p2pd_relays(self, relays: Mapping[PeerId, Sequence[str]]) -> tuple[str, ...]:

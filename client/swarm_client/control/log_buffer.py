@@ -24,10 +24,10 @@ MAX_LINE_CHARACTERS = 2000
 class LogBuffer(logging.Handler):
     """Made inside trio. Also a logging handler."""
 
-    def __init__(self, clock: Clock = wall, kept: int = MAX_LINES) -> None:
+    def __init__(self, clock: Clock = wall) -> None:
         super().__init__(logging.INFO)
         self._clock = clock
-        self._lines: deque[LogLine] = deque(maxlen=kept)
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
         self._number = 0
         self._guard = threading.Lock()
         self._changed = trio.Event()

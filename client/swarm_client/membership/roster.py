@@ -99,5 +99,5 @@ class RosterView:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def __contains__(self, peer: PeerId) -> bool:
+    def __contains__(self, peer: object) -> bool:
         return peer in self._peers

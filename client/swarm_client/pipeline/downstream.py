@@ -1,41 +1,41 @@
-"""Sending microbatches to a stage: choice of the peer, retries, masks (design: a microbatch).
+"""Sending microbatches to a stage, as `swarm_shared.volunteer_rules.delivery` decides.
 
 One `Downstream` serves one sender and one target stage: a stage server's next stage, or stage 0 for
-a trainer. It keeps what it sends until the gradient is back, so that a dead peer is replaced by
-sending the same tensor to another one, and nothing upstream is computed again.
+a trainer. The rules choose peers, retry, hedge and ask for masks; this module owns the edges, the
+streams and the timer, and keeps each tensor until its gradient is back.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 import trio
 
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer, Stream, open_edge
 from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
-from swarm_client.pipeline.hedging import MAX_HEDGES, LatencyEstimate, Race
-from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.protocol import Backward, Forward, PeerRecord, RefusalReason, StageHello
-from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+from swarm_shared.protocol import Forward, PeerRecord, StageHello
+from swarm_shared.volunteer_rules.delivery import (
+    Abandoned,
+    Action,
+    AskMask,
+    CancelRequest,
+    CloseEdge,
+    Completed,
+    Dispatcher,
+    Mode,
+    OpenEdge,
+    Transmit,
+)
+from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
-BUSY_RETRY_SECONDS = 0.05
-"""Pause after a busy refusal; a full queue drains by one microbatch in about this time or more."""
+Ask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...] | None]]
+"""Returns the stages that have not counted the microbatch; None when there is no answer."""
 
-STEP_RETRY_SECONDS = 0.1
-"""Pause after a wrong-step refusal; peers apply a step within a fraction of a second of
-each other."""
-
-MAX_ATTEMPTS = 8
-"""Failed sends of one microbatch after which it is left to the coordinator to lease it again."""
-
-OVERDUE_CHECK_SECONDS = 0.25
-"""Seconds between two checks of a microbatch in flight."""
-
-AskMask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...]]]
 OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
@@ -43,7 +43,7 @@ OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 class MicrobatchRequest:
     """Everything needed to send one microbatch to a stage, and to send it again."""
 
-    mode: str
+    mode: Mode
     step: Step
     microbatch: MicrobatchIndex
     accumulate: tuple[StageIndex, ...]
@@ -51,8 +51,25 @@ class MicrobatchRequest:
     targets: Buffer
 
 
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """One call of `send`. Its nursery runs the requests and mask questions of the delivery, so that
+    none of them outlives the tensor."""
+
+    request: MicrobatchRequest
+    nursery: trio.Nursery
+    answers: dict[int, EdgeAnswer] = field(default_factory=dict)
+    """By request."""
+    result: EdgeAnswer | MicrobatchAbandoned | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    def end(self, result: EdgeAnswer | MicrobatchAbandoned) -> None:
+        self.result = result
+        self.ended.set()
+
+
 class Downstream:
-    """Routes microbatches to peers of `stage`. `nursery` runs the edges; closing it closes them."""
+    """Sends microbatches to peers of `stage`. `nursery` runs the edges; closing it closes them."""
 
     def __init__(
         self,
@@ -60,277 +77,184 @@ class Downstream:
         roster: RosterView,
         hello: Callable[[], StageHello],
         open_stream: OpenStream,
-        ask_mask: AskMask,
+        ask_mask: Ask,
         nursery: trio.Nursery,
         depth: int = 1,
         latency: LatencyEstimate | None = None,
-        routing: ShortestExpectedDelay | None = None,
     ) -> None:
         """`depth` is the number of stages from this one to the last."""
         self.stage = stage
+        self._dispatcher = Dispatcher(stage, depth, latency)
         self._roster = roster
         self._hello = hello
         self._open_stream = open_stream
         self._ask_mask = ask_mask
         self._nursery = nursery
-        self._routing = routing or ShortestExpectedDelay()
         self._edges: dict[PeerId, Edge] = {}
-        self._opening: dict[PeerId, trio.Event] = {}
-        self._capacity_changed = trio.Event()
-        self._depth = depth
-        self._latency = latency or LatencyEstimate()
-        self._closed = False
-        self._waiting_sends = 0
-        """Sends that wait for a peer with a free credit."""
-        self.hedged = 0
-        """Microbatches sent to a second peer while the first had not answered."""
+        """Edges that take requests."""
+        self._sendings: dict[int, _Sending] = {}
+        """By delivery."""
+        self._requests: dict[int, trio.CancelScope] = {}
+        """Requests in flight."""
+        self._timer = trio.CancelScope()
+        """Its deadline is the time at which the dispatcher wakes."""
+        nursery.start_soon(self._tick_when_due)
+        self.roster_changed()
 
-    async def send(
-        self, request: MicrobatchRequest, still_wanted: Callable[[], bool]
-    ) -> EdgeAnswer:
+    @property
+    def hedged(self) -> int:
+        """Microbatches sent to a second peer while the first had not answered."""
+        return self._dispatcher.hedged
+
+    async def send(self, request: MicrobatchRequest) -> EdgeAnswer:
         """Send one microbatch to any peer of the stage; return its gradient.
 
-        A request that takes much longer than usual is hedged: it goes to another peer as well, and
-        the first answer wins. `still_wanted` is checked repeatedly. MicrobatchAbandoned when it
-        returns False or the attempts are used up.
+        MicrobatchAbandoned when its step is over, the attempts are used up, or this sender closes.
         """
-        race = Race()
+        self._retire_superseded()
         async with trio.open_nursery() as nursery:
-            race.begin(nursery, self._deliver(race, request, request.accumulate, still_wanted))
-            await self._watch(race, nursery, request, still_wanted)
-            nursery.cancel_scope.cancel()
-        return race.result()
+            sending = _Sending(request, nursery)
+            delivery = self._dispatcher.submit(
+                request.step, request.microbatch, request.mode, request.accumulate,
+                trio.current_time(),
+            )  # fmt: skip
+            self._sendings[delivery] = sending
+            try:
+                self._carry_out()
+                await sending.ended.wait()
+            finally:
+                self._dispatcher.withdraw(delivery, trio.current_time())
+                self._carry_out()
+                del self._sendings[delivery]
+                nursery.cancel_scope.cancel()
+        if isinstance(sending.result, EdgeAnswer):
+            return sending.result
+        raise sending.result or MicrobatchAbandoned("no peer answered")
 
-    async def _watch(
-        self,
-        race: Race,
-        nursery: trio.Nursery,
-        request: MicrobatchRequest,
-        still_wanted: Callable[[], bool],
-    ) -> None:
-        """Wait until there is an answer, all attempts have failed, or the microbatch is no longer
-        wanted; hedge it when it is overdue."""
+    def oldest_step_is(self, step: Step | None) -> None:
+        """Abandon what is of an older step, now and when it is sent; for None everything."""
+        self._dispatcher.oldest_step_is(step, trio.current_time())
+        self._carry_out()
+
+    def roster_changed(self) -> None:
+        """Use the members of the newest roster; what is with a peer that has left is sent again."""
+        serving = self._roster.of_stage(self.stage)
+        self._dispatcher.roster_changed(serving, self._roster, trio.current_time())
+        self._carry_out()
+
+    def close(self) -> None:
+        """Send nothing more and abandon what is in flight; called before the nursery ends."""
+        self._dispatcher.close()
+        self._carry_out()
+
+    async def _tick_when_due(self) -> None:
         while True:
-            with trio.move_on_after(OVERDUE_CHECK_SECONDS):
-                await race.decided.wait()
-            if race.decided.is_set():
-                return
-            if not still_wanted():
-                # The peer that has it may never answer, and the next step needs the slot that it
-                # takes.
-                race.failed(MicrobatchAbandoned("the step is over"))
-                return
-            overdue = self._overdue_peer(race)
-            if overdue is not None:
-                race.hedges += 1
-                race.begin(nursery, self._hedge(race, overdue, request, still_wanted))
+            with self._timer:
+                await trio.sleep_forever()
+            self._timer = trio.CancelScope()
+            self._dispatcher.tick(trio.current_time())
+            self._carry_out()
 
-    def _overdue_peer(self, race: Race) -> PeerId | None:
-        """The latest peer to have been sent the microbatch, if its answer is overdue, another peer
-        has room, and no other microbatch waits for that room."""
-        if not race.sent_at or self._waiting_sends or race.hedges >= MAX_HEDGES:
-            return None
-        if self._latency.is_expected(trio.current_time() - max(race.sent_at.values()), self._depth):
-            return None
-        others = self._roster.of_stage(self.stage).keys() - race.sent_at.keys()
-        if not any(self._has_room(peer) for peer in others):
-            return None
-        return max(race.sent_at, key=race.sent_at.__getitem__)
+    # ---- carrying out
 
-    async def _hedge(
-        self,
-        race: Race,
-        overdue: PeerId,
-        request: MicrobatchRequest,
-        still_wanted: Callable[[], bool],
+    def _carry_out(self) -> None:
+        """Carry out all that has been decided; to be called after every report."""
+        self._retire_superseded()
+        for action in self._dispatcher.take_actions():
+            self._carry_out_one(action)
+        wakes_at = self._dispatcher.wakes_at()
+        self._timer.deadline = math.inf if wakes_at is None else wakes_at
+
+    def _retire_superseded(self) -> None:
+        for peer in [peer for peer, edge in self._edges.items() if edge.superseded]:
+            self._dispatcher.retire(peer, trio.current_time())
+
+    def _carry_out_one(self, action: Action) -> None:
+        match action:
+            case OpenEdge(peer):
+                self._nursery.start_soon(self._open, peer)
+            case CloseEdge(peer):
+                self._nursery.start_soon(self._edges.pop(peer).finish)
+            case Transmit(request, delivery, peer):
+                sending, scope = self._sendings[delivery], trio.CancelScope()
+                self._requests[request] = scope
+                sending.nursery.start_soon(
+                    self._transmit, action, sending, self._edges[peer], scope
+                )
+            case CancelRequest(request):
+                if request in self._requests:
+                    self._requests[request].cancel()
+            case AskMask(delivery=delivery):
+                self._sendings[delivery].nursery.start_soon(self._ask, action)
+            case Completed(delivery, request):
+                sending = self._sendings[delivery]
+                sending.end(sending.answers[request])
+            case Abandoned(delivery, reason):
+                self._sendings[delivery].end(MicrobatchAbandoned(reason))
+
+    async def _transmit(
+        self, action: Transmit, sending: _Sending, edge: Edge, scope: trio.CancelScope
     ) -> None:
-        self.hedged += 1
-        accumulate = request.accumulate
-        if request.mode == "train":
-            try:
-                missing = await self._ask_mask(request.step, request.microbatch)
-            except MicrobatchAbandoned:
-                return  # no coordinator; the first peer may still answer
-            accumulate = tuple(stage for stage in missing if stage >= self.stage)
-        # The overdue peer gets nothing more until it has answered something.
-        self._routing.failed(overdue, trio.current_time())
-        await self._deliver(race, request, accumulate, still_wanted)
-
-    async def _deliver(
-        self,
-        race: Race,
-        request: MicrobatchRequest,
-        accumulate: tuple[StageIndex, ...],
-        still_wanted: Callable[[], bool],
-    ) -> None:
-        """One attempt of the race: send to some peer, and to another one when that fails."""
-        failures = 0
-        reason: Exception | None = None
-        while failures < MAX_ATTEMPTS:
-            edge = await self._choose(still_wanted, race.sent_at)
-            try:
-                race.won(await self._attempt(race, edge, request, accumulate))
-                return
-            except EdgeRefused as refusal:
-                self._routing.refused(edge.peer, trio.current_time())
-                if refusal.reason is RefusalReason.BUSY:
-                    await trio.sleep(BUSY_RETRY_SECONDS)
-                    continue
-                if refusal.reason is RefusalReason.WRONG_STEP:
-                    await trio.sleep(STEP_RETRY_SECONDS)
-                    continue
-                reason = refusal
-            except (NetworkError, ProtocolError) as error:
-                reason = error
-            failures += 1
-            self._routing.failed(edge.peer, trio.current_time())
-            if not still_wanted():
-                raise MicrobatchAbandoned("the step is over") from reason
-            if request.mode == "train":
-                # A peer downstream may have counted it before the link broke.
-                missing = await self._ask_mask(request.step, request.microbatch)
-                accumulate = tuple(stage for stage in missing if stage >= self.stage)
-        raise MicrobatchAbandoned(
-            f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"
-        )
-
-    async def _attempt(
-        self, race: Race, edge: Edge, request: MicrobatchRequest, accumulate: tuple[StageIndex, ...]
-    ) -> EdgeAnswer:
+        request = sending.request
         header = Forward(
             request=0,
-            mode="evaluate" if request.mode == "evaluate" else "train",
+            mode=request.mode,
             step=request.step,
             microbatch=request.microbatch,
             stage=self.stage,
-            accumulate=accumulate,
+            accumulate=action.accumulate,
             input_bytes=memoryview(request.input).nbytes,
             target_bytes=memoryview(request.targets).nbytes,
         )
-        in_flight = edge.in_flight + 1
-        began = time.monotonic()
-        race.sent_at[edge.peer] = trio.current_time()
         try:
-            answer = await edge.request(header, (request.input, request.targets))
+            with scope:
+                answer = await edge.request(header, (request.input, request.targets))
+                sending.answers[action.request] = answer
+                self._dispatcher.answered(
+                    action.request, answer.header.service_seconds, answer.header.total_seconds,
+                    answer.header.uplink_seconds, trio.current_time(),
+                )  # fmt: skip
+        except EdgeRefused as refusal:
+            self._dispatcher.refused(
+                action.request, refusal.reason, refusal.detail, trio.current_time()
+            )
+        except (NetworkError, ProtocolError) as error:
+            self._dispatcher.failed(action.request, str(error), trio.current_time())
         finally:
-            del race.sent_at[edge.peer]
-            self._notify()
-        total = time.monotonic() - began
-        self._latency.observe(total)
-        seen = _observation(answer.header, total, in_flight)
-        self._routing.observe(edge.peer, seen, trio.current_time())
-        return answer
+            del self._requests[action.request]
+        self._carry_out()
 
-    async def _choose(self, still_wanted: Callable[[], bool], excluded: Collection[PeerId]) -> Edge:
-        """An edge with a free credit to a peer not in `excluded`, opened if needed; waits until
-        there is one."""
-        while True:
-            if self._closed:
-                raise MicrobatchAbandoned("this peer has given up its stage")
-            if not still_wanted():
-                raise MicrobatchAbandoned("the step is over")
-            members = self._members()
-            self._routing.update(members)
-            free = members.keys() - self._opening.keys() - set(excluded)
-            usable = {p: self._in_flight(p) for p in free if self._has_room(p)}
-            now = trio.current_time()
-            peer = self._routing.choose(now, usable)
-            if peer is None:
-                await self._wait_for_capacity(now)
-                continue
-            edge = self._edges.get(peer)
-            if edge is not None and edge.superseded:
-                self._retire(edge)
-            elif edge is not None and not edge.closed:
-                return edge
-            edge = await self._open(members[peer])
-            if edge is not None and edge.free_credits > 0:
-                return edge
+    async def _ask(self, action: AskMask) -> None:
+        missing = await self._ask_mask(action.step, action.microbatch)
+        self._dispatcher.masked(action.query, missing, trio.current_time())
+        self._carry_out()
 
-    def _members(self) -> dict[PeerId, PeerRecord]:
-        members = dict(self._roster.of_stage(self.stage))
-        for peer in [p for p in self._edges if p not in members]:
-            # Not in the roster any more: dead, moved or revoked. Its requests in flight fail and
-            # are sent again.
-            edge = self._edges.pop(peer)
-            if self._roster.get(peer) is None:
-                edge.fail(LinkClosed(f"{peer} has left the roster"))
-        return members
-
-    def roster_changed(self) -> None:
-        """Drop edges to peers that have left, at once; their microbatches are sent again."""
-        self._members()
-        self._notify()
-
-    def _has_room(self, peer: PeerId) -> bool:
-        edge = self._edges.get(peer)
-        return edge is None or edge.closed or edge.free_credits > 0
-
-    def _in_flight(self, peer: PeerId) -> int:
-        edge = self._edges.get(peer)
-        return 0 if edge is None else edge.in_flight
-
-    async def _wait_for_capacity(self, now: float) -> None:
-        """Wait until a credit is free, the roster has changed or a ban has ended."""
-        ban_end = self._routing.next_ban_end(now)
-        changed = self._capacity_changed
-        self._waiting_sends += 1
+    async def _open(self, peer: PeerId) -> None:
         try:
-            with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
-                await changed.wait()
-        finally:
-            self._waiting_sends -= 1
-
-    def _notify(self) -> None:
-        self._capacity_changed.set()
-        self._capacity_changed = trio.Event()
-
-    async def _open(self, record: PeerRecord) -> Edge | None:
-        done = self._opening[record.peer] = trio.Event()
-        try:
-            stream = await self._open_stream(record)
-            try:
-                edge = await open_edge(stream, self._hello())
-                if self._closed:
-                    raise LinkClosed("this peer has given up its stage meanwhile")
-            except BaseException:
-                with trio.CancelScope(shield=True):
-                    await stream.reset()
-                raise
-            self._edges[record.peer] = edge
+            edge = await self._opened_edge(peer)
+        except (NetworkError, ProtocolError, EdgeRefused):
+            self._dispatcher.open_failed(peer, trio.current_time())
+        else:
+            self._edges[peer] = edge
             self._nursery.start_soon(self._run_edge, edge)
-            return edge
-        except (NetworkError, ProtocolError, EdgeRefused, LinkTimeout):
-            self._routing.failed(record.peer, trio.current_time())
-            return None
-        finally:
-            del self._opening[record.peer]
-            done.set()
-            self._notify()
+            self._dispatcher.opened(peer, edge.credits, trio.current_time())
+        self._carry_out()
 
-    def _retire(self, edge: Edge) -> None:
-        """Replace an edge by one over a better link; requests in flight on it may finish."""
-        del self._edges[edge.peer]
-        self._nursery.start_soon(edge.finish)
+    async def _opened_edge(self, peer: PeerId) -> Edge:
+        record = self._roster.get(peer)
+        if record is None:
+            raise LinkClosed(f"{peer} has left the roster")
+        stream = await self._open_stream(record)
+        try:
+            return await open_edge(stream, self._hello())
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+            raise
 
     async def _run_edge(self, edge: Edge) -> None:
-        try:
-            await edge.run()
-        finally:
-            if self._edges.get(edge.peer) is edge:
-                del self._edges[edge.peer]
-            self._notify()
-
-    def close(self) -> None:
-        """Send nothing more and fail what is in flight; called before the nursery ends."""
-        self._closed = True
-        for edge in list(self._edges.values()):
-            edge.fail(LinkClosed("this peer closes its links"))
-
-
-def _observation(answer: Backward, total_seconds: float, in_flight: int) -> Observation:
-    """The share of the total time that the peer's own account does not explain is the link's."""
-    link_seconds = max(0.0, total_seconds - answer.total_seconds) if answer.total_seconds else 0.0
-    return Observation(
-        min(answer.service_seconds, total_seconds), answer.uplink_seconds, link_seconds, in_flight
-    )
+        reason = await edge.run()
+        if self._edges.get(edge.peer) is edge:
+            del self._edges[edge.peer]
+            self._dispatcher.edge_lost(edge.peer, reason, trio.current_time())
+            self._carry_out()

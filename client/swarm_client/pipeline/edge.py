@@ -62,18 +62,11 @@ class Edge:
         self.peer: PeerId = stream.remote
         self.closed = False
         self._stream = stream
-        self._credits = hello.credits
+        self.credits = hello.credits
+        """Requests at a time that the receiver granted."""
         self._numbers = itertools.count(1)
         self._pending: dict[int, _PendingRequest] = {}
         self._idle = trio.Event()
-
-    @property
-    def free_credits(self) -> int:
-        return 0 if self.closed else self._credits - len(self._pending)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._pending)
 
     @property
     def superseded(self) -> bool:
@@ -82,6 +75,8 @@ class Edge:
 
     async def finish(self) -> None:
         """Close the edge once every request in flight has been answered."""
+        # After it the requests that were started a moment ago are in flight, too.
+        await trio.lowlevel.checkpoint()
         self._idle = trio.Event()
         while self._pending and not self.closed:
             await self._idle.wait()
@@ -90,7 +85,7 @@ class Edge:
         await self._stream.close()
 
     async def request(self, header: Forward, parts: Sequence[Buffer]) -> EdgeAnswer:
-        """Send one microbatch and wait for its gradient. The caller has checked `free_credits`.
+        """Send one microbatch and wait for its gradient. The caller keeps to `credits`.
 
         `header.request` is replaced by this edge's own number. Raises EdgeRefused, LinkClosed or
         ProtocolError; when cancelled, sends a cancellation to the receiver.
@@ -121,8 +116,9 @@ class Edge:
             if not self.closed:
                 await self._stream.send(encode(StageCancel(request=number)))
 
-    async def run(self) -> None:
-        """Receive answers until the link ends; then fail all pending requests with the reason."""
+    async def run(self) -> str:
+        """Receive answers until the link ends; then fail all pending requests, and return the
+        reason."""
         error: SwarmError = LinkClosed(f"the link to {self.peer} ended")
         try:
             while True:
@@ -134,6 +130,7 @@ class Edge:
             self.fail(error)
             with trio.CancelScope(shield=True):
                 await self._stream.reset()
+        return str(error)
 
     def _deliver(
         self, message: StageHelloAnswer | StageRefused | Backward, payload: Buffer

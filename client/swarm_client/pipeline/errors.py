@@ -19,6 +19,7 @@ class EdgeRefused(PipelineError):
     def __init__(self, reason: RefusalReason, detail: str) -> None:
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
         self.reason = reason
+        self.detail = detail
 
 
 class MicrobatchAbandoned(PipelineError):

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 import trio
 
-from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import Mask, MaskRequest
 
 
 @dataclass(slots=True, eq=False)
 class _MaskQuery:
-    answered: trio.Event = field(default_factory=trio.Event)
-    accumulate: tuple[StageIndex, ...] | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+    missing: tuple[StageIndex, ...] | None = None
 
 
 class MaskClient:
@@ -28,28 +27,25 @@ class MaskClient:
         self._numbers = itertools.count(1)
         self._queries: dict[int, _MaskQuery] = {}
 
-    async def ask(self, step: Step, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...]:
-        """The stages that have not counted the microbatch. MicrobatchAbandoned when there is no
-        answer."""
+    async def ask(self, step: Step, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...] | None:
+        """Return the stages that have not counted the microbatch; None when there is no session, or
+        it ends before the answer."""
         number = next(self._numbers)
         query = self._queries[number] = _MaskQuery()
         try:
-            request = MaskRequest(request=number, step=step, microbatch=microbatch)
-            if not self._send(request):
-                raise MicrobatchAbandoned("no coordinator: which stages counted it is unknown")
-            await query.answered.wait()
+            if self._send(MaskRequest(request=number, step=step, microbatch=microbatch)):
+                await query.ended.wait()
         finally:
             del self._queries[number]
-        if query.accumulate is None:
-            raise MicrobatchAbandoned("the session ended before the coordinator answered")
-        return query.accumulate
+        return query.missing
 
     def answer(self, mask: Mask) -> None:
         query = self._queries.get(mask.request)
         if query is not None:
-            query.accumulate = mask.accumulate
-            query.answered.set()
+            query.missing = mask.accumulate
+            query.ended.set()
 
     def session_lost(self) -> None:
+        """End all questions without an answer: the next session does not know them."""
         for query in self._queries.values():
-            query.answered.set()
+            query.ended.set()

@@ -9,7 +9,7 @@ import trio
 
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.downstream import AskMask, Downstream
+from swarm_client.pipeline.downstream import Ask, Downstream
 from swarm_client.pipeline.edge import Stream
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
@@ -17,7 +17,6 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.network import Node
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
-from swarm_shared.scheduling.routing import ShortestExpectedDelay
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class StageLinks:
         roster: RosterView,
         own_server: StageServer,
         membership: CurrentMembership,
-        ask_mask: AskMask,
+        ask_mask: Ask,
         nursery: trio.Nursery,
     ) -> None:
         self._node = node
@@ -44,7 +43,6 @@ class StageLinks:
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
             depth=self._membership.now.manifest.stage_count - stage,
-            routing=ShortestExpectedDelay(),
         )  # fmt: skip
 
     def hello(self) -> StageHello:

@@ -294,9 +294,6 @@ class _MicrobatchTask:
         self._targets = view[message.input_bytes :]
         self._arrived = time.monotonic()
 
-    def _still_wanted(self) -> bool:
-        return _has_parameters_for(self._holding, self._message)
-
     async def run(self) -> tuple[Backward, Output]:
         message, holding = self._message, self._holding
         if message.mode == "evaluate":
@@ -370,8 +367,7 @@ class _MicrobatchTask:
             MicrobatchRequest(
                 message.mode, message.step, message.microbatch, accumulate,
                 output.payload, self._targets,
-            ),
-            self._still_wanted,
+            )
         )  # fmt: skip
 
     def _answer(

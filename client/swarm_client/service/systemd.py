@@ -45,8 +45,8 @@ def user_place(config_folder: Path) -> UnitPlace:
     return UnitPlace(config_folder / "systemd" / "user", "default.target", ("systemctl", "--user"))
 
 
-def system_place(root: Path = Path("/etc")) -> UnitPlace:
-    return UnitPlace(root / "systemd" / "system", "multi-user.target", ("systemctl",))
+def system_place() -> UnitPlace:
+    return UnitPlace(Path("/etc/systemd/system"), "multi-user.target", ("systemctl",))
 
 
 def unit_text(command: Sequence[str], *, system: bool) -> str:

@@ -180,7 +180,7 @@ class GroupAverager:
         failure: RoundFailed | None = None
         # The group may come from a newer roster than the one applied here.
         self.worker.admit(self._routes.admitted_p2pds())
-        with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
+        with self._host.incoming(spec, tag) as arrivals:
             async with trio.open_nursery() as nursery:
 
                 async def hand_over() -> None:
@@ -205,7 +205,7 @@ class GroupAverager:
             with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 links = await all_reduce(
                     spec,
-                    self._host.carrier(),
+                    self._host,
                     _totals(source, spec, offset),
                     _totals(result, spec, offset),
                     stall_seconds=self.stall_seconds,

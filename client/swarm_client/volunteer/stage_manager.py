@@ -15,10 +15,8 @@ import trio
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
-from swarm_client.pipeline.stage_links import StageLinks
-from swarm_client.pipeline.stage_server import StageServer
+from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.pipeline.step_close import StepCloser
-from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_client.volunteer.context import VolunteerContext
@@ -82,9 +80,7 @@ class StageManager:
         attachment: Attachment,
         averager: GroupAverager,
         snapshots: SnapshotStore,
-        links: StageLinks,
-        server: StageServer,
-        uplink: UplinkShare,
+        pipeline: Pipeline,
         loader: StageLoader,
     ) -> None:
         self._context = context
@@ -92,9 +88,7 @@ class StageManager:
         self._attachment = attachment
         self._averager = averager
         self._snapshots = snapshots
-        self._links = links
-        self._server = server
-        self._uplink = uplink
+        self._pipeline = pipeline
         self._loader = loader
         self._rules = StageTenures()
         self._running: dict[TenureNumber, _RunningTenure] = {}
@@ -105,10 +99,6 @@ class StageManager:
         self._held: _Held | None = None
         self._tenure_ended = trio.Event()
         self._limits = WorkerLimits()
-
-    @property
-    def holding(self) -> Holding | None:
-        return None if self._held is None else self._held.holding
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -197,7 +187,9 @@ class StageManager:
             inject_faults(FaultPoint.STAGE_MIGRATION, stage.account.version)
         manifest, number = self._membership.now.manifest, stage.account.stage
         is_last = number == manifest.stage_count - 1
-        next_stage = None if is_last else self._links.downstream(StageIndex(number + 1), nursery)
+        next_stage = (
+            None if is_last else self._pipeline.links.downstream(StageIndex(number + 1), nursery)
+        )
         holding = Holding(stage.worker, stage.account, next_stage)
         closer = StepCloser(
             holding, manifest.tokens_per_step, self._averager, self._snapshots, self, nursery
@@ -207,12 +199,8 @@ class StageManager:
             self._context.report(f"moved to stage {number}")
 
     def _hold(self, held: _Held | None) -> None:
-        """Serve this stage from now on, and no other."""
-        before, self._held = self.holding, held
-        self._server.holding = self.holding
-        if before is not None and before.next_stage is not None:
-            # Tasks of other senders' links outlive the stage's nursery and send through it.
-            before.next_stage.close()
+        self._held = held
+        self._pipeline.hold(None if held is None else held.holding)
 
     async def _rejoin_after(self, lost: stage_tenure.RejoinAfter) -> None:
         self._context.report(f"{lost.reason}; joining again in {lost.seconds:.0f} s")
@@ -245,7 +233,7 @@ class StageManager:
     def _step_applied(self, applied: step_close.StepApplied) -> None:
         context, manifest = self._context, self._membership.now.manifest
         self._rules.step_applied()
-        self._uplink.step_applied()
+        self._pipeline.step_applied()
         context.contribution.add_step(
             applied.step, applied.counted, manifest.tokens_per_microbatch,
             manifest.work_share(applied.stage),
@@ -315,7 +303,7 @@ class StageManager:
                 died = await worker.wait_died()
             finally:
                 del self._serving[load.tenure]
-                if self.holding is not None and self.holding.account is stage.account:
+                if self._held is not None and self._held.holding.account is stage.account:
                     self._hold(None)
             nursery.cancel_scope.cancel()
         return died

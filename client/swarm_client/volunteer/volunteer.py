@@ -101,7 +101,7 @@ class Volunteer:
 
     @property
     def holding(self) -> Holding | None:
-        return None if self.member is None else self.member.holding
+        return None if self.member is None else self.member.pipeline.holding
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -169,9 +169,9 @@ class Volunteer:
         )  # fmt: skip
         member.stages.limit(self._limits)
         if self.suspended is not None:
-            member.pause()
+            member.pipeline.pause()
         if self.attachment.leaving:
-            member.leave()
+            member.pipeline.trainer.leave()
         manifest = membership.manifest
         self.context.report(
             f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
@@ -227,7 +227,7 @@ class Volunteer:
             self.context.nursery.start_soon(self._disconnect_revoked, peer)
         self.relay_policy.roster_changed()
         if self.member is not None:
-            self.member.roster_changed()
+            self.member.pipeline.roster_changed()
 
     async def _disconnect_revoked(self, peer: PeerId) -> None:
         """Close all connections with a peer that the coordinator has revoked."""
@@ -252,17 +252,17 @@ class Volunteer:
 
     def pause_work(self) -> None:
         if self.member is not None:
-            self.member.pause()
+            self.member.pipeline.pause()
         self.attachment.send(self.heartbeat())
 
     def resume_work(self) -> None:
         if self.member is not None:
-            self.member.resume()
+            self.member.pipeline.resume()
         self.attachment.send(self.heartbeat())
 
     def hand_back_work(self) -> None:
         if self.member is not None:
-            self.member.hand_back()
+            self.member.pipeline.server.hand_back()
 
     def leave_until_resumed(self) -> None:
         """Give the stage up for a long pause; attach again when it is over."""
@@ -294,5 +294,5 @@ class Volunteer:
         """Finish what is in flight, take nothing new, and leave when the coordinator agrees."""
         self.pause.leave()
         if self.member is not None:
-            self.member.leave()
+            self.member.pipeline.trainer.leave()
         self.attachment.leave()

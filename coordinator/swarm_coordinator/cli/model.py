@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
@@ -24,8 +25,6 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import Step, Version
 from swarm_shared.run.manifest import Manifest
-
-RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
 
 @click.command("export")

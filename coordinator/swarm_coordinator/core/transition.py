@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from swarm_coordinator.core.events import (
+    Broadcast,
     CertificateIssued,
     CheckpointFailed,
     CheckpointStored,
@@ -51,6 +52,7 @@ from swarm_coordinator.core.events import (
     ReceiptsVerified,
     Restored,
     RunFinished,
+    Send,
     SessionLost,
     ShutDown,
     StopRequested,
@@ -86,8 +88,11 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
     Applied,
+    Close,
     Goodbye,
+    Lease,
     Leaving,
+    Mask,
     MaskRequest,
     NotFinite,
     PeerRecord,
@@ -158,8 +163,11 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
         run.phase is phase and _is_intermediate_answer(run, event)
     ):
         _advance(run, now)
-    if roster.publish(run, now):
-        _order_roster_first(run)
+    if rosters := roster.publish(run, now):
+        # Behind Welcome and records, and ahead of the work that relies on it.
+        relying = (i for i, command in enumerate(run.commands) if _relies_on_roster(command))
+        at = next(relying, len(run.commands))
+        run.commands[at:at] = rosters
     commands, run.commands = run.commands, []
     return commands
 
@@ -176,23 +184,10 @@ def _is_intermediate_answer(run: RunState, event: Event) -> bool:
     return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
 
 
-_ROSTER_KINDS = frozenset({"roster", "roster_change"})
-
-
-def _order_roster_first(run: RunState) -> None:
-    """Move rosters ahead of the work that relies on them, and behind Welcome and records."""
-    rosters = [c for c in run.commands if _kind(c) in _ROSTER_KINDS]
-    if not rosters:
-        return
-    rest = [c for c in run.commands if _kind(c) not in _ROSTER_KINDS]
-    relying = {"lease", "close", "mask"}
-    at = next((i for i, c in enumerate(rest) if _kind(c) in relying), len(rest))
-    run.commands = rest[:at] + rosters + rest[at:]
-
-
-def _kind(command: Command) -> str:
-    message = getattr(command, "message", None)
-    return getattr(message, "kind", "")
+def _relies_on_roster(command: Command) -> bool:
+    return isinstance(command, Send | Broadcast) and isinstance(
+        command.message, Lease | Close | Mask
+    )
 
 
 def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None:

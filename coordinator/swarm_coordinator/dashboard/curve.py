@@ -7,7 +7,7 @@ same however long the run is, and the curve is exact at its resolution.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarm_coordinator.dashboard.api_models import Curve, CurvePoint
 
@@ -50,21 +50,21 @@ class _Bucket:
         )
 
 
+@dataclass(slots=True, eq=False)
 class CurveBuilder:
     """Takes steps in order; makes a curve of at most `max_points` points."""
 
-    def __init__(self, max_points: int = MAX_POINTS) -> None:
-        self._max_points = max_points
-        self._width = 1
-        self._in_last = 0
-        self._buckets: list[_Bucket] = []
+    max_points: int = MAX_POINTS
+    _width: int = 1
+    _in_last: int = 0
+    _buckets: list[_Bucket] = field(default_factory=list)
 
     def add(self, step: int, loss: float | None, tokens: int, seconds: float) -> None:
         one = _Bucket(
             step, step, loss or 0.0, int(loss is not None), math.inf if loss is None else loss,
             -math.inf if loss is None else loss, tokens, seconds,
         )  # fmt: skip
-        if len(self._buckets) == self._max_points and self._in_last == self._width:
+        if len(self._buckets) == self.max_points and self._in_last == self._width:
             self._halve()
         if self._buckets and self._in_last < self._width:
             self._buckets[-1] = self._buckets[-1].merged(one)

@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.client import responses
 from typing import Any
@@ -64,25 +64,17 @@ class ServerCounters:
     """Requests that ended in an unexpected error."""
 
 
+@dataclass(slots=True, eq=False)
 class HttpServer:
     """Serves an ASGI application on a listener, with bounded connections."""
 
-    def __init__(
-        self,
-        application: Application,
-        *,
-        max_connections: int = MAX_CONNECTIONS,
-        max_connections_of_one_address: int = MAX_CONNECTIONS_OF_ONE_ADDRESS,
-        head_seconds: float = HEAD_SECONDS,
-        send_seconds: float = SEND_SECONDS,
-    ) -> None:
-        self.application = application
-        self.max_connections = max_connections
-        self.max_connections_of_one_address = max_connections_of_one_address
-        self.head_seconds = head_seconds
-        self.send_seconds = send_seconds
-        self.counts = ServerCounters()
-        self._open: Counter[str] = Counter()
+    application: Application
+    max_connections: int = MAX_CONNECTIONS
+    max_connections_of_one_address: int = MAX_CONNECTIONS_OF_ONE_ADDRESS
+    head_seconds: float = HEAD_SECONDS
+    send_seconds: float = SEND_SECONDS
+    counts: ServerCounters = field(default_factory=ServerCounters)
+    _open: Counter[str] = field(default_factory=Counter)
 
     @property
     def connections(self) -> int:

@@ -1,10 +1,10 @@
-"""Checks before every path: rate limits, security headers, and the organiser's token."""
+"""Checks before every path: rate limits and security headers."""
 
 from __future__ import annotations
 
-import hmac
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from math import ceil
 
 from starlette.responses import JSONResponse
@@ -35,20 +35,17 @@ _HEADERS = (
 )
 
 
+@dataclass(slots=True, eq=False)
 class GuardMiddleware:
     """An ASGI middleware: limits rates, adds headers, counts responses."""
 
-    def __init__(
-        self,
-        application: Application,
-        per_address: RateLimit | None = None,
-        overall: RateLimit | None = None,
-    ) -> None:
-        self._application = application
-        self._per_address = per_address or RateLimit(BURST, PER_SECOND)
-        self._overall = overall or RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
-        self.answers: Counter[str] = Counter()
-        """Responses by status class, like 2xx."""
+    application: Application
+    per_address: RateLimit = field(default_factory=lambda: RateLimit(BURST, PER_SECOND))
+    overall: RateLimit = field(
+        default_factory=lambda: RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
+    )
+    answers: Counter[str] = field(default_factory=Counter)
+    """Responses by status class, like 2xx."""
 
     async def __call__(
         self,
@@ -67,11 +64,11 @@ class GuardMiddleware:
             refusal = _refusal(max(1, ceil(wait_seconds)))
             await refusal(scope, receive, with_headers)
         else:
-            await self._application(scope, receive, with_headers)
+            await self.application(scope, receive, with_headers)
 
     def _wait_seconds(self, address: str) -> float:
-        wait = 0.0 if is_this_machine(address) else self._per_address.take(address)
-        return wait or self._overall.take("all")
+        wait = 0.0 if is_this_machine(address) else self.per_address.take(address)
+        return wait or self.overall.take("all")
 
 
 def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
@@ -82,14 +79,3 @@ def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
 def _refusal(seconds: int) -> JSONResponse:
     problem = {"error": f"too many requests; come again in {seconds} s"}
     return JSONResponse(problem, 429, {"retry-after": str(seconds)})
-
-
-def is_organiser(authorization: str | None, token: str) -> bool:
-    """Whether a request's Authorization header contains the organiser's token.
-
-    Compared in constant time, so that timing reveals nothing about the token.
-    """
-    scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(given.strip().encode(), token.encode())

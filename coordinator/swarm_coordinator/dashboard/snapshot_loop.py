@@ -7,6 +7,7 @@ snapshot; when nothing can be read it grows old, which `/healthz` shows.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -31,22 +32,20 @@ MAX_STEPS_PUBLISHED = 20
 """Steps published in one turn; more of them a second cannot be read."""
 
 
+@dataclass(slots=True, eq=False)
 class SnapshotLoop:
     """Keeps the newest snapshot; None until the coordinator has written its first status."""
 
-    def __init__(
-        self, folder: RunFolder, manifest: Manifest, reader: DatabaseReader, clock: Clock = wall
-    ) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._reader = reader
-        self._clock = clock
-        self.hub = EventHub()
-        self.snapshot: Snapshot | None = None
-        self.failures = 0
-        """Turns that found something unreadable."""
-        self.joined = 0
-        self.left = 0
+    folder: RunFolder
+    manifest: Manifest
+    reader: DatabaseReader
+    clock: Clock = wall
+    hub: EventHub = field(default_factory=EventHub)
+    snapshot: Snapshot | None = None
+    failures: int = 0
+    """Turns that found something unreadable."""
+    joined: int = 0
+    left: int = 0
 
     async def run(self, first_read: trio.Event) -> None:
         """Refresh the snapshot until cancelled. `first_read` is set after the first turn."""
@@ -64,14 +63,14 @@ class SnapshotLoop:
             await trio.sleep(READ_INTERVAL_SECONDS)
 
     async def refresh(self) -> None:
-        now = self._clock()
-        read_all = partial(_read_all, self._folder, self._reader, now)
+        now = self.clock()
+        read_all = partial(_read_all, self.folder, self.reader, now)
         found = await trio.to_thread.run_sync(read_all)
         if found is None:
             return
         status, read = found
         before = self.snapshot
-        self.snapshot = snapshot = Snapshot(status, read, self._manifest, now)
+        self.snapshot = snapshot = Snapshot(status, read, self.manifest, now)
         if before is not None:
             joined, left = joined_and_left(before.peers, snapshot.peers)
             self.joined += joined

@@ -19,15 +19,14 @@ from swarm_coordinator.core.events import (
     EvaluationRecord,
     RolledBack,
     RunFinished,
-    StoredStage,
 )
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.database import check_pages, open_for_reading
 from swarm_coordinator.storage.journal import JournalRecord, digest
 from swarm_coordinator.storage.location import DatabaseLocation
-from swarm_coordinator.storage.records import float_or_nan, read_step
+from swarm_coordinator.storage.records import float_or_nan, read_step, read_stored_stages
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, Version
 from swarm_shared.run.manifest import Manifest
 
 MAX_FINDINGS = 20
@@ -273,9 +272,4 @@ def read_decision(connection: Connection, kind: str, row_id: int) -> JournalReco
             return EvaluationRecord(Version(row[0]), float_or_nan(row[1]), row[2])
         case "finish":
             return RunFinished(Version(row[0]))
-    stages = connection.execute(
-        "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ?", (row_id,)
-    ).fetchall()
-    return CheckpointRecord(
-        Version(row[0]), tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in stages)
-    )
+    return CheckpointRecord(Version(row[0]), read_stored_stages(connection, row_id))

@@ -49,7 +49,7 @@ class PlainSums:
         """Return the mean gradient over `tokens`, flat, and its norm; reset the sums."""
         mean = self._gradient / tokens
         self._gradient.zero_()
-        return mean, global_norm([squared_norm(mean, self._layout, count_tied=True)])
+        return mean, global_norm([squared_norm(mean)])
 
 
 class ExactSums:

@@ -186,19 +186,15 @@ def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
         with folder.lock():
             yield folder
             sync_folder(temporary)
-            _move_into_place(temporary, run_dir)
+            refuse_existing(run_dir)
+            try:
+                temporary.replace(run_dir)
+            except OSError as error:
+                raise storage_error(run_dir, error) from error
+            sync_folder(run_dir.parent)
     finally:
         # Does nothing after the rename.
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _move_into_place(temporary: Path, run_dir: Path) -> None:
-    refuse_existing(run_dir)
-    try:
-        temporary.replace(run_dir)
-    except OSError as error:
-        raise storage_error(run_dir, error) from error
-    sync_folder(run_dir.parent)
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:

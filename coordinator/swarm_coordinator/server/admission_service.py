@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -51,40 +52,27 @@ CarryOut = Callable[[Event], Awaitable[Sequence[Command]]]
 """Passes an event to the core; returns its commands once all are carried out."""
 
 
+@dataclass(slots=True, eq=False)
 class AdmissionService:
     """Admission during one start of the coordinator."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        admission: AdmissionAuthority,
-        store: Store,
-        sessions: ClientSessions,
-        carry_out: CarryOut,
-        clock: Clock,
-        renew_after_seconds: float,
-    ) -> None:
-        self._folder = folder
-        self._admission = admission
-        self._store = store
-        self._sessions = sessions
-        self._carry_out = carry_out
-        self._clock = clock
-        self._renew_after_seconds = renew_after_seconds
-        self._lock = trio.Lock()
-        self._administration = Administration(
-            folder, admission.mode, admission.organiser.peer_id, admission.book, store.write,
-            admission.clock,
-        )  # fmt: skip
+    folder: RunFolder
+    admission: AdmissionAuthority
+    store: Store
+    sessions: ClientSessions
+    carry_out: CarryOut
+    clock: Clock
+    renew_after_seconds: float
+    _lock: trio.Lock = field(default_factory=trio.Lock)
 
     async def standing_token(self) -> str | None:
         """The secret of the run's own invite, stored if it is new; None without one."""
-        if self._admission.mode != "token":
+        if self.admission.mode != "token":
             return None
-        secret, record = standing_token(self._folder, self._admission.book)
+        secret, record = standing_token(self.folder, self.admission.book)
         if record is not None:
-            await self._store.write(record)
-            self._admission.book.enter(record, self._admission.clock())
+            await self.store.write(record)
+            self.admission.book.enter(record, self.admission.clock())
         return secret
 
     def revoked_at_start(self) -> dict[PeerId, float]:
@@ -93,17 +81,17 @@ class AdmissionService:
 
         Covers changes made while no coordinator ran, and another mode in run.toml.
         """
-        now, wall_now = self._clock(), self._admission.clock()
-        seen = self._store.seen_since(wall_now - REVOKED_SECONDS)
+        now, wall_now = self.clock(), self.admission.clock()
+        seen = self.store.seen_since(wall_now - REVOKED_SECONDS)
         return {
             peer: now + last_seen + REVOKED_SECONDS - wall_now
             for peer, last_seen in seen.items()
-            if self._admission.refusal(peer) is not None
+            if self.admission.refusal(peer) is not None
         }
 
     def transfer_check(self) -> CheckRemote:
         """The check of transfer requests: a valid certificate, and not refused by the rules now."""
-        admission = self._admission
+        admission = self.admission
         holds = certificate_check(admission.run, admission.organiser.peer_id, admission.clock)
 
         def check(remote: PeerId, hello: TransferHello) -> None:
@@ -115,9 +103,9 @@ class AdmissionService:
         return check
 
     def status(self) -> AdmissionStatus:
-        admission = self._admission
+        admission = self.admission
         return admission_status(
-            admission.book, admission.mode, admission.clock(), self._sessions.attached
+            admission.book, admission.mode, admission.clock(), self.sessions.attached
         )
 
     # ------------------------------------------------------------ commands
@@ -125,15 +113,20 @@ class AdmissionService:
     async def serve_commands(self, report: Callable[[str], None]) -> None:
         """Answer commands like `ban` until cancelled."""
         try:
-            await admin_socket.serve(self._folder.socket, self.answer)
+            await admin_socket.serve(self.folder.socket, self.answer)
         except StorageError as error:
             report(f"commands like `ban` reach this coordinator only after its end: {error}")
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        admission = self.admission
+        administration = Administration(
+            self.folder, admission.mode, admission.organiser.peer_id, admission.book,
+            self.store.write, admission.clock,
+        )  # fmt: skip
         try:
             request = parse_request(question)
             async with self._lock:
-                change, concerned = await self._administration.carry_out(request)
+                change, concerned = await administration.carry_out(request)
                 effect = await self._apply_to_core(concerned)
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
@@ -145,17 +138,17 @@ class AdmissionService:
         refused: dict[str, list[PeerId]] = {}
         welcome: list[PeerId] = []
         for peer in peers:
-            reason = self._admission.refusal(peer)
+            reason = self.admission.refusal(peer)
             if reason is None:
                 welcome.append(peer)
             else:
                 refused.setdefault(reason, []).append(peer)
         commands: list[Command] = []
         if welcome:
-            commands += await self._carry_out(PeersReinstated(tuple(welcome)))
-        until = self._clock() + REVOKED_SECONDS
+            commands += await self.carry_out(PeersReinstated(tuple(welcome)))
+        until = self.clock() + REVOKED_SECONDS
         for reason, named in refused.items():
-            commands += await self._carry_out(PeersRevoked(tuple(named), reason, until))
+            commands += await self.carry_out(PeersRevoked(tuple(named), reason, until))
         sent = [command for command in commands if isinstance(command, Send)]
         ended = sum(isinstance(command.message, Refused) for command in sent)
         notified = {command.peer for command in sent if isinstance(command.message, Roster)}
@@ -169,26 +162,26 @@ class AdmissionService:
 
     async def renew_certificates(self) -> None:
         """Renew the certificates of the members and of the coordinator in time, until cancelled."""
-        admission, own = self._admission, self._admission.organiser.peer_id
+        admission, own = self.admission, self.admission.organiser.peer_id
         own_since = admission.clock()
-        pause = min(RENEWAL_CHECK_SECONDS, self._renew_after_seconds / 2)
+        pause = min(RENEWAL_CHECK_SECONDS, self.renew_after_seconds / 2)
         while True:
             await trio.sleep(pause)
             if self._needs_renewal(own_since):
                 own_since = admission.clock()
                 certificate = admission.certificate(own, "coordinator")
-                await self._carry_out(CertificateIssued(own, certificate))
-            for session in self._sessions.current():
+                await self.carry_out(CertificateIssued(own, certificate))
+            for session in self.sessions.current():
                 if self._needs_renewal(session.certified_at):
                     session.certified_at = admission.clock()
                     certificate = admission.certificate(session.peer, "volunteer")
                     # Records that its certificate is this new, in case it is revoked.
-                    self._store.post(PeerSeen(session.peer))
-                    await self._carry_out(CertificateIssued(session.peer, certificate))
+                    self.store.post(PeerSeen(session.peer))
+                    await self.carry_out(CertificateIssued(session.peer, certificate))
 
     def _needs_renewal(self, certified_at: float) -> bool:
         """Whether it is due, or not valid yet because the clock was set back."""
-        return not 0 <= self._admission.clock() - certified_at < self._renew_after_seconds
+        return not 0 <= self.admission.clock() - certified_at < self.renew_after_seconds
 
 
 def _counted(number: int, one: str, many: str) -> str:

@@ -54,25 +54,17 @@ class CheckpointFetch:
     cancelled: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class CheckpointFetcher:
     """Carries out FetchSnapshot: fetches the stages of one version into the run folder."""
 
-    def __init__(
-        self,
-        node: Node,
-        folder: CheckpointFolder,
-        run: RunId,
-        stages: int,
-        certificate: Callable[[], str],
-        put: Callable[[CheckpointStored | CheckpointFailed], Awaitable[None]],
-    ) -> None:
-        self._node = node
-        self._folder = folder
-        self._run = run
-        self._stages = stages
-        self._certificate = certificate
-        self._put = put
-        self._current: CheckpointFetch | None = None
+    node: Node
+    folder: CheckpointFolder
+    run: RunId
+    stages: int
+    certificate: Callable[[], str]
+    put: Callable[[CheckpointStored | CheckpointFailed], Awaitable[None]]
+    _current: CheckpointFetch | None = None
 
     def begin(self, command: FetchSnapshot) -> CheckpointFetch:
         """Register a command, in the order of commands. The result is passed to `fetch_stage`.
@@ -117,21 +109,21 @@ class CheckpointFetcher:
                     return
                 self.cancel()
                 with trio.CancelScope(shield=True):
-                    await _in_thread(self._folder.discard_partial, snapshot.version)
-                    await self._put(CheckpointFailed(snapshot.version, str(error)))
+                    await _in_thread(self.folder.discard_partial, snapshot.version)
+                    await self.put(CheckpointFailed(snapshot.version, str(error)))
 
     async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         snapshot, holder = command.snapshot, command.holder
-        path = await _in_thread(self._folder.partial_path, snapshot.version, snapshot.stage)
+        path = await _in_thread(self.folder.partial_path, snapshot.version, snapshot.stage)
         await fetch(
-            self._node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
+            self.node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
             snapshot.bytes,
-            snapshot.sha256, path, self._certificate(), self._run,
+            snapshot.sha256, path, self.certificate(), self.run,
         )  # fmt: skip
         checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)
-        if len(checkpoint.files) == self._stages:
-            record = await _in_thread(self._folder.complete, checkpoint.version, checkpoint.files)
-            await self._put(CheckpointStored(record.version, record.stages))
+        if len(checkpoint.files) == self.stages:
+            record = await _in_thread(self.folder.complete, checkpoint.version, checkpoint.files)
+            await self.put(CheckpointStored(record.version, record.stages))
 
 
 _in_thread = trio.to_thread.run_sync

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
@@ -109,23 +110,20 @@ class ReceiptChecker:
         return receipt
 
 
+@dataclass(slots=True, eq=False)
 class ControlServer:
     """Serves the control streams of all clients."""
 
-    def __init__(
-        self,
-        admission: AdmissionAuthority,
-        sessions: ClientSessions,
-        queue: EventQueue,
-        on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None],
-    ) -> None:
-        self._admission = admission
-        self._sessions = sessions
-        self._queue = queue
-        self._on_heartbeat = on_heartbeat
-        self._receipts = ReceiptChecker(admission.run)
-        self.ended: Counter[str] = Counter()
-        """Sessions that ended without a goodbye, by reason."""
+    admission: AdmissionAuthority
+    sessions: ClientSessions
+    queue: EventQueue
+    on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None]
+    ended: Counter[str] = field(default_factory=Counter)
+    """Sessions that ended without a goodbye, by reason."""
+    _receipts: ReceiptChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._receipts = ReceiptChecker(self.admission.run)
 
     async def handle(self, stream: FramedStream) -> None:
         """Serve one client's stream from its hello to its end."""
@@ -134,27 +132,27 @@ class ControlServer:
             hello = parse(client_messages, frame.header)
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
-            certified_at = self._admission.clock()
-            certificate = await self._admission.admit(stream.remote, hello)
+            certified_at = self.admission.clock()
+            certificate = await self.admission.admit(stream.remote, hello)
             receipts = await self._receipts.check(hello.receipts)
         except (AdmissionError, VersionError, ProtocolError) as error:
             await self._refuse(stream, error)
             return
-        session = self._sessions.open(stream.remote, stream, certified_at)
+        session = self.sessions.open(stream.remote, stream, certified_at)
         attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
         try:
             with session.scope:
-                await self._queue.put(attached)
+                await self.queue.put(attached)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(session.write_all)
                     await self._read(session)
                     nursery.cancel_scope.cancel()
         finally:
             session.written.set()
-            self._sessions.ended(session)
+            self.sessions.ended(session)
             # The core needs the event, unless the coordinator ends itself.
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                await self._queue.put(SessionLost(session.number, session.peer))
+                await self.queue.put(SessionLost(session.number, session.peer))
 
     async def _refuse(self, stream: FramedStream, error: SwarmError) -> None:
         code: Literal["admission", "version", "protocol"] = "protocol"
@@ -174,11 +172,11 @@ class ControlServer:
                 frame = await session.stream.receive()
                 message = parse(client_messages, frame.header)
                 if isinstance(message, Heartbeat):
-                    self._on_heartbeat(session.number, session.peer, message)
+                    self.on_heartbeat(session.number, session.peer, message)
                     beat = PeerHeartbeat(session.number, session.peer, message)
-                    await self._queue.put_heartbeat(beat)
+                    await self.queue.put_heartbeat(beat)
                 else:
-                    await self._queue.put(await self._event(session, message))
+                    await self.queue.put(await self._event(session, message))
         except NetworkError as error:
             log.info("session %d with %s ended: %s", session.number, session.peer, error)
             self.ended["link closed"] += 1

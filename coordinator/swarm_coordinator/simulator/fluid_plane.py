@@ -121,6 +121,9 @@ class FluidPlane:
         if volunteer.peer in self._where and not volunteer.leaving:
             self.serves(volunteer)
 
+    def step_changed(self, volunteer: SimulatedVolunteer) -> None:
+        """Ignored: this level has no microbatches in flight."""
+
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         """Stop serving; what the peer has completed is reported first."""
         stage = self._where.pop(volunteer.peer, None)

@@ -1,22 +1,22 @@
 """The fine data plane: every microbatch on its path through queues, credits and links.
 
-Senders choose receivers with the production routing, fed with the production formula for
-observations. A receiver computes backwards before forwards, refuses when its queue is full, and
-counts by the accumulate mask; a sender requests a mask from the coordinator before it retries. The
-model is the time: a forward takes a third of a microbatch's work and a backward the rest, a link
-carries one payload after the other, and a request to a lost peer fails when the roster shows the
-loss.
+Senders deliver with the production rules (`swarm_shared.volunteer_rules.delivery`): choice of the
+receiver, retries, hedges and masks. A receiver computes backwards before forwards, refuses when its
+queue is full, and counts by the accumulate mask. The model is the time: a forward takes a third of
+a microbatch's work and a backward the rest, a link carries one payload after the other, an edge
+opens at once, and a request to a lost peer fails when the roster shows the loss.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
-from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Request, RoutedMicrobatch
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
@@ -24,12 +24,250 @@ from swarm_coordinator.simulator.volunteer import (
 )
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
+from swarm_shared.protocol import (
+    Lease,
+    LeasedMicrobatch,
+    Mask,
+    MaskRequest,
+    RefusalReason,
+    Roster,
+)
 from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
+from swarm_shared.volunteer_rules.delivery import (
+    Abandoned,
+    AskMask,
+    CancelRequest,
+    Completed,
+    Dispatcher,
+    OpenEdge,
+    Transmit,
+)
 
 FORWARD_SHARE = 1 / 3
 SMALL_BYTES = 256 * 1024
 """Size up to which a payload does not queue on a link: token ids, receipts and refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """One microbatch with its accumulate mask."""
+
+    step: Step
+    index: MicrobatchIndex
+    accumulate: tuple[StageIndex, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The result of one request: receipts, or why there is no gradient."""
+
+    refusal: RefusalReason | None
+    receipts: tuple[Receipt, ...] = ()
+    service_seconds: float = 0.0
+    total_seconds: float = 0.0
+    uplink_seconds: float = 0.0
+
+
+_FAILED = _Answer(RefusalReason.FAILED)
+
+_Done = Callable[[_Answer], None]
+_Missing = Callable[[tuple[StageIndex, ...]], None]
+
+
+class _Members:
+    """A roster as senders use it."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.present = {record.peer for record in roster.peers}
+        self.serving: dict[StageIndex, list[PeerId]] = {}
+        for record in roster.peers:
+            if record.accepts_work:
+                self.serving.setdefault(record.stage, []).append(record.peer)
+
+
+class _Downstream:
+    """A node's deliveries to one stage: carries out the dispatcher's decisions in virtual time."""
+
+    def __init__(self, node: _Node, stage: StageIndex, plane: MicrobatchPlane) -> None:
+        self.stage, self.node = stage, node
+        self._plane = plane
+        self._dispatcher = Dispatcher(stage, depth=plane.last_stage - stage + 1)
+        self._deliveries: dict[int, tuple[_Microbatch, _Done]] = {}
+        self._targets: dict[int, _Serving] = {}
+        """Requests in flight, as their receivers have them."""
+        self._ticks_at = math.inf
+
+    def send(self, microbatch: _Microbatch, done: _Done) -> int:
+        """Deliver to any peer of the stage; return the delivery's number."""
+        number = self._dispatcher.submit(
+            microbatch.step, microbatch.index, "train", microbatch.accumulate, self._plane.now
+        )
+        self._deliveries[number] = (microbatch, done)
+        self._carry_out()
+        return number
+
+    def withdraw(self, delivery: int) -> None:
+        self._deliveries.pop(delivery, None)
+        self._dispatcher.withdraw(delivery, self._plane.now)
+        self._carry_out()
+
+    def learn(self, members: _Members) -> None:
+        serving = members.serving.get(self.stage, ())
+        self._dispatcher.roster_changed(serving, members.present, self._plane.now)
+        self._carry_out()
+
+    def step_is(self, step: Step) -> None:
+        self._dispatcher.oldest_step_is(step, self._plane.now)
+        self._carry_out()
+
+    def answered(self, request: int, answer: _Answer) -> None:
+        now = self._plane.now
+        self._targets.pop(request, None)
+        if answer.refusal is None:
+            self._dispatcher.answered(
+                request, answer.service_seconds, answer.total_seconds, answer.uplink_seconds, now
+            )
+        else:
+            self._dispatcher.refused(request, answer.refusal, "", now)
+        self._carry_out(answer)
+
+    def _masked(self, query: int, missing: tuple[StageIndex, ...]) -> None:
+        self._dispatcher.masked(query, missing, self._plane.now)
+        self._carry_out()
+
+    def _carry_out(self, answer: _Answer = _FAILED) -> None:
+        """Carry out all decisions; `answer` is the one that has just arrived."""
+        plane, dispatcher = self._plane, self._dispatcher
+        while actions := dispatcher.take_actions():
+            for action in actions:
+                match action:
+                    case Transmit(request, delivery, peer, accumulate):
+                        sent, _ = self._deliveries[delivery]
+                        microbatch = _Microbatch(sent.step, sent.index, accumulate)
+                        self._transmit(request, peer, microbatch)
+                    case Completed(delivery):
+                        self._deliveries.pop(delivery)[1](answer)
+                    case OpenEdge(peer):
+                        dispatcher.opened(peer, plane.edge_credits, plane.now)
+                    case CancelRequest(request):
+                        self._cancel(request)
+                    case AskMask(query, _, step, index):
+                        plane.ask_mask(
+                            self.node,
+                            step,
+                            index,
+                            lambda m, q=query: self._masked(q, m),  # type: ignore[misc]
+                        )
+                    case Abandoned(delivery):
+                        self._deliveries.pop(delivery)[1](_FAILED)
+        wakes_at = dispatcher.wakes_at()
+        if wakes_at is not None and wakes_at < self._ticks_at:
+            self._ticks_at = wakes_at
+            plane.later(self.node, wakes_at - plane.now, lambda: self._tick(wakes_at))
+
+    def _tick(self, at: float) -> None:
+        if at == self._ticks_at:  # else an earlier one was scheduled after it
+            self._ticks_at = math.inf
+            self._dispatcher.tick(self._plane.now)
+            self._carry_out()
+
+    def _transmit(self, request: int, peer: PeerId, microbatch: _Microbatch) -> None:
+        receiver = self._plane.node(peer)
+        if receiver is not None:  # else it is lost: the roster will show it
+            serving = self._targets[request] = _Serving(
+                self._plane, receiver, self, request, microbatch
+            )
+            size = self._plane.input_bytes(self.stage)
+            self._plane.transfer(self.node, receiver, size, serving.begin)
+
+    def _cancel(self, request: int) -> None:
+        serving = self._targets.pop(request, None)
+        if serving is not None:
+            self._plane.transfer(self.node, serving.node, 0, serving.cancel)
+
+
+class _Serving:
+    """One request at its receiver: forward, on to the next stage, backward, answer."""
+
+    def __init__(
+        self,
+        plane: MicrobatchPlane,
+        node: _Node,
+        sender: _Downstream,
+        request: int,
+        microbatch: _Microbatch,
+    ) -> None:
+        self.node = node
+        self.ended = False
+        self._plane, self._sender = plane, sender
+        self._request, self._microbatch = request, microbatch
+        self._began_at: float | None = None
+        self._delivery: int | None = None
+
+    def begin(self) -> None:
+        """The request has arrived."""
+        node = self.node
+        if self.ended or not node.is_up:
+            return
+        if node.stage != self._sender.stage or not node.works_on(self._microbatch.step):
+            self._reply(_Answer(RefusalReason.WRONG_STEP), 0)
+        elif node.in_flight >= self._plane.stage_queue:
+            self._reply(_Answer(RefusalReason.BUSY), 0)
+        else:
+            node.in_flight += 1
+            self._began_at = self._plane.now
+            node.compute(FORWARD_SHARE, self, self._forwarded)
+
+    def cancel(self) -> None:
+        """The sender does not want it any more; what was counted stays counted."""
+        if not self.ended:
+            self._end()
+            if self._delivery is not None and self.node.next is not None:
+                self.node.next.withdraw(self._delivery)
+
+    def _end(self) -> None:
+        self.ended = True
+        if self._began_at is not None:
+            self.node.in_flight -= 1
+
+    def _forwarded(self) -> None:
+        if self.node.next is None:
+            # The last stage goes on at once: loss and backward belong to the same request.
+            self._backward(())
+        else:
+            self._delivery = self.node.next.send(self._microbatch, self._came_back)
+
+    def _came_back(self, answer: _Answer) -> None:
+        if answer.refusal is None:
+            self._backward(answer.receipts)
+        elif self.node.works_on(self._microbatch.step):
+            self._reply(_FAILED, 0)
+        else:
+            self._reply(_Answer(RefusalReason.WRONG_STEP), 0)
+
+    def _backward(self, receipts: tuple[Receipt, ...]) -> None:
+        self.node.compute(1 - FORWARD_SHARE, self, lambda: self._computed(receipts))
+
+    def _computed(self, receipts: tuple[Receipt, ...]) -> None:
+        node, began_at = self.node, self._began_at or 0.0
+        own = node.count(self._microbatch)
+        if own is not None:
+            receipts = (*receipts, own)
+        answer = _Answer(
+            None, receipts, node.microbatch_seconds, self._plane.now - began_at,
+            node.volunteer.uplink_seconds(node.stage),
+        )  # fmt: skip
+        self._reply(answer, self._plane.input_gradient_bytes(node.stage))
+
+    def _reply(self, answer: _Answer, size: int) -> None:
+        self._end()
+        sender = self._sender
+
+        def arrive() -> None:
+            if sender.node.is_up:
+                sender.answered(self._request, answer)
+
+        self._plane.transfer(self.node, sender.node, size, arrive)
 
 
 @dataclass(slots=True)
@@ -37,6 +275,7 @@ class _Compute:
     """One queued computation."""
 
     seconds: float
+    serving: _Serving
     done: Action
 
 
@@ -55,54 +294,33 @@ class _Node:
         self.flight = InFlightWindow()
         self.least_window, self.max_window = 1, 1
         self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
-        self.edge_credits = plane.edge_credits
-        self.first = Hop(self, StageIndex(0))
-        self.next: Hop | None = None
+        self.first = _Downstream(self, StageIndex(0), plane)
+        self.next: _Downstream | None = None
         if self.stage < plane.last_stage:
-            self.next = Hop(self, StageIndex(self.stage + 1))
+            self.next = _Downstream(self, StageIndex(self.stage + 1), plane)
         self.up_free_at = self.down_free_at = 0.0
-        self.known: dict[PeerId, StageIndex] = {}
-        self._by_stage: dict[StageIndex, list[PeerId]] = {}
         self._plane = plane
         self._backwards: deque[_Compute] = deque()
         self._forwards: deque[_Compute] = deque()
         self._busy = False
-
-    # ---- the roster
-
-    def learn(self, roster: Roster) -> None:
-        self.known = {record.peer: record.stage for record in roster.peers}
-        self._by_stage = {}
-        for record in roster.peers:
-            if record.accepts_work:
-                self._by_stage.setdefault(record.stage, []).append(record.peer)
-        self.first.roster_changed()
-        if self.next is not None:
-            self.next.roster_changed()
-
-    def members(self, stage: StageIndex) -> list[PeerId]:
-        return self._by_stage.get(stage, [])
-
-    def works_on(self, step: Step) -> bool:
-        return self.open and self.volunteer.alive and self.volunteer.version + 1 == step
-
-    # ---- sending (`hop.Sender`)
+        self.step_changed()
 
     @property
-    def now(self) -> float:
-        return self._plane.now
+    def is_up(self) -> bool:
+        return self.open and self.volunteer.alive
 
-    def later(self, seconds: float, action: Action) -> None:
-        self._plane.later(self, seconds, action)
+    def works_on(self, step: Step) -> bool:
+        return self.is_up and self.volunteer.version + 1 == step
 
-    def ask_mask(self, parcel: RoutedMicrobatch, answer: Missing) -> None:
-        self._plane.ask_mask(self, parcel, answer)
+    def step_changed(self) -> None:
+        for downstream in (self.first, self.next):
+            if downstream is not None:
+                downstream.step_is(Step(self.volunteer.version + 1))
 
-    def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None:
-        self._plane.deliver_request(self, stage, parcel, request)
-
-    def answer(self, request: Request, answer: Answer) -> None:
-        self._plane.answer(request, answer)
+    def learn(self, members: _Members) -> None:
+        for downstream in (self.first, self.next):
+            if downstream is not None:
+                downstream.learn(members)
 
     # ---- computing: one thing at a time, backwards first
 
@@ -110,34 +328,34 @@ class _Node:
     def microbatch_seconds(self) -> float:
         return self._plane.work(self.stage) / self.volunteer.hardware.flops_per_second
 
-    def compute(self, share: float, done: Action) -> None:
-        task = _Compute(share * self.microbatch_seconds, done)
+    def compute(self, share: float, serving: _Serving, done: Action) -> None:
+        task = _Compute(share * self.microbatch_seconds, serving, done)
         (self._forwards if share == FORWARD_SHARE else self._backwards).append(task)
         self._next()
 
     def _next(self) -> None:
-        if self._busy or not (self._backwards or self._forwards):
-            return
-        task = (self._backwards or self._forwards).popleft()
-        self._busy = True
+        while not self._busy and (self._backwards or self._forwards):
+            task = (self._backwards or self._forwards).popleft()
+            if not task.serving.ended:
+                self._busy = True
+                self._plane.later(self, task.seconds, lambda task=task: self._finished(task))  # type: ignore[misc]
 
-        def finished() -> None:
-            self._busy = False
+    def _finished(self, task: _Compute) -> None:
+        self._busy = False
+        if not task.serving.ended:
             task.done()
-            self._next()
-
-        self._plane.later(self, task.seconds, finished)
+        self._next()
 
     # ---- counting
 
-    def count(self, parcel: RoutedMicrobatch) -> Receipt | None:
+    def count(self, microbatch: _Microbatch) -> Receipt | None:
         """Accumulate a microbatch once if the mask includes this stage; its receipt if held."""
-        if self.held_step != parcel.step:
-            self.held_step, self.held, self.unreported = parcel.step, {}, []
-        known = self.held.get(parcel.microbatch)
-        if known is None and self.stage in parcel.accumulate and self.works_on(parcel.step):
-            known = self._plane.receipt(self, parcel)
-            self.held[parcel.microbatch] = known
+        if self.held_step != microbatch.step:
+            self.held_step, self.held, self.unreported = microbatch.step, {}, []
+        known = self.held.get(microbatch.index)
+        if known is None and self.stage in microbatch.accumulate and self.works_on(microbatch.step):
+            known = self._plane.receipt(self, microbatch)
+            self.held[microbatch.index] = known
             self.unreported.append(known)
         return known
 
@@ -152,11 +370,14 @@ class MicrobatchPlane:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
-        self._masks: dict[tuple[PeerId, int], Missing] = {}
+        self._members: _Members | None = None
+        """The newest roster's; all nodes have it by its latency."""
+        self._masks: dict[tuple[PeerId, int], _Missing] = {}
         self._early: dict[PeerId, list[Lease]] = {}
         self._asked = 0
         self.last_stage = len(swarm.works) - 1
         self.edge_credits = swarm.manifest.limits.edge_credits
+        self.stage_queue = swarm.manifest.limits.stage_queue
         self.completed = 0
         swarm.event_heap.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
 
@@ -167,23 +388,35 @@ class MicrobatchPlane:
     def work(self, stage: StageIndex) -> float:
         return self._swarm.works[stage]
 
+    def node(self, peer: PeerId) -> _Node | None:
+        return self._nodes.get(peer)
+
+    def input_bytes(self, stage: StageIndex) -> int:
+        return self._swarm.sizes[stage].input_bytes
+
+    def input_gradient_bytes(self, stage: StageIndex) -> int:
+        return self._swarm.sizes[stage].input_gradient_bytes
+
     def later(self, node: _Node, seconds: float, action: Action) -> None:
         """Schedule an action that is dropped when the node has closed."""
-        self._swarm.event_heap.later(
-            seconds, lambda: node.open and node.volunteer.alive and action()
-        )
+        self._swarm.event_heap.later(seconds, lambda: node.is_up and action())
 
     # ---- serving peers
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes[volunteer.peer] = _Node(self, volunteer)
-        if self._roster is not None:
-            node.learn(self._roster)
+        if self._members is not None:
+            node.learn(self._members)
         for lease in self._early.pop(volunteer.peer, ()):
             self.lease(volunteer, lease)
 
     def changed(self, volunteer: SimulatedVolunteer) -> None:
-        """Ignored: `_transfer` reads the sharing of the uplink itself."""
+        """Ignored: `transfer` reads the sharing of the uplink itself."""
+
+    def step_changed(self, volunteer: SimulatedVolunteer) -> None:
+        node = self._nodes.get(volunteer.peer)
+        if node is not None:
+            node.step_changed()
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes.pop(volunteer.peer, None)
@@ -196,14 +429,15 @@ class MicrobatchPlane:
         if node is not None:
             while node.leased:
                 lease, leased = node.leased.popleft()
-                self._resolved(node, lease, leased.microbatch, Answer("failed"))
+                self._resolved(node, lease, leased.microbatch, _FAILED)
 
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
-        self._roster = roster
-        node = self._nodes.get(volunteer.peer)
+        if roster is not self._roster or self._members is None:
+            self._roster, self._members = roster, _Members(roster)
+        node, members = self._nodes.get(volunteer.peer), self._members
         if node is not None:
             latency = volunteer.hardware.latency_seconds
-            self.later(node, latency, lambda: node.learn(roster))
+            self.later(node, latency, lambda: node.learn(members))
 
     def queued(self, volunteer: SimulatedVolunteer) -> int:
         node = self._nodes.get(volunteer.peer)
@@ -234,30 +468,30 @@ class MicrobatchPlane:
             lease, leased = node.leased.popleft()
             if not node.works_on(lease.step):
                 continue
-            parcel = RoutedMicrobatch(lease.step, leased.microbatch, frozenset(leased.accumulate))
+            microbatch = _Microbatch(lease.step, leased.microbatch, leased.accumulate)
             send_record = node.flight.sent(self._swarm.event_heap.now)
 
             def done(
-                answer: Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased,
+                answer: _Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased,
                 send_record: SendRecord = send_record,
             ) -> None:  # fmt: skip
-                if answer.state == "ok":
+                if answer.refusal is None:
                     node.flight.returned(send_record, self._swarm.event_heap.now)
                 else:
                     node.flight.failed()
                 self._resolved(node, lease, leased.microbatch, answer)
                 self._drive(node)
 
-            node.first.send(parcel, done)
+            node.first.send(microbatch, done)
 
     def _resolved(
-        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: Answer
+        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: _Answer
     ) -> None:
-        volunteer, ok = node.volunteer, answer.state == "ok"
+        volunteer, ok = node.volunteer, answer.refusal is None
         self.completed += ok
         event = LeaseResolved(
             volunteer.session, volunteer.peer, lease.step, microbatch, lease.lease, ok,
-            "" if ok else answer.state, answer.receipts, None, 0,
+            "" if ok else "failed", answer.receipts, None, 0,
         )  # fmt: skip
         self._to_coordinator(node, lambda: volunteer.deliver(event))
 
@@ -279,15 +513,12 @@ class MicrobatchPlane:
     # ---- masks
 
     def ask_mask(
-        self,
-        node: _Node,
-        parcel: RoutedMicrobatch,
-        answer: Missing,
+        self, node: _Node, step: Step, microbatch: MicrobatchIndex, answer: _Missing
     ) -> None:
         self._asked += 1
         number = self._asked
         self._masks[node.volunteer.peer, number] = answer
-        request = MaskRequest(request=number, step=parcel.step, microbatch=parcel.microbatch)
+        request = MaskRequest(request=number, step=step, microbatch=microbatch)
         self._to_coordinator(node, lambda: node.volunteer.send(request))
 
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:
@@ -299,21 +530,7 @@ class MicrobatchPlane:
 
     # ---- from peer to peer
 
-    def deliver_request(
-        self, sender: _Node, stage: StageIndex, parcel: RoutedMicrobatch, request: Request
-    ) -> None:
-        receiver = self._nodes.get(request.target)
-        if receiver is None:
-            return  # lost: the roster will show it
-        size = self._swarm.sizes[stage].input_bytes
-
-        def arrive() -> None:
-            if receiver.open and receiver.volunteer.alive:
-                self._serve(sender, receiver, stage, parcel, request)
-
-        self._transfer(sender, receiver, size, arrive)
-
-    def _transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
+    def transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
         """Send over the sender's uplink and the receiver's downlink, one large payload at a time.
 
         Small payloads do not queue: the streams of one connection share it fairly.
@@ -336,71 +553,11 @@ class MicrobatchPlane:
         latency = up.latency_seconds + down.latency_seconds
         self._swarm.event_heap.at(max(sender.up_free_at, received) + latency, arrive)
 
-    def answer(self, request: Request, answer: Answer) -> None:
-        if request.open:
-            request.open = False
-            request.answered(answer)
-
-    def _reply(
-        self, receiver: _Node, sender: _Node, request: Request, answer: Answer, size: int
-    ) -> None:
-        def arrive() -> None:
-            if sender.open and sender.volunteer.alive:
-                self.answer(request, answer)
-
-        self._transfer(receiver, sender, size, arrive)
-
-    def _serve(
-        self,
-        sender: _Node,
-        node: _Node,
-        stage: StageIndex,
-        parcel: RoutedMicrobatch,
-        request: Request,
-    ) -> None:
-        """Process one microbatch in this stage: forward, on to the next stage, backward, answer."""
-        if node.stage != stage or not node.works_on(parcel.step):
-            self._reply(node, sender, request, Answer("wrong step"), 0)
-            return
-        if node.in_flight >= self._swarm.manifest.limits.stage_queue:
-            self._reply(node, sender, request, Answer("busy"), 0)
-            return
-        node.in_flight += 1
-        arrived = self.now
-
-        def answer(given: Answer, size: int) -> None:
-            node.in_flight -= 1
-            self._reply(node, sender, request, given, size)
-
-        def computed(receipts: tuple[Receipt, ...]) -> None:
-            own = node.count(parcel)
-            if own is not None:
-                receipts = (*receipts, own)
-            size = self._swarm.sizes[stage].input_gradient_bytes
-            total = self.now - arrived
-            uplink = node.volunteer.uplink_seconds(stage)
-            answer(Answer("ok", receipts, node.microbatch_seconds, total, uplink), size)
-
-        def came_back(given: Answer) -> None:
-            if given.state != "ok":
-                answer(Answer("failed"), 0)
-                return
-            node.compute(1 - FORWARD_SHARE, lambda: computed(given.receipts))
-
-        def sent_on() -> None:
-            if node.next is None:
-                # The last stage goes on at once: loss and backward belong to the same request.
-                node.compute(1 - FORWARD_SHARE, lambda: computed(()))
-            else:
-                node.next.send(parcel, came_back)
-
-        node.compute(FORWARD_SHARE, sent_on)
-
-    def receipt(self, node: _Node, parcel: RoutedMicrobatch) -> Receipt:
+    def receipt(self, node: _Node, microbatch: _Microbatch) -> Receipt:
         manifest = self._swarm.manifest
         return Receipt(
-            run=RunId("simulated"), generation=Generation(1), step=parcel.step,
-            microbatch=parcel.microbatch, stage=node.stage, peer=node.volunteer.peer,
+            run=RunId("simulated"), generation=Generation(1), step=microbatch.step,
+            microbatch=microbatch.index, stage=node.stage, peer=node.volunteer.peer,
             samples=manifest.training.sequences_per_microbatch,
             tokens=manifest.tokens_per_microbatch,
             loss_sum=1.0 if node.stage == self.last_stage else None,

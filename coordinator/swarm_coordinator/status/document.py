@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 FINISHED, WAITING, APPLYING = "finished", "waiting for peers", "applying"
-"""Values of `core.state.run.RunPhase`, which a view does not import."""
+"""Values of `core.state.phases.RunPhase`, which a view does not import."""
 READY, SYNCING = "ready", "syncing"
 """Values of `core.state.peers.PeerPhase`."""
 

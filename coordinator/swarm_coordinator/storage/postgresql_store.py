@@ -114,15 +114,6 @@ class PostgresqlStore(Store):
         """Open the store and make missing tables; StorageError when it cannot be opened."""
         return cls(location, clock)._start()
 
-    def leader(self) -> str | None:
-        """Return the leader, or None."""
-
-        def query(connection: Connection) -> str | None:
-            row = connection.execute(LEADER_QUERY).fetchone()
-            return None if row is None else str(row[0])
-
-        return self._call(query)
-
     def next_generation(self, above: int = 0) -> int:
         """Become the leader. LeadershipError while another coordinator holds the lease."""
         now, requested_at = self._clock(), self._boot()

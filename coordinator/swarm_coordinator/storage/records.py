@@ -286,15 +286,18 @@ def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:
     ).fetchall():
         if version in found:
             continue
-        stages = connection.execute(
-            "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ? "
-            "ORDER BY stage",
-            (row,),
-        ).fetchall()
-        found[version] = CheckpointRecord(
-            Version(version), tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in stages)
-        )
+        found[version] = CheckpointRecord(Version(version), read_stored_stages(connection, row))
     return list(found.values())
+
+
+def read_stored_stages(connection: Connection, checkpoint: int) -> tuple[StoredStage, ...]:
+    """Return the stages of the checkpoint with this row."""
+    rows = connection.execute(
+        "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ? "
+        "ORDER BY stage",
+        (checkpoint,),
+    )
+    return tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in rows)
 
 
 def _last_applied(connection: Connection) -> AppliedStep | None:

@@ -69,15 +69,10 @@ def bind_gradients(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
         parameter.grad = view
 
 
-def squared_norm(flat: Tensor, layout: FlatLayout, count_tied: bool) -> float:
+def squared_norm(flat: Tensor) -> float:
     """Return the sum of squares in float64, the same to the bit for any number of threads and any
-    device.
-
-    `count_tied`: the tied table lives in two stages and must enter the model's norm once; the first
-    stage counts it.
-    """
-    end = layout.count if count_tied else layout.own_count
-    return float(ordered_sum_of_squares(flat[:end]).item())
+    device."""
+    return float(ordered_sum_of_squares(flat).item())
 
 
 def ordered_sum_of_squares(values: Tensor) -> Tensor:

@@ -45,14 +45,15 @@ class FramedStream:
         assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
         self._stream = stream
         self._muxed = muxed
-        self._protocol = protocol
+        self.protocol = protocol
         self._is_superseded = is_superseded
-        self._remote = PeerId(muxed.connection.peer_id.to_base58())
+        self.remote = PeerId(muxed.connection.peer_id.to_base58())
+        """The remote's peer ID, proved by the connection's Noise handshake."""
         self._decoder = FrameDecoder(limits)
         self._frames: deque[Frame] = deque()
         self._send_lock = trio.Lock()
         self._closed = False
-        self._traffic = traffic.link(self._remote, protocol)
+        self._traffic = traffic.link(self.remote, protocol)
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,12 +66,7 @@ class FramedStream:
             await self.reset()
 
     def __repr__(self) -> str:
-        return f"FramedStream({self._protocol} with {self._remote})"
-
-    @property
-    def remote(self) -> PeerId:
-        """The remote's peer ID, proved by the connection's Noise handshake."""
-        return self._remote
+        return f"FramedStream({self.protocol} with {self.remote})"
 
     @property
     def remote_address(self) -> str | None:
@@ -82,10 +78,6 @@ class FramedStream:
         """Whether there is a better connection to the remote by now, which a new stream would
         use."""
         return self._is_superseded(self._muxed.connection)
-
-    @property
-    def protocol(self) -> str:
-        return self._protocol
 
     def expect(self, limits: FrameLimits) -> None:
         """Set the limits from the next frame on; they grow once the remote has authenticated."""
@@ -150,7 +142,7 @@ class FramedStream:
     async def _write(self, pieces: list[Buffer], stall_seconds: float | None) -> None:
         before = self._muxed.written_bytes
         try:
-            with stream_errors(f"sending to {self._remote}"):
+            with stream_errors(f"sending to {self.remote}"):
                 for piece in pieces if stall_seconds is None else _slices(pieces):
                     with self._deadline(stall_seconds, "sending to"):
                         await self._muxed.write(piece)
@@ -161,7 +153,7 @@ class FramedStream:
 
     async def _read(self) -> None:
         try:
-            with stream_errors(f"receiving from {self._remote}"):
+            with stream_errors(f"receiving from {self.remote}"):
                 try:
                     data = await self._muxed.read_chunk()
                 except MuxedStreamEOF:
@@ -175,14 +167,14 @@ class FramedStream:
     @contextmanager
     def _deadline(self, timeout_seconds: float | None, doing: str) -> Iterator[None]:
         if self._closed:
-            raise LinkClosed(f"{doing} {self._remote}: the stream is closed here")
+            raise LinkClosed(f"{doing} {self.remote}: the stream is closed here")
         if timeout_seconds is None:
             yield
             return
         with trio.move_on_after(timeout_seconds) as scope:
             yield
         if scope.cancelled_caught:
-            raise LinkTimeout(f"{doing} {self._remote} took more than {timeout_seconds:g} s")
+            raise LinkTimeout(f"{doing} {self.remote} took more than {timeout_seconds:g} s")
 
 
 def _slices(pieces: Sequence[Buffer]) -> Iterator[Buffer]:

@@ -23,7 +23,7 @@ from swarm_shared.identity.keys import Identity, public_key_of
 from swarm_shared.network.change_watch import ChangeWatch
 from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.framed_stream import FramedStream
-from swarm_shared.network.inbound import Handler, Inbound, RawHandler
+from swarm_shared.network.inbound import Handler, Inbound
 from swarm_shared.network.keepalive import ConnectionMaintenance
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.errors import dial_errors, summary
@@ -106,9 +106,9 @@ class Node:
         self._links.on_lost = self._peer_lost
         self._links.on_change = self._path_changed
         self._relays.on_change = self._addresses_changed
-        self._serve_raw(STOP_PROTOCOL, self._relays.handle_stop, public=True)
-        self._serve_raw(DCUTR_PROTOCOL, self._puncher.handle)
-        self._serve_raw(IDENTIFY_PROTOCOL, self._identify, public=True)
+        self._inbound.serve_raw(STOP_PROTOCOL, self._relays.handle_stop, public=True)
+        self._inbound.serve_raw(DCUTR_PROTOCOL, self._puncher.handle, public=False)
+        self._inbound.serve_raw(IDENTIFY_PROTOCOL, self._identify, public=True)
 
     # State
 
@@ -208,7 +208,7 @@ class Node:
             lambda: self._own.dialable()[:MAX_RELAY_ADDRESSES],
             self._streams.open_raw,
         )
-        self._serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
+        self._inbound.serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
 
     def stop_relay(self) -> None:
         """Accept no new slots and circuits; existing ones continue."""
@@ -400,9 +400,6 @@ class Node:
             callback()
 
     # Raw protocols
-
-    def _serve_raw(self, protocol: str, handler: RawHandler, *, public: bool = False) -> None:
-        self._inbound.serve_raw(protocol, handler, public=public)
 
     async def _identify(self, stream: YamuxStream) -> None:
         protocols = tuple(str(protocol) for protocol in self._host.multiselect.handlers)

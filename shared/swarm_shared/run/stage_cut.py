@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from swarm_shared.base.errors import CapacityError, ConfigurationError
-from swarm_shared.base.units import size_text
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.run.manifest import StageRange
 
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
@@ -27,6 +26,10 @@ BYTES_PER_EXACT_PARAMETER = 4 + 4
 BYTES_PER_STALE_PARAMETER = 4 + 4
 """Additional bytes for each step that gradients lag behind: a weight of another version, and the
 gradient that is accumulated with it."""
+
+GRAPHS = 2
+"""Microbatches whose autograd graph a peer has in memory: one waits for its gradient while another
+one is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +74,21 @@ def stage_memory_bytes(
     stage_range: StageRange,
     is_first: bool,
     is_last: bool,
-    kept_microbatches: int = 1,
     staleness: int = 0,
     exact: bool = False,
 ) -> int:
     """Return the device memory of a peer of this stage, without the runtime's own overhead.
 
-    `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one more
-    is being computed. A stage's input is part of what its graph keeps, and its output waits for the
-    gradient as well. `staleness` is the run's: the steps that gradients lag behind. `exact`: its
-    gradients are counted (`codecs.average`).
+    A stage's input is part of what its graph keeps, and its output waits for the gradient as well.
+    `staleness` is the run's: the steps that gradients lag behind. `exact`: its gradients are
+    counted (`codecs.average`).
     """
     parts = _parts(profile, stage_range, is_first, is_last)
     saved = sum(part.saved_activation_bytes for part in parts)
     output = 0 if is_last else profile.boundary_activation_bytes
     parameters = stage_parameters(profile, stage_range, is_first, is_last)
     fixed = bytes_per_parameter(staleness, exact) * parameters
-    return fixed + (kept_microbatches + 1) * (saved + output)
+    return fixed + GRAPHS * (saved + output)
 
 
 def bytes_per_parameter(staleness: int, exact: bool) -> int:
@@ -101,43 +102,19 @@ def bytes_per_parameter(staleness: int, exact: bool) -> int:
 def plan_stages(
     profile: ModelProfile,
     stage_count: int,
-    memory_limit_bytes: int | None = None,
-    boundary_flops_per_byte: float = 0.0,
-    kept_microbatches: int = 1,
     staleness: int = 0,
     exact: bool = False,
 ) -> tuple[StageRange, ...]:
-    """Return the cut whose slowest stage is fastest; of equal cuts, the one whose largest stage is
-    smallest.
+    """Return the cut whose slowest stage has the fewest FLOPs; of equal cuts, the one whose largest
+    stage is smallest.
 
-    A stage costs its FLOPs plus `boundary_flops_per_byte` (a peer's FLOP/s over its bytes/s) times
-    the bytes at its boundaries. Every stage gets a layer where there are enough; with one or two
-    stages more than layers, the first or last holds only the embedding or the head.
+    Every stage gets a layer where there are enough; with one or two stages more than layers, the
+    first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
-    tables = _Tables(
-        profile, stage_count, boundary_flops_per_byte, kept_microbatches,
-        bytes_per_parameter(staleness, exact),
-    )  # fmt: skip
-    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
-    if memory_limit_bytes is not None:
-        needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
-        if needed > memory_limit_bytes:
-            raise CapacityError(
-                f"the model cut into {stage_count} stages needs {size_text(needed)} "
-                f"({int(needed)} bytes) of memory in its largest stage, and "
-                f"{size_text(memory_limit_bytes)} is on offer: use more stages, shorter "
-                "sequences or a smaller model"
-            )
-    cost, _ = _minimise(
-        profile, stage_count, tables.cost, lambda *cut: tables.memory(*cut) <= limit
-    )
-    _, ends = _minimise(
-        profile,
-        stage_count,
-        tables.memory,
-        lambda *cut: tables.cost(*cut) <= cost and tables.memory(*cut) <= limit,
-    )
+    tables = _Tables(profile, stage_count, bytes_per_parameter(staleness, exact))
+    cost, _ = _minimise(profile, stage_count, tables.cost, lambda *_: True)
+    _, ends = _minimise(profile, stage_count, tables.memory, lambda *cut: tables.cost(*cut) <= cost)
     starts = (0, *ends[:-1])
     return tuple(
         StageRange(first_layer=start, end_layer=end)
@@ -148,34 +125,22 @@ def plan_stages(
 class _Tables:
     """Cost and memory of any stage in constant time, from prefix sums over the layers."""
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        stage_count: int,
-        flops_per_byte: float,
-        kept: int,
-        parameter_bytes: int,
-    ) -> None:
+    def __init__(self, profile: ModelProfile, stage_count: int, parameter_bytes: int) -> None:
         self.profile = profile
         self.stage_count = stage_count
         self.flops = list(accumulate((part.flops for part in profile.layers), initial=0))
         self.fixed = list(accumulate((part.parameters for part in profile.layers), initial=0))
         saved = (part.saved_activation_bytes for part in profile.layers)
         self.saved = list(accumulate(saved, initial=0))
-        self.transfer = 2 * profile.boundary_activation_bytes * flops_per_byte
-        self.kept = kept
         self.bytes_per_parameter = parameter_bytes
 
     def cost(self, stage: int, start: int, end: int) -> float:
         flops = self.flops[end] - self.flops[start]
-        boundaries = 2
         if stage == 0:
             flops += self.profile.embedding.flops
-            boundaries -= 1
         if stage == self.stage_count - 1:
             flops += self.profile.head.flops
-            boundaries -= 1
-        return flops + boundaries * self.transfer
+        return flops
 
     def memory(self, stage: int, start: int, end: int) -> float:
         """Return the same figure as `stage_memory_bytes`; a test compares them."""
@@ -193,7 +158,7 @@ class _Tables:
             saved += profile.boundary_activation_bytes
         if is_first and is_last:
             parameters -= profile.tied_parameters
-        return self.bytes_per_parameter * parameters + (self.kept + 1) * saved
+        return self.bytes_per_parameter * parameters + GRAPHS * saved
 
 
 _Figure = Callable[[int, int, int], float]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kits.power_cut.lab import SYNCED_ONLY, PowerCutDisk, at_every_instant
+from kits.power_cut.lab import FEW_SEEDS, PowerCutDisk, at_every_instant
 from swarm_client.control import contribution_log, known_runs
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.known_runs import StoredRuns
@@ -22,12 +22,11 @@ from swarm_shared.identity.keys import Identity
 
 pytestmark = pytest.mark.process
 
-SEEDS = (SYNCED_ONLY, *range(6))
 MORE_SEEDS = range(100, 200)
 TODAY = datetime.date(2026, 11, 23)
 
 every_seed = pytest.mark.parametrize(
-    "seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.nightly)], ids=["few", "many"]
+    "seeds", [FEW_SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 
 

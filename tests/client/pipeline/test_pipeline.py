@@ -23,7 +23,6 @@ from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
-from swarm_client.pipeline.hedging import LatencyEstimate
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
@@ -45,6 +44,7 @@ from swarm_shared.protocol import (
     parse,
     stage_answers,
 )
+from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
 RUN = "ab" * 32
 LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**16)
@@ -138,6 +138,7 @@ class World:
         self.organiser = Identity.generate()
         self.roster = RosterView()
         self.peers: list[Peer] = []
+        self.senders: list[Downstream] = []
         self.masks: list[tuple[int, int]] = []
         self.missing: tuple[int, ...] = ()
         self.manifest = SimpleNamespace(
@@ -173,6 +174,8 @@ class World:
             peer.view.replace(Roster(serial=1, peers=everybody))
         members = tuple(p.record for p in self.peers if p not in without)
         self.roster.replace(Roster(serial=1, peers=members))
+        for sender in self.senders:
+            sender.roster_changed()
 
     def downstream(
         self,
@@ -191,15 +194,17 @@ class World:
             )
 
         hello = StageHello(run=RUN, certificate=certificate or sender.membership.certificate)
-        return Downstream(
+        sending = Downstream(
             stage,
             self.roster,
             lambda: hello,
-            open_stream,
+            open_stream,  # type: ignore[arg-type]
             ask,
-            self.nursery,  # type: ignore[arg-type]
+            self.nursery,
             latency=latency,
         )
+        self.senders.append(sending)
+        return sending
 
 
 @asynccontextmanager
@@ -215,10 +220,26 @@ def parcel(
     return MicrobatchRequest("train", step, microbatch, accumulate, INPUT, TARGETS)
 
 
+async def send_until_refused(
+    downstream: Downstream, receiver: Peer, request: MicrobatchRequest
+) -> None:
+    """Until the receiver has refused it at least once; then its step is over."""
+    async with trio.open_nursery() as nursery:
+
+        async def send() -> None:
+            with pytest.raises(MicrobatchAbandoned):
+                await downstream.send(request)
+
+        nursery.start_soon(send)
+        while not any(receiver.server.refused.values()):
+            await trio.sleep(0.01)
+        downstream.oldest_step_is(None)
+
+
 async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_receipts() -> None:
     async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as trainer:
         w.publish(trainer)
-        answer = await w.downstream(trainer, 0).send(parcel(3), lambda: True)
+        answer = await w.downstream(trainer, 0).send(parcel(3))
     assert last.worker.accumulated == first.worker.accumulated == [3]
     receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
     assert [(r.peer, r.stage, r.loss_sum) for r in receipts] == [
@@ -235,16 +256,16 @@ async def test_a_peer_whose_line_takes_longer_than_its_device_gets_as_much_as_it
     async with world() as w, w.peer(0) as sender, w.peer(1) as thin, w.peer(1) as wide:
         thin.uplink_seconds, wide.uplink_seconds = 30.0, 10.0
         downstream = w.downstream(sender, 1)
-        for microbatch in range(4):
-            await downstream.send(parcel(microbatch), lambda: True)
-        assert thin.worker.accumulated, "who has not been heard of is tried"
+        microbatches = iter(range(20))
+        while not (thin.worker.accumulated and wide.worker.accumulated):
+            await downstream.send(parcel(next(microbatches)))
         thin.worker.entered = trio.Event()
         thin.worker.forwards.clear()
         wide.worker.forwards.clear()
         thin.worker.hold = wide.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
-            for microbatch in range(4, 7):
-                nursery.start_soon(downstream.send, parcel(microbatch), lambda: True)
+            for microbatch in range(20, 23):
+                nursery.start_soon(downstream.send, parcel(microbatch))
             with trio.fail_after(5):
                 await thin.worker.entered.wait()
             wide.worker.hold.set()
@@ -266,7 +287,7 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
 
                 async def send() -> None:
                     assert sender.holding.next_stage is not None
-                    answers.append(await sender.holding.next_stage.send(parcel(5), lambda: True))
+                    answers.append(await sender.holding.next_stage.send(parcel(5)))
 
                 nursery.start_soon(send)
                 await somebody.wait()
@@ -286,7 +307,7 @@ async def test_a_full_peer_answers_busy_and_the_sender_chooses_another_without_a
         full.holding.in_flight = 3
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
-            await downstream.send(parcel(microbatch), lambda: True)
+            await downstream.send(parcel(microbatch))
     assert free.worker.accumulated == [0, 1, 2, 3]
     assert full.worker.forwards == []
     assert full.server.refused[RefusalReason.BUSY] >= 1
@@ -303,14 +324,8 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(catch_up)
-            await w.downstream(sender, 1).send(parcel(0, step=2), lambda: True)
+            await w.downstream(sender, 1).send(parcel(0, step=2))
     assert slow.worker.accumulated == [0]
-
-
-async def test_a_microbatch_of_a_step_that_is_over_is_abandoned() -> None:
-    async with world() as w, w.peer(0) as sender, w.peer(1):
-        with pytest.raises(MicrobatchAbandoned):
-            await w.downstream(sender, 1).send(parcel(), lambda: False)
 
 
 @pytest.mark.parametrize("wrong", ["another run", "another key", "garbage"])
@@ -322,9 +337,7 @@ async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong:
             "garbage": "AAAA",
         }[wrong]
         downstream = w.downstream(sender, 1, certificate)
-        tries = itertools.count()
-        with pytest.raises(MicrobatchAbandoned):
-            await downstream.send(parcel(), lambda: next(tries) < 2)
+        await send_until_refused(downstream, guarded, parcel())
     assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
     assert guarded.worker.forwards == []
 
@@ -332,9 +345,7 @@ async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong:
 async def test_a_revoked_sender_is_refused_at_its_hello() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
-        tries = itertools.count()
-        with pytest.raises(MicrobatchAbandoned):
-            await w.downstream(sender, 1).send(parcel(), lambda: next(tries) < 2)
+        await send_until_refused(w.downstream(sender, 1), guarded, parcel())
     assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
     assert guarded.worker.forwards == []
 
@@ -343,11 +354,9 @@ async def test_a_sender_that_is_revoked_later_is_refused_on_the_link_that_it_has
     """Its connection is closed, too; but nothing that comes before that is served."""
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         downstream = w.downstream(sender, 1)
-        await downstream.send(parcel(0), lambda: True)
+        await downstream.send(parcel(0))
         guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
-        tries = itertools.count()
-        with pytest.raises(MicrobatchAbandoned):
-            await downstream.send(parcel(1), lambda: next(tries) < 2)
+        await send_until_refused(downstream, guarded, parcel(1))
     assert [microbatch for microbatch, _ in guarded.worker.forwards] == [0]
     assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
 
@@ -358,7 +367,7 @@ async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_repla
         w.publish(other)
         downstream = w.downstream(sender, 1)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(downstream.send, parcel(4), lambda: True)
+            nursery.start_soon(downstream.send, parcel(4))
             await revoked.worker.entered.wait()
             members = tuple(p.record for p in w.peers if p is not revoked)
             w.roster.replace(Roster(serial=2, peers=members, revoked=(revoked.identity.peer_id,)))
@@ -371,8 +380,8 @@ async def test_a_microbatch_that_is_already_held_is_not_counted_twice_and_shows_
 ):
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         downstream = w.downstream(sender, 1)
-        first = await downstream.send(parcel(2), lambda: True)
-        again = await downstream.send(parcel(2), lambda: True)
+        first = await downstream.send(parcel(2))
+        again = await downstream.send(parcel(2))
     assert last.worker.forwards == [(2, True), (2, False)]
     assert last.worker.accumulated == [2]
     assert first.header.receipts == again.header.receipts
@@ -390,12 +399,12 @@ async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_th
         async with w.peer(0) as lost:
             w.publish(sender, lost)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(w.downstream(lost, stage).send, parcel(7), lambda: True)
+                nursery.start_soon(w.downstream(lost, stage).send, parcel(7))
                 await holder.worker.entered.wait()
                 nursery.cancel_scope.cancel()
         holder.worker.accumulated.append(7)  # as the real one does, whoever waits for it
         holder.worker.hold.set()
-        answer = await w.downstream(sender, stage).send(parcel(7), lambda: True)
+        answer = await w.downstream(sender, stage).send(parcel(7))
     receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
     assert holder.identity.peer_id in {r.peer for r in receipts}
     assert holder.worker.accumulated == [7]
@@ -403,7 +412,7 @@ async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_th
 
 async def test_a_peer_that_was_not_asked_to_count_signs_nothing() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        answer = await w.downstream(sender, 1).send(parcel(2, accumulate=()), lambda: True)
+        answer = await w.downstream(sender, 1).send(parcel(2, accumulate=()))
     assert last.worker.forwards == [(2, False)]
     assert answer.header.receipts == ()
 
@@ -411,7 +420,7 @@ async def test_a_peer_that_was_not_asked_to_count_signs_nothing() -> None:
 async def test_nothing_is_counted_while_the_step_is_closing() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         last.holding.account.settle()
-        answer = await w.downstream(sender, 1).send(parcel(2), lambda: True)
+        answer = await w.downstream(sender, 1).send(parcel(2))
     assert last.worker.forwards == [(2, False)]
     assert answer.header.receipts == ()
 
@@ -419,11 +428,11 @@ async def test_nothing_is_counted_while_the_step_is_closing() -> None:
 async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_lag() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         downstream = w.downstream(sender, 1)
-        await downstream.send(parcel(2), lambda: True)
+        await downstream.send(parcel(2))
         last.holding.account.staleness = 1
         last.holding.account.settle()
-        late = await downstream.send(parcel(3), lambda: True)
-        ahead = [await downstream.send(parcel(index, step=2), lambda: True) for index in (2, 4, 4)]
+        late = await downstream.send(parcel(3))
+        ahead = [await downstream.send(parcel(index, step=2)) for index in (2, 4, 4)]
     # What is held of one step does not affect the other.
     assert last.worker.forwards == [(2, True), (3, False), (2, True), (4, True), (4, False)]
     assert late.header.receipts == ()
@@ -457,10 +466,9 @@ async def test_a_step_too_far_ahead_and_an_evaluation_of_what_is_not_applied_yet
 
 async def test_a_payload_of_another_size_ends_the_link_and_reaches_no_worker() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        tries = itertools.count()
         short = MicrobatchRequest("train", 1, 0, (1,), INPUT[:-1], TARGETS)
-        with pytest.raises(MicrobatchAbandoned):
-            await w.downstream(sender, 1).send(short, lambda: next(tries) < 1)
+        with pytest.raises(MicrobatchAbandoned, match="attempts to reach stage 1 failed"):
+            await w.downstream(sender, 1).send(short)
     assert last.worker.forwards == []
 
 
@@ -470,7 +478,7 @@ async def test_credits_bound_what_one_sender_has_outstanding_at_one_receiver() -
         downstream = w.downstream(sender, 1)
         async with trio.open_nursery() as nursery:
             for microbatch in range(5):
-                nursery.start_soon(downstream.send, parcel(microbatch), lambda: True)
+                nursery.start_soon(downstream.send, parcel(microbatch))
             await last.worker.entered.wait()
             await trio.testing.wait_all_tasks_blocked(0.2)
             assert len(last.worker.forwards) == 2  # the credits that it granted
@@ -551,7 +559,7 @@ async def test_who_sends_more_than_it_was_granted_is_cut_off() -> None:
         assert last.holding.in_flight == 0
         assert last.node.handler_errors == {}
         last.worker.hold.set()
-        answer = await w.downstream(sender, 1).send(parcel(3), lambda: True)
+        answer = await w.downstream(sender, 1).send(parcel(3))
     assert answer.header.receipts
 
 

@@ -13,6 +13,7 @@ from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.trainer import Trainer
 from swarm_client.volunteer.pause import GRACE_SECONDS
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
@@ -22,7 +23,7 @@ async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without
         paused.server.pause()
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
-            await downstream.send(parcel(microbatch), lambda: True)
+            await downstream.send(parcel(microbatch))
         assert free.worker.accumulated == [0, 1, 2, 3]
         assert paused.worker.forwards == []
         assert paused.server.refused[RefusalReason.BUSY] >= 1
@@ -30,14 +31,14 @@ async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without
 
         paused.server.resume()
         w.publish(free)
-        await downstream.send(parcel(4), lambda: True)
+        await downstream.send(parcel(4))
         assert paused.worker.accumulated == [4]
 
 
 async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as pausing, trio.open_nursery() as n:
         hold = pausing.worker.hold = trio.Event()
-        n.start_soon(w.downstream(sender, 1).send, parcel(3), lambda: True)
+        n.start_soon(w.downstream(sender, 1).send, parcel(3))
         await pausing.worker.entered.wait()
         pausing.server.pause()
         hold.set()
@@ -54,7 +55,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
         answers = []
 
         async def send() -> None:
-            answers.append(await downstream.send(parcel(5), lambda: True))
+            answers.append(await downstream.send(parcel(5)))
 
         async with trio.open_nursery() as nursery:
             downstream = w.downstream(sender, 1)
@@ -74,7 +75,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
 async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as peer, trio.open_nursery() as n:
         hold = peer.worker.hold = trio.Event()
-        n.start_soon(w.downstream(sender, 1).send, parcel(5), lambda: True)
+        n.start_soon(w.downstream(sender, 1).send, parcel(5))
         await peer.worker.entered.wait()
         peer.server.pause()
         peer.server.resume()
@@ -97,7 +98,8 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
     said: list[LeaseResult] = []
     async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
         w.publish(own)
-        trainer = Trainer(said.append, lambda: Step(1), nursery)
+        trainer = Trainer(Recorder(said), nursery)
+        trainer.oldest_step_is(Step(1))
         trainer.begin(Zeros(), w.downstream(own, 0))
         trainer.take(lease(0, 1, 2))  # one is begun
         trainer.pause()
@@ -111,6 +113,18 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
         trainer.take(lease(4))
         assert len(said) == 3
         nursery.cancel_scope.cancel()
+
+
+class Recorder:
+    """In the coordinator link's place."""
+
+    def __init__(self, said: list[LeaseResult]) -> None:
+        self._said = said
+
+    def send(self, message: FrozenModel) -> bool:
+        assert isinstance(message, LeaseResult)
+        self._said.append(message)
+        return True
 
 
 class Zeros:
@@ -130,7 +144,8 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
         hold = first.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
             to_first = w.downstream(own, 0)
-            trainer = Trainer(said.append, lambda: Step(1), nursery)
+            trainer = Trainer(Recorder(said), nursery)
+            trainer.oldest_step_is(Step(1))
             trainer.begin(Zeros(), to_first)
             trainer.take(lease(0))
             await first.worker.entered.wait()

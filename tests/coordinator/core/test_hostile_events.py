@@ -194,7 +194,7 @@ class Stage:
         run = self.bench.run
         applying = run.phase is RunPhase.APPLYING and self.bench.step().closing
         before = dict(applying.applied) if applying else {}
-        version = run.version
+        version = run.history.version
         self.bench.send(HOSTILE, message)
         if applying and isinstance(message, Applied) and message.step != version:
             assert run.phase is RunPhase.APPLYING
@@ -206,10 +206,11 @@ class Stage:
     ) -> None:  # fmt: skip
         """Answer a lease; `step` and `lease` count from the run's own."""
         run = self.bench.run
-        granted = run.step.leases.get(MicrobatchIndex(microbatch)) if run.step else None
-        number = (granted.lease if granted is not None else run.lease_counter) + lease
+        current = run.steps.current
+        granted = None if current is None else current.leases.get(MicrobatchIndex(microbatch))
+        number = (granted.lease if granted is not None else run.steps.last_lease) + lease
         self.bench.resolve(
-            HOSTILE, microbatch, number, step=Step(run.version + 1 + step), ok=ok,
+            HOSTILE, microbatch, number, step=Step(run.history.version + 1 + step), ok=ok,
             receipts=self.receipts(receipts), evaluation_loss_sum=loss, evaluation_tokens=tokens,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import psycopg
@@ -48,6 +49,11 @@ def sql(run: PostgresqlLocation, statement: str) -> None:
         connection.execute(statement.encode())
 
 
+def leader_of(run: PostgresqlLocation) -> str | None:
+    with contextlib.closing(LeaderWatch(run)) as watch:
+        return watch.leader()
+
+
 def expire(run: PostgresqlLocation) -> None:
     """As time does, without waiting for it."""
     sql(run, "UPDATE leadership SET expires_at = clock_timestamp() - interval '1 second'")
@@ -55,9 +61,9 @@ def expire(run: PostgresqlLocation) -> None:
 
 def test_while_one_leads_nobody_else_does(run: PostgresqlLocation) -> None:
     first, second = PostgresqlStore.open(run), PostgresqlStore.open(run)
-    assert first.leader() is None
+    assert leader_of(run) is None
     assert first.next_generation() == 1
-    assert "process" in str(second.leader())
+    assert "process" in str(leader_of(run))
     with pytest.raises(LeadershipError, match="serves this run; start this one with --standby"):
         second.next_generation()
     assert not second.leads
@@ -81,7 +87,7 @@ def test_a_leader_whose_lease_ran_out_and_that_was_succeeded_writes_nothing(
         trio.run(old.renew_lease)
     trio.run(new.write, step(3))
     old.close()
-    assert new.leader() is not None, "what the old one left behind is not its lease"
+    assert leader_of(run) is not None, "what the old one left behind is not its lease"
     new.close()
     with open_for_reading(run) as connection:
         assert check_database(connection) == []
@@ -115,10 +121,8 @@ def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlLocation)
     killed, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
     killed.next_generation()
     sql(run, "SELECT pg_terminate_backend(backend) FROM leadership")
-    watch = LeaderWatch(run)
-    while watch.leader() is not None:  # the server ends the session in its own time
+    while leader_of(run) is not None:  # the server ends the session in its own time
         pass
-    watch.close()
     assert successor.next_generation() == 2
     with pytest.raises(LeadershipError):
         trio.run(killed.write, step(1))
@@ -173,7 +177,7 @@ async def test_a_start_waits_for_a_dead_leaders_lease_and_not_for_a_living_ones(
     leader = PostgresqlStore.open(run)
     leader.next_generation()
     await wait_for_leadership(run, print, stand_by=False)  # never renewed: it runs out
-    assert leader.leader() is None
+    assert leader_of(run) is None
 
     alive = trio.Event()
 

@@ -6,7 +6,7 @@ Crafting Crash-Consistent Applications", OSDI 2014), and no kinder than POSIX:
 - what was written to a file, and its length and mode, are on the disk after an fsync of the file;
 - names in a folder (create, link, rename, unlink) are there after an fsync of the folder, and an
   fsync of the file does not help;
-- of the rest a cut leaves nothing, or (with a random generator) any part: each page as it was at
+- of the rest a cut leaves nothing, or (with a seed) any part: each page as it was at
   some moment since the sync, any of the lengths since, and any of the changes of names. Changes
   of one name or of one file keep their order, and a rename is one change, as in the journal of
   every common file system.
@@ -31,7 +31,8 @@ MOST_MOMENTS = 16
 ROOT = 1
 """Number of the root folder, as FUSE fixes it."""
 
-_NONE, _SOME, _NEARLY_ALL = 0.0, 0.5, 0.95
+_KEPT_SHARES = (0.0, 0.5, 0.95)
+"""Shares of the unsynced changes that survive a cut; three consecutive seeds have all of them."""
 
 
 @dataclass(slots=True)
@@ -181,9 +182,10 @@ class Disk:
 
     # ---- what a power cut does
 
-    def cut(self, chance: random.Random | None = None) -> None:
-        """Leave what was synced; with `chance`, also any part of the rest."""
-        keep = chance.choice((_NONE, _SOME, _NEARLY_ALL)) if chance is not None else _NONE
+    def cut(self, seed: int | None = None) -> None:
+        """Leave what was synced; with a seed, also any part of the rest."""
+        chance = None if seed is None else random.Random(seed)
+        keep = 0.0 if seed is None else _KEPT_SHARES[seed % len(_KEPT_SHARES)]
         lost: set[object] = set()
         for renaming in self._renamings:
             if chance is not None and chance.random() < keep and not renaming.subjects & lost:
@@ -193,7 +195,7 @@ class Disk:
         self._renamings.clear()
         for inode in self.inodes.values():
             if chance is not None and inode.unsynced:
-                inode.durable = _torn(inode, chance, chance.choice((_NONE, _SOME, _NEARLY_ALL)))
+                inode.durable = _torn(inode, chance, chance.choice(_KEPT_SHARES))
             if chance is not None and chance.random() < keep:
                 inode.durable_mode = inode.mode
             inode.unsynced.clear()

@@ -25,6 +25,9 @@ NEVER = 10**9
 SYNCED_ONLY = None
 """Instead of a seed: the cut leaves what was synced, and nothing else."""
 
+FEW_SEEDS = (SYNCED_ONLY, 1, 2, 3)
+"""Nothing, hardly any, half or nearly all of the unsynced names survive; of contents any part."""
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -41,9 +44,11 @@ class PowerCutDisk:
     def __init__(self, place: Path) -> None:
         self.place = place
         place.mkdir(parents=True)
+        # In a session of its own: a signal to the test's group must not end it before it unmounts.
         self._server = subprocess.Popen(
             [sys.executable, str(SERVER), str(place)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": _tests()},
+            start_new_session=True,
         )  # fmt: skip
         self.recover()
 

@@ -15,7 +15,6 @@ import copy
 import errno
 import json
 import os
-import random
 import select
 import signal
 import stat
@@ -266,8 +265,7 @@ class Server:
         for pid in self._victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        chance = None if self._seed is None else random.Random(self._seed)
-        self._files.disk.cut(chance)
+        self._files.disk.cut(self._seed)
         # First the connection: unmounting writes what programs had mapped, which would come here.
         if self._connection is not None:
             os.close(self._connection)

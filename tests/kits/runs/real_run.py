@@ -17,15 +17,18 @@ import torch
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, wait_until
 from swarm_coordinator.offline.hf_export import merge_stages
-from swarm_coordinator.offline.reference import StepRecord, train_reference
+from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.history import History
+from swarm_coordinator.storage.database import database_exists
+from swarm_coordinator.storage.history import History, history
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.data.sampler import microbatch
+from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards
 from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import CodecsConfig, Manifest
 
 MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", "datetime.py")
@@ -62,6 +65,8 @@ class Trained:
     """Losses and final parameters of a training in one process."""
 
     losses: tuple[float, ...]
+    heldout_loss: float | None
+    """Of a training to its last step."""
     parameters: dict[str, torch.Tensor]
 
 
@@ -72,9 +77,15 @@ class Run:
     manifest: Manifest
     folder: RunFolder
     swarm: LocalSwarm
+    database: DatabaseLocation
+    """In the folder, unless the run keeps it on a server."""
+
+    def history(self) -> History | None:
+        """Read the run's history; None while there is no database yet."""
+        return history(self.database) if database_exists(self.database) else None
 
     def version(self) -> int:
-        seen = self.swarm.history()
+        seen = self.history()
         return seen.restored.version if seen is not None else 0
 
     def wait_for_version(self, version: int) -> None:
@@ -117,12 +128,12 @@ class Run:
     def history_at_its_end(self) -> History:
         """Wait until every process has exited: bytes of links are written last."""
         assert self.swarm.wait_for_exit() == []
-        seen = self.swarm.history()
+        seen = self.history()
         assert seen is not None
         return seen
 
     def losses(self) -> tuple[float, ...]:
-        seen = self.swarm.history()
+        seen = self.history()
         assert seen is not None
         return tuple(step.loss for step in seen.steps)
 
@@ -139,7 +150,7 @@ class Run:
         return merge_stages(self.manifest.model, files)
 
     def assert_equals_reference(self, steps: int | None = None) -> None:
-        """Every loss and every parameter equals the reference's, bit for bit.
+        """Every loss, the held-out one and every parameter equal the reference's, bit for bit.
 
         `steps`: of a run that was stopped after them.
         """
@@ -147,6 +158,9 @@ class Run:
         steps = steps or self.manifest.training.steps
         expected = reference(self.manifest.model_dump_json(), str(self.folder.data), steps)
         assert list(self.losses()) == list(expected.losses)
+        seen = self.history()
+        assert seen is not None
+        assert seen.heldout_loss == expected.heldout_loss
         final = self.parameters(steps)
         assert final.keys() == expected.parameters.keys()
         unequal = [
@@ -224,7 +238,7 @@ def reference(manifest_json: str, data_folder: str, steps: int | None = None) ->
             else:
                 trained = _cache[key] = _train(manifest, Path(data_folder), steps)
                 if file is not None:
-                    torch.save((trained.losses, trained.parameters), file)
+                    torch.save((trained.losses, trained.heldout_loss, trained.parameters), file)
     return _cache[key]
 
 
@@ -254,7 +268,19 @@ def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
         threads=1,
     )
     parameters = {name: p.detach().clone() for name, p in stage.all_parameters()}
-    return Trained(tuple(record.loss for record in records), parameters)
+    return Trained(
+        tuple(record.loss for record in records),
+        _heldout_loss(manifest, data_folder, stage) if steps == manifest.training.steps else None,
+        parameters,
+    )
+
+
+def _heldout_loss(manifest: Manifest, data_folder: Path, stage: Stage) -> float | None:
+    count = manifest.training.evaluation_microbatches
+    if not count:
+        return None
+    stream = open_shards(data_folder, manifest.data, "heldout")
+    return evaluate(stage, [heldout_microbatch(stream, manifest, index) for index in range(count)])
 
 
 def corpus_sources() -> tuple[Path, ...]:
@@ -281,6 +307,7 @@ def runs(folder: Path) -> Iterator[Callable[..., Run]]:
                     **{name.replace("__", "."): value for name, value in overrides.items()},
                 },
             )  # fmt: skip
-            return Run(manifest, RunFolder(run_folder), LocalSwarm(run_folder, children))
+            made = RunFolder(run_folder)
+            return Run(manifest, made, LocalSwarm(run_folder, children), made.database)
 
         yield make

@@ -71,13 +71,6 @@ def test_a_flat_vector_of_another_stage_is_our_own_mistake():
         list(layout.views(torch.zeros(layout.count + 1)))
 
 
-def test_the_norm_counts_the_tied_table_once():
-    layout = FlatLayout.of(stage())
-    flat = torch.ones(layout.count)
-    assert squared_norm(flat, layout, count_tied=True) == layout.count
-    assert squared_norm(flat, layout, count_tied=False) == layout.own_count
-
-
 @pytest.mark.parametrize("count", [1, 5, 1 << 18, (1 << 18) + 1, 1_000_003])
 def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(count):
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)) * 1e3
@@ -101,7 +94,7 @@ def test_a_non_finite_gradient_shows_in_the_norm():
     for bad in (float("nan"), float("inf")):
         flat = layout.new_flat()
         flat[5] = bad
-        assert not math.isfinite(squared_norm(flat, layout, count_tied=True))
+        assert not math.isfinite(squared_norm(flat))
 
 
 def test_the_global_norm_does_not_depend_on_the_order_of_the_stages():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kits.power_cut.lab import SYNCED_ONLY, PowerCutDisk, at_every_instant
+from kits.power_cut.lab import FEW_SEEDS, PowerCutDisk, at_every_instant
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
 
 pytestmark = pytest.mark.process
@@ -18,7 +18,7 @@ CONTENT = random.Random(5).randbytes(2 * CHUNK_BYTES + 5000)
 
 @pytest.mark.parametrize(
     "seeds",
-    [(SYNCED_ONLY, 1, 2), pytest.param(range(100, 120), marks=pytest.mark.nightly)],
+    [FEW_SEEDS, pytest.param(range(100, 120), marks=pytest.mark.nightly)],
     ids=["few", "many"],
 )
 def test_a_power_cut_leaves_a_download_to_resume_or_a_whole_file(

@@ -58,7 +58,8 @@ class FramedChannel:
 
 
 class Libp2pAveraging:
-    """Answers members' streams on `node` and opens streams to them."""
+    """Answers members' streams on `node` and opens streams to them. Satisfies
+    `swarm_client.averaging.all_reduce.carrier.Carrier`."""
 
     def __init__(self, node: Node, addresses: Callable[[PeerId], Sequence[str]]) -> None:
         """`addresses`: the addresses of a member's host; empty if it must be connected already."""
@@ -84,18 +85,5 @@ class Libp2pAveraging:
         stream = await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses)
         return FramedChannel(stream)
 
-    def carrier(self) -> Libp2pCarrier:
-        return Libp2pCarrier(self)
-
-
-class Libp2pCarrier:
-    """The network of one round in the daemon."""
-
-    def __init__(self, averaging: Libp2pAveraging) -> None:
-        self._averaging = averaging
-
-    async def open(self, peer: PeerId) -> FramedChannel:
-        return await self._averaging.open(peer)
-
     def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
-        return self._averaging.hub.round(tag, {peer: peer for peer in spec.members})
+        return self.hub.round(tag, {peer: peer for peer in spec.members})

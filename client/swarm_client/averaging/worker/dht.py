@@ -9,11 +9,19 @@ it publishes and checks what it finds, because any member can store under any ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
 
+from swarm_client.averaging.protocol.messages import (
+    Bootstrap,
+    Bootstrapped,
+    Found,
+    Lookup,
+    Publish,
+    Published,
+    Record,
+)
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
@@ -45,15 +53,15 @@ class DhtDirectory:
         )
         return cls(hivemind, node, streams)
 
-    async def bootstrap(self, initial_peers: Sequence[str]) -> int:
-        """Enter the directory through peers (…/p2p/ID); returns how many answered."""
+    async def bootstrap(self, request: Bootstrap) -> Bootstrapped:
+        """Enter the directory through peers too."""
         reached: list[str] = []
         async with anyio.create_task_group() as tasks:
-            for address in initial_peers:
+            for address in request.initial_peers:
                 tasks.start_soon(self._enter, address, reached)
         if reached:
             await self._node.find_nearest_nodes([self._node.node_id])
-        return len(reached)
+        return Bootstrapped(reached=len(reached))
 
     async def _enter(self, address: str, reached: list[str]) -> None:
         peer_id = address.rpartition("/p2p/")[2]
@@ -67,26 +75,24 @@ class DhtDirectory:
         if await self._node.protocol.call_ping(peer, strict=False) is not None:
             reached.append(address)
 
-    async def publish(
-        self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
-    ) -> bool:
-        """Store under (key, subkey); False when no node took it (a newer record exists)."""
-        return bool(
-            await self._node.store(
-                key=key, subkey=subkey, value=value, expiration_time=expires_unix_seconds
-            )
-        )
+    async def publish(self, request: Publish) -> Published:
+        """Store a record; not stored when no node took it (a newer record exists)."""
+        stored = await self._node.store(
+            key=request.key, subkey=request.subkey, value=request.value,
+            expiration_time=request.expires_unix_seconds,
+        )  # fmt: skip
+        return Published(stored=bool(stored))
 
-    async def lookup(self, key: str) -> list[tuple[str, bytes]]:
-        """Find all records under `key` as (subkey, value); malformed ones are left out."""
-        found = await self._node.get(key, latest=True)
+    async def lookup(self, request: Lookup) -> Found:
+        """Find all records under a key; malformed ones are left out."""
+        found = await self._node.get(request.key, latest=True)
         if found is None or not isinstance(found.value, dict):
-            return []
-        records: list[tuple[str, bytes]] = []
+            return Found(records=())
+        records: list[Record] = []
         for subkey, entry in found.value.items():
             value = entry.value
             if not isinstance(subkey, str) or not isinstance(value, bytes):
                 continue
             if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
-                records.append((subkey, value))
-        return records
+                records.append(Record(subkey=subkey, value=value))
+        return Found(records=tuple(records))

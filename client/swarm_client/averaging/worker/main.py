@@ -37,17 +37,13 @@ from swarm_client.averaging.all_reduce.routes import RouteFault
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
-    Bootstrapped,
     CancelRound,
     ConfigureAveraging,
     DirectoryRequestFailed,
-    Found,
     Lookup,
     Ping,
     Pong,
     Publish,
-    Published,
-    Record,
     RoundDone,
     RoundFailureReport,
     RoundInDaemon,
@@ -110,6 +106,7 @@ class Worker:
 
     async def serve(self) -> None:
         """Carry out messages until the daemon ends or sends Shutdown."""
+        directory = self._services.directory
         while True:
             message = await self._link.receive()
             match message:
@@ -131,11 +128,11 @@ class Worker:
                 case SetMembership():
                     self._services.authorizer.set_membership(message)
                 case Publish():
-                    self._tasks.start_soon(self._answer, message, self._publish)
+                    self._tasks.start_soon(self._answer, message, directory.publish)
                 case Lookup():
-                    self._tasks.start_soon(self._answer, message, self._lookup)
+                    self._tasks.start_soon(self._answer, message, directory.lookup)
                 case Bootstrap():
-                    self._tasks.start_soon(self._answer, message, self._bootstrap)
+                    self._tasks.start_soon(self._answer, message, directory.bootstrap)
                 case Ping():
                     self._link.send(Pong(request=message.request))
                 case ConfigureAveraging():
@@ -196,23 +193,6 @@ class Worker:
             logger.exception("a directory request failed")
             answer = DirectoryRequestFailed(reason=f"{error!r}"[:MAX_REASON_CHARACTERS])
         self._link.send(answer.numbered(message.request))
-
-    async def _publish(self, message: Publish) -> Published:
-        stored = await self._services.directory.publish(
-            message.key, message.subkey, message.value, message.expires_unix_seconds
-        )
-        return Published(stored=stored)
-
-    async def _lookup(self, message: Lookup) -> Found:
-        records = tuple(
-            Record(subkey=subkey, value=value)
-            for subkey, value in await self._services.directory.lookup(message.key)
-        )
-        return Found(records=records)
-
-    async def _bootstrap(self, message: Bootstrap) -> Bootstrapped:
-        reached = await self._services.directory.bootstrap(message.initial_peers)
-        return Bootstrapped(reached=reached)
 
 
 def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:

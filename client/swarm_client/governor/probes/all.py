@@ -32,7 +32,7 @@ class SystemProbes:
     """Processor, memory, disk and power: what the status shows without a run. Not thread-safe."""
 
     def __init__(self, home: Path, clock: Clock = monotonic) -> None:
-        self.process_tree = ProcessTree(clock=clock)
+        self.process_tree = ProcessTree(clock)
         self.disk = DiskProbe(home, clock)
         self._clock = clock
         self._cpu = CpuProbe(self.process_tree, clock)

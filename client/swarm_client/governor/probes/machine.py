@@ -25,8 +25,8 @@ MEMORY_SECONDS = 5.0
 class ProcessTree:
     """This process and all its descendants."""
 
-    def __init__(self, pid: int | None = None, clock: Clock = monotonic) -> None:
-        self._self = psutil.Process(pid)
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._self = psutil.Process()
         self._clock = clock
         self._looked_at = -PROCESS_TREE_SECONDS
         self._members: list[psutil.Process] = [self._self]

@@ -20,7 +20,7 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import Generation, StageIndex, Version
-from swarm_shared.protocol import Apply, Goodbye, NotFinite, Refused, StageRow, Welcome
+from swarm_shared.protocol import Apply, Goodbye, Hello, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
 
@@ -38,8 +38,10 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     )
     roster.attached(run, event.peer)
     run.peers[event.peer] = peer
-    held = _held_stage(run, event)
-    missed = _missed_step(run, event)
+    held = hello.stage if hello.stage in run.stage_indices else None
+    missed = None if held is None else _missed_step(run, held, hello)
+    if missed is None and not _is_current(run, event):
+        held = None
     run.send(
         event.peer,
         Welcome(
@@ -71,31 +73,24 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 
 
-def _held_stage(run: RunState, event: PeerAttached) -> StageIndex | None:
-    """The stage that the peer returns with: at the run's version, or one step before it.
+def _is_current(run: RunState, event: PeerAttached) -> bool:
+    """Whether the peer's state is that of the run's version.
 
-    It returns after either side has restarted or lost the connection.
+    That is so after either side has restarted or lost the connection.
     """
-    hello = event.hello
-    if hello.stage is None or not 0 <= hello.stage < run.manifest.stage_count:
-        return None
-    current = hello.version == run.history.version and (
-        # After a roll-back the same version number may denote a state of the abandoned history.
-        not run.history.rolled_back or event.peer in run.history.members
-    )
-    return hello.stage if current or _missed_step(run, event) is not None else None
+    # After a roll-back the same version number may denote a state of the abandoned history.
+    same_history = not run.history.rolled_back or event.peer in run.history.members
+    return event.hello.version == run.history.version and same_history
 
 
-def _missed_step(run: RunState, event: PeerAttached) -> AppliedStep | None:
+def _missed_step(run: RunState, stage: StageIndex, hello: Hello) -> AppliedStep | None:
     """The last applied step, if the peer averaged it and lost the connection before its Apply."""
-    hello, last = event.hello, run.history.last_applied
+    last = run.history.last_applied
     missed = (
         last is not None
         and Version(last.step) == run.history.version
-        and hello.stage is not None
-        and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.history.version - 1
-        and hello.averaged_attempt == last.attempt_of(hello.stage)
+        and hello.averaged_attempt == last.attempt_of(stage)
     )
     return last if missed else None
 

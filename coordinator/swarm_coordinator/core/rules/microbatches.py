@@ -286,7 +286,7 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         return
     if not event.ok and _promote_speculative_lease(run, step, event.microbatch):
         return
-    _resolve(run, step, event.microbatch, lease, now)
+    _set_lease(run, step, event.microbatch, replace(lease, resolved_at=now))
     trainer = run.peers.get(event.peer)
     if trainer is not None and is_done(run, step, event.microbatch):
         trainer.delivered_at = now
@@ -316,16 +316,15 @@ def _promote_speculative_lease(run: RunState, step: StepState, microbatch: Micro
     hedge = step.speculative_leases.pop(microbatch, None)
     if hedge is None:
         return False
-    step.leases[microbatch] = hedge
-    heapq.heappush(step.lease_alarms, (_due_at(run, hedge), microbatch))
+    _set_lease(run, step, microbatch, hedge)
     return True
 
 
-def _resolve(
-    run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState, now: float
+def _set_lease(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState
 ) -> None:
-    resolved = step.leases[microbatch] = replace(lease, resolved_at=now)
-    heapq.heappush(step.lease_alarms, (_due_at(run, resolved), microbatch))
+    step.leases[microbatch] = lease
+    heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
 
 
 def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
@@ -397,11 +396,10 @@ def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], 
         heapq.heapreplace(driving, (load + 1, place, trainer))
         grants.setdefault(trainer, []).append(microbatch)
     for trainer, granted in grants.items():
-        lease = grant(run, step, trainer, granted, len(driving))
+        lease = LeaseState(grant(run, step, trainer, granted, len(driving)), trainer, now)
         for microbatch in granted:
-            step.leases[microbatch] = lease_of = LeaseState(lease, trainer, now)
             step.speculative_leases.pop(microbatch, None)
-            heapq.heappush(step.lease_alarms, (_due_at(run, lease_of), microbatch))
+            _set_lease(run, step, microbatch, lease)
 
 
 def grant(

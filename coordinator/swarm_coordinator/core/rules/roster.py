@@ -13,6 +13,7 @@ from swarm_coordinator.core.events import (
     Broadcast,
     CertificateIssued,
     CloseSession,
+    Command,
     PeersRevoked,
     Send,
 )
@@ -136,24 +137,23 @@ def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) 
     run.roster.publish_by(max(now, run.roster.published_at + seconds))
 
 
-def publish(run: RunState, now: float) -> bool:
-    """Send the roster to every member if it has changed, before any work that relies on it."""
+def publish(run: RunState, now: float) -> list[Command]:
+    """Return the roster for every member if it has changed, to be sent before any work that relies
+    on it."""
     if run.phase is RunPhase.APPLYING:
         # Versions differ while a step is applied; the whole roster follows at its end.
         if not run.roster.revoked_dirty or run.roster.published is None:
-            return False
+            return []
         kept = tuple(
             tuple(record for record in stage if record.peer not in run.roster.revoked)
             for stage in run.roster.stages
         )
-        _send(run, kept, now)
-        return True
+        return _sent(run, kept, now)
     due = run.roster.due_at is not None and now >= run.roster.due_at
     if not ((run.roster.dirty and not _can_wait(run, now)) or run.roster.revoked_dirty or due):
-        return False
+        return []
     run.roster.dirty, run.roster.due_at = False, None
-    _send(run, run.peers.roster(), now)
-    return True
+    return _sent(run, run.peers.roster(), now)
 
 
 def _can_wait(run: RunState, now: float) -> bool:
@@ -167,7 +167,7 @@ def _can_wait(run: RunState, now: float) -> bool:
     )
 
 
-def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> None:
+def _sent(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> list[Command]:
     before, stages_before = run.roster.published, run.roster.stages
     run.roster.serial += 1
     # Not validated again: the records were when they were made, and there are thousands of them.
@@ -178,24 +178,20 @@ def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
     )
     run.roster.published, run.roster.stages = whole, stages
     run.roster.published_at, run.roster.revoked_dirty = now, False
-    if before is None or len(run.peers) <= SMALL_RUN_PEERS:
-        for peer in run.peers:
-            run.send(peer, whole)
-    else:
-        up_to_date = tuple(peer for peer in run.peers if peer not in run.peers.awaiting_roster)
-        changed, removed = _difference(stages_before, stages)
-        revoked = None if whole.revoked == before.revoked else whole.revoked
-        change = RosterChange.model_construct(
-            serial=whole.serial,
-            since=before.serial,
-            changed=changed,
-            removed=removed,
-            revoked=revoked,
-        )
-        run.commands.append(Broadcast(up_to_date, change))
-        for peer in run.peers.awaiting_roster:
-            run.send(peer, whole)
+    awaiting = dict(run.peers.awaiting_roster)
     run.peers.awaiting_roster.clear()
+    if before is None or len(run.peers) <= SMALL_RUN_PEERS:
+        return [Send(peer, whole) for peer in run.peers]
+    up_to_date = tuple(peer for peer in run.peers if peer not in awaiting)
+    changed, removed = _difference(stages_before, stages)
+    change = RosterChange.model_construct(
+        serial=whole.serial,
+        since=before.serial,
+        changed=changed,
+        removed=removed,
+        revoked=None if whole.revoked == before.revoked else whole.revoked,
+    )
+    return [Broadcast(up_to_date, change), *(Send(peer, whole) for peer in awaiting)]
 
 
 def _difference(

@@ -1,7 +1,7 @@
 """Speculative leases: microbatches that lag at the end of a step are leased a second time.
 
 Part of the pure core (design: the life of a step). The senders themselves resend most of what lags
-(hedged requests, `swarm_client.pipeline.hedging`). This module covers the rest: a trainer that is
+(hedges, `swarm_shared.volunteer_rules.delivery`). This module covers the rest: a trainer that is
 slow or unreachable. Two copies are then in flight; the first receipt counts, and the peer that
 counted the other copy removes it at the close.
 

@@ -85,10 +85,8 @@ class PeerTable(dict[PeerId, PeerState]):
         self._views: dict[StageIndex, StagePeers] = {}
         self._records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
         """Roster records of each stage's ready peers, while they are valid."""
-        self._unheld: set[StageIndex] = set()
-        self._idle: set[StageIndex] = set()
-        self._stale_stages: set[StageIndex] = set(self._stages)
-        """Stages whose peers have changed since `_unheld` and `_idle` were computed."""
+        self._lacking: tuple[frozenset[StageIndex], frozenset[StageIndex]] | None = None
+        """Stages without a holder, and without a working peer, while the views are valid."""
         self._capacities: dict[StageIndex, StageCapacity] = {}
         self._rows: dict[StageIndex, StageRow] = {}
         self._carriers: dict[str, set[PeerId]] = {}
@@ -121,15 +119,13 @@ class PeerTable(dict[PeerId, PeerState]):
         """Peers that may be leased microbatches, by stage."""
         return [peer for stage in self._stages for peer in self._view(stage).trainers]
 
-    def unheld(self) -> set[StageIndex]:
-        """Stages without a holder that takes part. The caller must not change the set."""
-        self._refresh_unheld()
-        return self._unheld
+    def unheld(self) -> frozenset[StageIndex]:
+        """Stages without a holder that takes part."""
+        return self._stages_lacking()[0]
 
-    def idle(self) -> set[StageIndex]:
-        """Stages without a peer that takes new work. The caller must not change the set."""
-        self._refresh_unheld()
-        return self._idle
+    def idle(self) -> frozenset[StageIndex]:
+        """Stages without a peer that takes new work."""
+        return self._stages_lacking()[1]
 
     def paused_stages(self) -> list[StageIndex]:
         """Stages that the run waits for although they are held."""
@@ -139,23 +135,22 @@ class PeerTable(dict[PeerId, PeerState]):
         """Whether microbatches can pass: every stage has a working peer, and there is a trainer."""
         return not self.idle() and any(self._view(stage).trainers for stage in self._stages)
 
-    def _refresh_unheld(self) -> None:
+    def _stages_lacking(self) -> tuple[frozenset[StageIndex], frozenset[StageIndex]]:
         self._follow_version()
-        for stage in self._stale_stages:
-            view = self._view(stage)
-            for stages, lacking in ((self._unheld, not view.ready), (self._idle, not view.working)):
-                if lacking:
-                    stages.add(stage)
-                else:
-                    stages.discard(stage)
-        self._stale_stages.clear()
+        if self._lacking is None:
+            views = {stage: self._view(stage) for stage in self._stages}
+            self._lacking = (
+                frozenset(stage for stage, view in views.items() if not view.ready),
+                frozenset(stage for stage, view in views.items() if not view.working),
+            )
+        return self._lacking
 
     def _follow_version(self) -> None:
         if self._history.version != self._version:
             self._version = self._history.version
             self._views.clear()
             self._records.clear()
-            self._stale_stages.update(self._stages)
+            self._lacking = None
 
     def _view(self, stage: StageIndex) -> StagePeers:
         self._follow_version()
@@ -415,7 +410,7 @@ class PeerTable(dict[PeerId, PeerState]):
     def _invalidate_views(self, stage: StageIndex) -> None:
         self._views.pop(stage, None)
         self._records.pop(stage, None)
-        self._stale_stages.add(stage)
+        self._lacking = None
 
     def _invalidate_records(self, peer: PeerState) -> None:
         if peer.stage is not None:

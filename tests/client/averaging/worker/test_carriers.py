@@ -144,7 +144,7 @@ class Libp2pSwarm:
         with trio.CancelScope() as self.scopes[spec.me]:
             links = await all_reduce(
                 spec,
-                self.averaging[spec.me].carrier(),
+                self.averaging[spec.me],
                 vectors.source,
                 vectors.result,
                 stall_seconds=stall_seconds,

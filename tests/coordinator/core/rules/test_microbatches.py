@@ -185,8 +185,9 @@ def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
 def test_an_answer_to_a_lease_that_was_granted_anew_to_its_trainer_changes_nothing() -> None:
     bench = Bench(starting=1, limits={"lease_seconds": 20.0})
     bench.join("a0", 0)
-    bench.join("a1", 1, trainer=False)
+    bench.join("a1", 1)
     trainer, lease, microbatch, _ = leased(bench)[0]
+    bench.tick(21.0)  # the other trainer's turn
     bench.tick(21.0)
     granted = bench.step().leases[MicrobatchIndex(microbatch)]
     assert (granted.trainer, granted.lease != lease) == (trainer, True)

@@ -442,7 +442,7 @@ def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
     bench = Bench.trained(1)
     bench.fill()
     bench.average_all()
-    assert bench.run.version == 2
+    assert bench.run.history.version == 2
     for peer in bench.closing():
         bench.send(peer, Applied(step=Step(2 + other), digest="d", norm=1.0))
     assert bench.run.phase is RunPhase.APPLYING

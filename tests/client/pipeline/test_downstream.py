@@ -1,0 +1,225 @@
+"""What `swarm_client.pipeline.downstream` adds to the rules: requests that are cancelled at their
+receivers, tensors that nothing uses any more, questions that end with the session.
+
+The rules themselves: `tests/shared/volunteer_rules/test_delivery.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from client.pipeline.test_pipeline import Peer, parcel, world
+from swarm_client.pipeline.edge import Stream
+from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.mask_client import MaskClient
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.protocol import Mask, MaskRequest, PeerRecord
+from swarm_shared.volunteer_rules.latency import LatencyEstimate
+
+SOON = 0.1
+
+
+def impatient() -> LatencyEstimate:
+    return LatencyEstimate(min_seconds=SOON, unknown_seconds=SOON)
+
+
+async def held(*peers: Peer) -> Peer:
+    """Which of these, all holding what they get, has been given the microbatch."""
+    while not any(peer.worker.forwards for peer in peers):
+        await trio.sleep(0.01)
+    return next(peer for peer in peers if peer.worker.forwards)
+
+
+async def relieved(peer: Peer) -> None:
+    """Wait until what the peer has in flight is cancelled."""
+    while peer.holding is not None and peer.holding.in_flight:
+        await trio.sleep(0.01)
+
+
+async def test_what_a_stuck_peer_holds_is_answered_by_another_and_counted_where_it_is_missing() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as one, w.peer(1) as other:
+        w.missing = (0, 1)
+        one.worker.hold, other.worker.hold = trio.Event(), trio.Event()
+        downstream = w.downstream(sender, 1, latency=impatient())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(downstream.send, parcel(4))
+            stuck = await held(one, other)
+            free = other if stuck is one else one
+            assert free.worker.hold is not None
+            free.worker.hold.set()
+        assert free.worker.forwards == [(4, True)]
+        assert w.masks == [(1, 4)]
+        assert downstream.hedged == 1
+        await relieved(stuck)
+        assert stuck.worker.accumulated == []
+
+
+@pytest.mark.parametrize("how", ["its step is over", "the sender is cancelled", "it closes"])
+async def test_a_microbatch_that_is_not_wanted_any_more_is_cancelled_at_its_receiver(
+    how: str,
+) -> None:
+    """Or the room that it takes would be missing in the next step."""
+    async with world() as w, w.peer(0) as sender, w.peer(1) as stuck:
+        stuck.worker.hold = trio.Event()
+        downstream = w.downstream(sender, 1)
+        ended: list[str] = []
+
+        async def send(scope: trio.CancelScope) -> None:
+            with scope:
+                try:
+                    await downstream.send(parcel(2))
+                except MicrobatchAbandoned as error:
+                    ended.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+            nursery.start_soon(send, scope)
+            await held(stuck)
+            if how == "its step is over":
+                downstream.oldest_step_is(Step(2))
+            elif how == "it closes":
+                downstream.close()
+            else:
+                scope.cancel()
+        await relieved(stuck)
+        assert (
+            ended
+            == {
+                "its step is over": ["the step is over"],
+                "the sender is cancelled": [],
+                "it closes": ["this peer has given up its stage"],
+            }[how]
+        )
+
+
+async def test_a_sender_that_has_closed_opens_no_links() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        downstream = w.downstream(sender, 1)
+        downstream.close()
+        with pytest.raises(MicrobatchAbandoned, match="given up its stage"):
+            await downstream.send(parcel())
+        assert last.worker.forwards == []
+
+
+class SlowStream:
+    """A stream that takes a payload slowly, and shows whether it is still reading the tensor."""
+
+    def __init__(self, stream: Stream, reading: list[object]) -> None:
+        self._stream, self._reading = stream, reading
+        self.remote, self.superseded = stream.remote, False
+        self.receive, self.close, self.reset = stream.receive, stream.close, stream.reset
+
+    async def send(self, header: bytes, payload: tuple[bytes, ...] = ()) -> None:
+        if payload and self._reading:
+            self._reading.append(payload)
+            try:
+                await trio.sleep_forever()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.testing.wait_all_tasks_blocked()
+                self._reading.remove(payload)
+        elif payload:
+            self._reading.append("the first is sent at once")
+        await self._stream.send(header, payload)
+
+
+async def test_when_a_send_returns_no_request_reads_its_tensor_any_more() -> None:
+    """The tensor is a slot in shared memory, which gets the next one's bytes: a hedge that is sent
+    late would be of another microbatch."""
+    async with world() as w, w.peer(0) as sender, w.peer(1) as one, w.peer(1) as other:
+        w.missing = (1,)
+        one.worker.hold = other.worker.hold = trio.Event()
+        downstream = w.downstream(sender, 1, latency=impatient())
+        reading: list[object] = []
+        open_stream = downstream._open_stream
+
+        async def open_slowly(record: PeerRecord) -> SlowStream:
+            return SlowStream(await open_stream(record), reading)
+
+        downstream._open_stream = open_slowly  # type: ignore[assignment]
+        async with trio.open_nursery() as nursery:
+
+            async def send() -> None:
+                await downstream.send(parcel(4))
+                assert len(reading) == 1
+
+            nursery.start_soon(send)
+            while len(reading) < 2:
+                await trio.sleep(0.01)
+            one.worker.hold.set()
+
+
+async def test_over_a_better_link_the_next_microbatch_takes_a_new_edge() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        downstream = w.downstream(sender, 1)
+        await downstream.send(parcel(0))
+        (first,) = downstream._edges.values()
+        first._stream = SlowStream(first._stream, [])  # type: ignore[assignment]
+        first._stream.superseded = True  # type: ignore[misc]
+        await downstream.send(parcel(1))
+        (second,) = downstream._edges.values()
+        assert second is not first
+        while not first.closed:
+            await trio.sleep(0.01)
+    assert last.worker.accumulated == [0, 1]
+
+
+# Questions to the coordinator
+
+
+def ask_one() -> tuple[MaskClient, list[MaskRequest]]:
+    sent: list[MaskRequest] = []
+
+    def send(request: MaskRequest) -> bool:
+        sent.append(request)
+        return True
+
+    return MaskClient(send), sent
+
+
+async def test_a_mask_goes_to_the_question_that_it_answers() -> None:
+    client, sent = ask_one()
+    masks: dict[int, object] = {}
+
+    async def ask(microbatch: int) -> None:
+        masks[microbatch] = await client.ask(Step(3), MicrobatchIndex(microbatch))
+
+    async with trio.open_nursery() as nursery:
+        for microbatch in range(2):
+            nursery.start_soon(ask, microbatch)
+        await trio.testing.wait_all_tasks_blocked()
+        assert {(r.step, r.microbatch) for r in sent} == {(3, 0), (3, 1)}
+        for request in sent:
+            client.answer(mask_for(request.request, request.microbatch))
+    assert masks == {0: (0,), 1: (1,)}
+    client.answer(mask_for(sent[0].request, 0))  # it is not asked any more
+
+
+def mask_for(request: int, stage: int) -> Mask:
+    return Mask(
+        request=request, step=Step(3), microbatch=MicrobatchIndex(0),
+        accumulate=(StageIndex(stage),),
+    )  # fmt: skip
+
+
+async def test_a_question_ends_without_an_answer_when_its_session_does() -> None:
+    client, sent = ask_one()
+    answers: list[object] = []
+
+    async def ask() -> None:
+        answers.append(await client.ask(Step(3), MicrobatchIndex(0)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(sent) == 1
+        client.session_lost()
+    assert answers == [None]
+
+
+async def test_a_question_without_a_session_has_no_answer() -> None:
+    assert await MaskClient(lambda request: False).ask(Step(3), MicrobatchIndex(0)) is None
