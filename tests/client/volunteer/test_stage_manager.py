@@ -205,7 +205,9 @@ async def test_the_same_stage_keeps_its_worker_and_gets_a_new_account() -> None:
     async with scene() as s:
         await s.assign(0)
         before = s.holding
-        await s.assign(0, 7)
+        s.manager.take(AssignStage(stage=0, version=7, source="fresh"))
+        assert s.holding is None, "at once: what is served is of the old version"
+        await s.settle()
         assert [worker.loads for worker in s.workers] == [[0, 7]]
         assert (s.held, s.forgotten) == ((0, 7), 2)
         assert s.holding is not before
