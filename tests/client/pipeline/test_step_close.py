@@ -269,7 +269,19 @@ async def test_the_death_of_the_prepared_stages_worker_fails_only_the_attempt() 
         s.next.error = WorkerDied("killed")
         s.close(0, moving=True)
         assert (await s.sent()).reason == "of the next stage: killed"
+        s.close(0, attempt=2)
+        assert (await s.sent()).ok
+
+
+async def test_a_prepared_stage_that_is_given_up_fails_only_the_attempt() -> None:
+    async with scene(0) as s:
+        s.prepare()
+        s.go = trio.Event()
+        s.close(0, moving=True)
+        await s.entered.wait()
         s.closer.prepared_lost()
+        assert (await s.sent()).reason == "the next stage was lost"
+        s.go.set()
         s.close(0, attempt=2)
         assert (await s.sent()).ok
 

@@ -70,6 +70,7 @@ class Worker:
     accumulated: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     copy: tuple[int, frozenset[int]] | None = None
     """Step and content of the newest copy."""
+    copy_finite: bool = True
     result: tuple[Attempt, frozenset[int]] | None = None
     """Attempt and content of what the newest average was made from."""
     requests: deque[Work | Computation] = field(default_factory=deque)
@@ -213,6 +214,7 @@ class ClosingPeer:
         match work:
             case PrepareRound():
                 worker.copy = work.step, frozenset(worker.accumulated[work.step])
+                worker.copy_finite = worker.finite
                 microbatches = tuple(map(MicrobatchIndex, sorted(worker.copy[1])))
                 close.round_prepared(number, microbatches, finite=worker.finite)
             case Uncommit():
@@ -268,6 +270,7 @@ class ClosingPeer:
         if isinstance(work, ApplyStep):
             self._check_apply(work)
         if isinstance(work, Reduce):
+            assert work.lane is Lane.PREPARED or self.workers[Lane.HELD].copy_finite
             self.reducing[work.work] = work
         else:
             self.workers[work.lane].requests.append(work)

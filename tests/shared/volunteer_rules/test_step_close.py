@@ -476,7 +476,8 @@ class AnyCourse(RuleBasedStateMachine):
         step = self.peer.account.step + ahead
         self.peer.computes(*sorted(computed), step=step)
         self._work(4)
-        moving = moving and self.peer.prepared is not None
+        if moving and self.peer.prepared is None:
+            self.peer.prepares()
         committed = held_of(self.peer, step) ^ set(others)
         self.peer.closes(
             *sorted(committed), step=step, attempt=self.attempt, moving=moving, parts=parts
@@ -498,10 +499,11 @@ class AnyCourse(RuleBasedStateMachine):
     @rule(
         fault=st.sampled_from((None, None, "finite", "can_uncommit")),
         before=st.sampled_from(("", "", "", "abort", "lose session", "lose prepared")),
-        wrong_step=RARELY, wrong_attempt=RARELY, run=st.booleans(),
+        wrong_step=RARELY, wrong_attempt=RARELY,
+        after=st.sampled_from(("run", "run", "run", "", "lose session", "lose prepared")),
     )  # fmt: skip
     def finish_and_apply(
-        self, fault: str | None, before: str, wrong_step: bool, wrong_attempt: bool, run: bool
+        self, fault: str | None, before: str, wrong_step: bool, wrong_attempt: bool, after: str
     ) -> None:
         """Let everything be done, which has a `fault` in the held stage; then order an Apply of the
         latest attempt."""
@@ -522,7 +524,11 @@ class AnyCourse(RuleBasedStateMachine):
                 self.peer.loses_prepared()
                 self.peer.prepares()
         self.peer.applies(step + wrong_step, attempt + wrong_attempt)
-        if run:
+        if after == "lose session":
+            self.peer.loses_session()
+        elif after == "lose prepared" and self.peer.prepared is not None:
+            self.peer.loses_prepared()
+        if after:
             self.peer.run()
 
     @rule()
