@@ -183,13 +183,21 @@ def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room()
     assert sent == sender.numbers
 
 
-def test_a_peer_that_cannot_be_reached_is_tried_after_the_others() -> None:
-    sender = Sender(A, B, slow_to_open=[A, B])
+def test_a_peer_that_cannot_be_reached_is_banned_for_a_while() -> None:
+    sender = Sender(A, B, credits=1, slow_to_open=[A])
     assert sender.submit() == [OpenEdge(A)]
     sender.dispatcher.open_failed(A, sender.now)
-    assert sender.actions() == [OpenEdge(B)]
-    sender.dispatcher.open_failed(B, sender.now)
-    assert sender.actions() == [OpenEdge(A)]  # a stage never becomes empty
+    assert the_transmit(sender.actions()).peer == B
+    assert sender.submit() == []
+    assert sender.pass_time(FIRST_BAN_SECONDS) == [OpenEdge(A)]
+
+
+def test_when_no_peer_can_be_reached_they_are_tried_in_turn() -> None:
+    sender = Sender(A, B, slow_to_open=[A, B])
+    assert sender.submit() == [OpenEdge(A)]
+    for failed, next_one in ((A, B), (B, A), (A, B)):
+        sender.dispatcher.open_failed(failed, sender.now)
+        assert sender.actions() == [OpenEdge(next_one)]
 
 
 # Refusals and failures
@@ -346,6 +354,41 @@ def test_without_a_coordinator_a_microbatch_is_not_hedged_and_its_answer_still_t
         question = the_question(sender.pass_time(OVERDUE))
         assert sender.no_coordinator(question.query) == []
     assert sender.answer(first.request) == [Completed(1, first.request)]
+
+
+def test_a_hedge_that_could_not_be_sent_is_no_reason_for_the_end() -> None:
+    sender = Sender(A, B)
+    sent = the_transmit(sender.submit())
+    sender.no_coordinator(the_question(sender.pass_time(OVERDUE)).query)
+    for _ in range(MAX_FAILURES - 1):
+        sent = the_transmit(sender.mask(the_question(sender.fail(sent.request)).query, 1))
+    (abandoned,) = sender.fail(sent.request, "the last cause")
+    assert isinstance(abandoned, Abandoned)
+    assert abandoned.reason.endswith("the last cause")
+
+
+def test_a_hedge_that_waits_holds_up_no_other_microbatch() -> None:
+    sender = Sender(A, B, credits=2)
+    sender.submit()
+    question = the_question(sender.pass_time(OVERDUE))
+    others = [the_transmit(sender.submit(number)) for number in range(1, 4)]
+    assert [transmit.peer for transmit in others] == [B, A, B]
+    sender.dispatcher.withdraw(others[1].delivery, sender.now)
+    assert sender.actions() == [CancelRequest(others[1].request)]
+    # Now the hedge waits for B, which is full; A has room, and is banned as its answer is overdue.
+    assert sender.mask(question.query, 1) == []
+    assert sender.submit(4) == []
+    sent = the_transmit(sender.pass_time(FIRST_BAN_SECONDS))
+    assert (sent.peer, sent.delivery) == (A, sender.numbers[-1])
+
+
+def test_the_more_stages_are_below_the_later_an_answer_is_overdue() -> None:
+    sender = Sender(A, B)
+    sender.dispatcher = Dispatcher(STAGE, depth=3, latency=LatencyEstimate(SOON, SOON))
+    sender.roster(A, B)
+    sender.submit()
+    assert sender.pass_time(SOON + 1.9 * OVERDUE_SECONDS_PER_STAGE) == []
+    assert the_question(sender.pass_time(0.1 * OVERDUE_SECONDS_PER_STAGE + OVERDUE_CHECK_SECONDS))
 
 
 def test_a_microbatch_has_at_most_two_hedges_each_at_a_peer_of_its_own() -> None:
