@@ -149,15 +149,27 @@ def test_unsynced_names_survive_in_any_part() -> None:
     assert len({left(seed) for seed in range(200)}) == 2**3
 
 
-def test_a_folder_that_moved_has_one_name_after_a_sync_of_where_it_went() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_folder_that_moved_has_one_name_after_a_sync_of_where_it_went(seed: int) -> None:
     disk = Disk()
     here, there = (disk.make(ROOT, name, FOLDER).number for name in (b"here", b"there"))
     disk.sync(ROOT)
     disk.make(here, b"moved", FOLDER)
     disk.rename(here, b"moved", there, b"moved")
     disk.sync(there)
-    disk.cut(2)
+    disk.cut(seed)
     assert (disk.inodes[here].names, list(disk.inodes[there].names)) == ({}, [b"moved"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_folder_that_moved_twice_has_one_name(seed: int) -> None:
+    disk = Disk()
+    disk.make(ROOT, b"first", FOLDER)
+    disk.sync(ROOT)
+    disk.rename(ROOT, b"first", ROOT, b"second")
+    disk.rename(ROOT, b"second", ROOT, b"third")
+    disk.cut(seed)
+    assert len(disk.inodes[ROOT].names) == 1
 
 
 # ---------------------------------------------------------------- mounted
