@@ -18,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.power_cut import fuse
 from kits.power_cut.disk import PAGE_BYTES, ROOT, Disk, Resize, Write
 from kits.power_cut.lab import SYNCED_ONLY, PowerCutDisk, at_every_instant, interrupted
+from kits.skip_policy import MAY_SKIP_VARIABLE, may_skip
 
 FILE = stat.S_IFREG | 0o600
 FOLDER = stat.S_IFDIR | 0o700
@@ -173,6 +175,18 @@ def test_a_folder_that_moved_twice_has_one_name(seed: int) -> None:
 
 
 # ---------------------------------------------------------------- mounted
+
+
+@pytest.mark.parametrize("user", [0, 1000], ids=["root", "another user"])
+def test_a_machine_that_cannot_mount_it_may_skip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(fuse, "DEVICE", tmp_path / "no such device")
+    monkeypatch.delenv(MAY_SKIP_VARIABLE, raising=False)
+    reason = fuse.why_not_here()
+    assert reason is not None
+    assert may_skip(reason)
 
 
 def sync(path: Path) -> None:
