@@ -69,10 +69,10 @@ def handicapped() -> Iterator[None]:
 
 def _without_weights(reduce: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     async def unweighted(
-        averager: GroupAverager, holding: Any, step: int, attempt: int, reduction: Reduction
+        averager: GroupAverager, worker: Any, step: int, attempt: int, reduction: Reduction
     ) -> None:
         equal = reduction.model_copy(update={"weights": ()})
-        await reduce(averager, holding, step, attempt, equal)
+        await reduce(averager, worker, step, attempt, equal)
 
     return unweighted
 

@@ -17,8 +17,10 @@ from benchmarks.counts.world import (
     MidStep,
     envelope,
     identity,
+    manifest,
     receipt,
 )
+from swarm_client.membership.membership import CurrentMembership, Membership
 from swarm_client.pipeline.receipts import receipt_signer
 from swarm_coordinator.core.events import (
     HeartbeatsReceived,
@@ -139,7 +141,8 @@ def _heartbeat_said() -> Callable[[], object]:
 
 
 def _receipt_signed() -> Callable[[], object]:
-    sign = receipt_signer(identity(5), RUN, StageIndex(1), 1, lambda: Generation(1))
+    membership = Membership(RUN, identity(0).peer_id, "", manifest(), Generation(1))
+    sign = receipt_signer(identity(5), CurrentMembership(membership), StageIndex(1))
     return lambda: sign(Counted(Step(1), MicrobatchIndex(200), 1024, None))
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.handicap import handicapped
 from benchmarks.inside import run_inside, wrapped
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
-from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.gradient_averager import GroupAverager
@@ -84,11 +83,11 @@ class Recorder:
 
     def _wrap_reduce(self, reduce: Method) -> Method:
         async def recorded(
-            averager: GroupAverager, holding: Holding, step: int, *rest: Any
+            averager: GroupAverager, worker: StageWorker, step: int, *rest: Any
         ) -> None:
             began = time.monotonic()
-            await reduce(averager, holding, step, *rest)
-            self._note("reduce", holding.stage, step, -1, began, 0.0)
+            await reduce(averager, worker, step, *rest)
+            self._note("reduce", worker.stage, step, -1, began, 0.0)
 
         return recorded
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
 from swarm_client.connectivity.reachability import ReachabilityFinding
+from swarm_client.membership.coordinator_link import CoordinatorLink
 from swarm_client.membership.roster import RosterView
-from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node, RelayLimits
@@ -44,6 +44,15 @@ REACHABILITY_TEXT: Final = {
 }
 
 
+class P2pd(Protocol):
+    """This peer's p2pd, if it has one."""
+
+    def carrier_address(self) -> CarrierAddress | None: ...
+
+    def use_relays(self, addresses: Sequence[str]) -> None:
+        """Be reachable through these relays."""
+
+
 class RelayPolicy:
     """`run` keeps relays and the coordinator up to date."""
 
@@ -52,9 +61,8 @@ class RelayPolicy:
         node: Node,
         invite: Invite,
         roster: RosterView,
-        carrier: Callable[[], CarrierAddress | None],
-        use_p2pd_relays: Callable[[Sequence[str]], None],
-        send: Callable[[FrozenModel], bool],
+        p2pd: P2pd,
+        coordinator: CoordinatorLink,
         report: Callable[[str], None],
         *,
         may_relay: bool = True,
@@ -62,9 +70,8 @@ class RelayPolicy:
         self._node = node
         self._invite = invite
         self._roster = roster
-        self._carrier = carrier
-        self._use_p2pd_relays = use_p2pd_relays
-        self._send = send
+        self._p2pd = p2pd
+        self._coordinator = coordinator
         self._report = report
         self._may_relay = may_relay
         self._relaying_disabled = False
@@ -134,7 +141,7 @@ class RelayPolicy:
     def _current_announcement(self) -> AddressUpdate:
         return AddressUpdate(
             addresses=self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
-            carrier=self._carrier(),
+            carrier=self._p2pd.carrier_address(),
             reachability=self.reachability,
             offers_relay=self._offers_relay,
         )
@@ -161,7 +168,7 @@ class RelayPolicy:
         if self.reachability is not Reachability.UNKNOWN:
             # p2pd has a port of its own, which no router forwards.
             needs_relay = self.reachability is not Reachability.PUBLIC
-            self._use_p2pd_relays(self._p2pd_relays(relays) if needs_relay else ())
+            self._p2pd.use_relays(self._p2pd_relays(relays) if needs_relay else ())
 
     def _p2pd_relays(self, relays: Mapping[PeerId, Sequence[str]]) -> tuple[str, ...]:
         """The relays at which this peer has slots, in p2pd's form. A change restarts p2pd, so
@@ -188,7 +195,7 @@ class RelayPolicy:
         now = self._current_announcement()
         if self._announced is not None and _matters(now) == _matters(self._announced):
             return
-        if self._send(now):
+        if self._coordinator.send(now):
             self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:

@@ -14,7 +14,6 @@ import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,17 @@ from swarm_client.governor.probes.readings import Readings
 from swarm_client.machine.home import Home
 from swarm_client.machine.log_file import write_log
 from swarm_client.machine.sd_notify import Notifier
+from swarm_client.membership.membership import Membership
 from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.local_server import serve_lines
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
-from swarm_shared.run.manifest import Manifest
 
 LEAVE_SECONDS = 60.0
 """Seconds that an orderly leave may take; a longer step of a large model is cut off."""
@@ -214,10 +212,8 @@ class Daemon:
             with trio.CancelScope() as self._participation_scope:
                 invite = Invite.decode(join.invite)
                 begun = await participate(
-                    join, invite, self.home, self.identity, self._contribution, self.event,
-                    lambda device_group, governor: self._volunteers_made(device_group, governor,
-                    join),
-                )  # fmt: skip
+                    join, invite, self.home, self.identity, self._contribution, self.event, self
+                )
                 finished = begun.finished
         except BaseException as error:
             expected = expected_error(error)
@@ -239,20 +235,20 @@ class Daemon:
             self._target, self._stopped = None, stopped_by(error)
             self.failure = error
 
-    def _volunteers_made(
-        self, device_group: DeviceGroup, governor: Governor, join: JoinArguments
-    ) -> None:
+    # ---- a participation (`swarm_client.daemon.participation.ParticipationObserver`)
+
+    def begun(self, device_group: DeviceGroup, governor: Governor) -> None:
         self.device_group, self.governor = device_group, governor
         self.failure = None
-        for volunteer in device_group.volunteers:
-            volunteer.on_admitted = partial(self._admitted, volunteer, join)
         if self._stored_runs.pause is not None:
             device_group.suspend(SuspendReason.PAUSED_BY_USER, self._stored_runs.pause.until)
 
-    def _admitted(self, volunteer: Volunteer, join: JoinArguments, manifest: Manifest) -> None:
+    def admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
-            run = str(volunteer.invite.run_id)
-            self._store_runs(self._stored_runs.joined(run, manifest.name, join, self._wall()))
+            run, name = str(membership.run), membership.manifest.name
+            self._store_runs(self._stored_runs.joined(run, name, join, self._wall()))
+
+    # ---- signals
 
     async def _take_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import trio
 
@@ -24,15 +25,18 @@ from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.control.messages import JoinArguments
 from swarm_client.governor.device_offer import usable_devices
+from swarm_client.governor.disk_space import DiskAllowance
 from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
+from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.ipc import shared_memory
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
+from swarm_client.membership.membership import Membership
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
+from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.error_groups import expected_error
@@ -53,6 +57,16 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
+class ParticipationObserver(Protocol):
+    """The daemon, during one participation."""
+
+    def begun(self, device_group: DeviceGroup, governor: Governor) -> None:
+        """The volunteers are made, and will attach for the first time."""
+
+    def admitted(self, join: JoinArguments, membership: Membership) -> None:
+        """A device has been admitted to the run."""
+
+
 @dataclass(frozen=True, slots=True)
 class _VolunteerResources:
     """What one device's volunteer is made from."""
@@ -71,16 +85,18 @@ async def participate(
     identity: Identity,
     contribution: ContributionCounter,
     report: Report,
-    begun: Callable[[DeviceGroup, Governor], None],
+    observer: ParticipationObserver,
 ) -> DeviceGroup:
     """Participate with every device until the run is finished or all have left; return the devices.
 
-    `begun` is called with the volunteers before they attach for the first time. A device that the
-    run refuses stays out while others participate; the error of the last one is raised.
+    A device that the run refuses stays out while others participate; the error of the last one is
+    raised.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await _offered_devices(join, source)
     bandwidth = Bandwidth()
+    probes = MachineProbes(home.path)
+    disk = DiskAllowance(probes.disk, source, home, invite.run_id)
     made: dict[int, Volunteer] = {}
     all_made, go = trio.Event(), trio.Event()
 
@@ -91,15 +107,15 @@ async def participate(
         ):
             held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
             worker = await start_averaging(resources.home, nursery, resources.report, held_back)
-            volunteer = made[place] = Volunteer(
-                resources.identity, invite, resources.home, node, GroupAverager(worker),
-                resources.options,
-                resources.report, nursery,
+            context = VolunteerContext(
+                resources.identity, invite, resources.home, node, resources.options, contribution,
+                disk, resources.report, nursery,
             )  # fmt: skip
-            volunteer.contribution = contribution
+            volunteer = made[place] = Volunteer(context, worker)
             if len(made) == len(devices):
                 all_made.set()
             await go.wait()
+            nursery.start_soon(_report_admission, volunteer, join, observer)
             await _take_part(volunteer, device_group, nursery)
 
     async with trio.open_nursery() as nursery:
@@ -113,8 +129,8 @@ async def participate(
             subjects = [
                 governed_device(volunteer, device_group) for volunteer in device_group.volunteers
             ]
-            governor = Governor(source, home, subjects, bandwidth, invite.run_id, report)
-            begun(device_group, governor)
+            governor = Governor(source, home, subjects, bandwidth, invite.run_id, report, probes)
+            observer.begun(device_group, governor)
             await governor.tick()
             nursery.start_soon(governor.run)
             go.set()
@@ -185,6 +201,14 @@ def listen_address(listen: str, number: int) -> str:
     return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
 
 
+async def _report_admission(
+    volunteer: Volunteer, join: JoinArguments, observer: ParticipationObserver
+) -> None:
+    await volunteer.admitted.wait()
+    if volunteer.membership is not None:
+        observer.admitted(join, volunteer.membership)
+
+
 async def _take_part(
     volunteer: Volunteer, device_group: DeviceGroup, nursery: trio.Nursery
 ) -> None:
@@ -193,17 +217,17 @@ async def _take_part(
     nursery.start_soon(volunteer.use_directory)
     nursery.start_soon(volunteer.relay_policy.run)
     nursery.start_soon(volunteer.averager.run)
-    nursery.start_soon(watch_reachability, volunteer.node, volunteer.invite, volunteer)
+    nursery.start_soon(watch_reachability, volunteer.node, volunteer.context.invite, volunteer)
     try:
-        await volunteer.attachment.run()
+        await volunteer.run()
     except (SwarmError, BaseExceptionGroup) as error:
         expected = expected_error(error)
         others = [one for one in device_group.active if one is not volunteer]
         if expected is None or not others:
             raise
         device_group.failures[volunteer.node.peer_id] = expected
-        volunteer.report(f"error: {expected}")
-        volunteer.report("the other devices continue")
+        volunteer.context.report(f"error: {expected}")
+        volunteer.context.report("the other devices continue")
     finally:
         device_group.ended.add(volunteer.node.peer_id)
     nursery.cancel_scope.cancel()
@@ -252,8 +276,8 @@ def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> Governed
         volunteer,
         averager.worker,
         lambda: sum(link.sent + link.received for link in averager.links()),
-        volunteer.options.device,
-        volunteer.options.threads,
+        volunteer.context.options.device,
+        volunteer.context.options.threads,
         lambda: volunteer.node.peer_id not in device_group.ended,
     )
 

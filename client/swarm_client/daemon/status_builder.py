@@ -255,7 +255,7 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
     membership, news, holding = volunteer.membership, volunteer.news, volunteer.holding
     version = 0 if holding is None else holding.version
     return RunView(
-        id=volunteer.invite.run_id,
+        id=volunteer.context.invite.run_id,
         name="" if membership is None else membership.manifest.name,
         coordinator_attached=volunteer.attachment.session is not None,
         steps=0 if membership is None else membership.manifest.training.steps,
@@ -274,7 +274,7 @@ def stopped_by(error: SwarmError) -> StopCause:
 
 def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView:
     device, holding, loading_stage = (
-        volunteer.options.device,
+        volunteer.context.options.device,
         volunteer.holding,
         volunteer.loading_stage,
     )
@@ -363,8 +363,8 @@ def names_of(device_group: DeviceGroup) -> dict[str, str]:
         for peer in (row.peer, *row.devices)
     }  # fmt: skip
     for volunteer in device_group.volunteers:
-        if volunteer.options.name:
-            names[volunteer.node.peer_id] = volunteer.options.name
+        if volunteer.context.options.name:
+            names[volunteer.node.peer_id] = volunteer.context.options.name
     return names
 
 

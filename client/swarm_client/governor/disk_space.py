@@ -11,9 +11,10 @@ import logging
 import shutil
 from pathlib import Path
 
-from swarm_client.governor.probes.machine import folder_bytes
+from swarm_client.governor.probes.machine import DiskProbe, folder_bytes
 from swarm_client.machine.home import Home
-from swarm_client.preferences import Preferences
+from swarm_client.preferences import Preferences, PreferenceSource
+from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import RunId
 
 GIB = 2**30
@@ -33,6 +34,32 @@ def missing_disk_bytes(
     if used is not None and preferences.disk_gib:
         missing = max(missing, used + more - preferences.disk_gib * GIB)
     return missing
+
+
+class DiskAllowance:
+    """What the preferences allow to be written. Satisfies
+    `swarm_client.volunteer.context.DiskGuard`."""
+
+    def __init__(self, disk: DiskProbe, source: PreferenceSource, home: Home, run: RunId) -> None:
+        self._disk = disk
+        self._source = source
+        self._home = home
+        self._run = run
+
+    def claim(self, size_bytes: int) -> None:
+        """Raise StorageError when `size_bytes` more would exceed what the preferences allow, after
+        the caches of other runs are removed."""
+        disk, preferences = self._disk, self._source.current.preferences
+        disk.used.forget()
+        missing = missing_disk_bytes(preferences, disk.free_bytes(), disk.used(), size_bytes)
+        if missing > 0:
+            missing -= make_room(self._home, self._run, missing)
+        if missing > 0:
+            raise StorageError(
+                f"{size_bytes / GIB:.2f} GiB have to be downloaded, {missing / GIB:.2f} GiB more "
+                "than disk_gib and disk_leave_free_gib allow; free some space, or change one of "
+                "them with `swarm-client config set`"
+            )
 
 
 def unused_caches(home: Home, current: RunId | None) -> list[Path]:

@@ -22,7 +22,6 @@ from swarm_client.control.suspension import Suspendable, Suspension
 from swarm_client.governor.device_offer import most_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
 from swarm_client.governor.policy import (
-    GIB,
     ClockReading,
     GovernorDecision,
     Limits,
@@ -37,7 +36,7 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.volunteer.stage_manager import WorkerLimits
-from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -60,8 +59,6 @@ Report = Callable[[str], None]
 
 class GovernedVolunteer(Suspendable, Protocol):
     """The volunteer, as the governor controls it."""
-
-    disk_guard: Callable[[int], None]
 
     def limit(self, limits: WorkerLimits) -> None: ...
 
@@ -130,8 +127,6 @@ class Governor:
         self._counted = self._transferred()
         self._room_made_at = -MAKE_ROOM_INTERVAL_SECONDS
         self.readings = Readings()
-        for subject in subjects:
-            subject.volunteer.disk_guard = self.claim_disk
 
     # ---- queries
 
@@ -153,21 +148,6 @@ class Governor:
                 ordered = own is not None and record.subject.volunteer.suspended is own
                 return record.decision, ordered
         return None
-
-    def claim_disk(self, size_bytes: int) -> None:
-        """Raise StorageError when `size_bytes` more would exceed what the preferences allow."""
-        disk, preferences = self._probes.disk, self.source.current.preferences
-        disk.used.forget()
-        free, used = disk.free_bytes(), disk.used()
-        missing = missing_disk_bytes(preferences, free, used, size_bytes)
-        if missing > 0:
-            missing -= make_room(self._home, self._run, missing)
-        if missing > 0:
-            raise StorageError(
-                f"{size_bytes / GIB:.2f} GiB have to be downloaded, {missing / GIB:.2f} GiB more "
-                "than disk_gib and disk_leave_free_gib allow; free some space, or change one of "
-                "them with `swarm-client config set`"
-            )
 
     # ---- the loop
 

@@ -26,6 +26,14 @@ class Membership:
     generation: Generation
 
 
+class CurrentMembership:
+    """The newest membership of an admitted volunteer: each session can change its generation, and
+    certificates are renewed."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.now = membership
+
+
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     """The membership from a welcome.
 

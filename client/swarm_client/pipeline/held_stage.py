@@ -8,6 +8,7 @@ from swarm_client.pipeline.downstream import Downstream
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.volunteer_rules.stage_account import StageAccount
+from swarm_shared.volunteer_rules.step_close import StepClose
 
 RATE_WEIGHT = 0.2
 """Weight of the newest microbatch in the reported rate."""
@@ -46,18 +47,30 @@ class ComputeMeter:
         return 1.0 / seconds if seconds else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Holding:
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A stage at the assigned version, held or prepared beside the held one."""
+
     worker: StageWorker
     account: StageAccount[str]
     """Receipts are signed envelopes in base64."""
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """The stage that is served, from its installation to the end of its assignment."""
+
+    worker: StageWorker
+    account: StageAccount[str]
     next_stage: Downstream | None
-    """None on the last stage, and while the stage is prepared beside the held one."""
-    averaged_attempt: int | None = None
-    """The attempt of step version + 1 whose averaged gradient is in the result segment."""
+    """None on the last stage."""
+    close: StepClose[str] = field(init=False)
     in_flight: int = 0
     """Microbatches being served."""
     meter: ComputeMeter = field(default_factory=ComputeMeter)
+
+    def __post_init__(self) -> None:
+        self.close = StepClose(self.account)
 
     @property
     def stage(self) -> StageIndex:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swarm_shared.base.types import Generation, RunId, StageIndex
+from swarm_client.membership.membership import CurrentMembership
+from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
@@ -12,27 +13,20 @@ from swarm_shared.volunteer_rules.stage_account import Counted
 
 
 def receipt_signer(
-    identity: Identity,
-    run: RunId,
-    stage: StageIndex,
-    samples: int,
-    generation: Callable[[], Generation],
+    identity: Identity, membership: CurrentMembership, stage: StageIndex
 ) -> Callable[[Counted], str]:
-    """A function that signs this peer's receipts of one stage, as envelopes in base64.
-
-    `samples` is the number of sequences in a microbatch; `generation` returns that of the
-    coordinator to which this peer is attached now.
-    """
+    """A function that signs this peer's receipts of one stage, as envelopes in base64."""
 
     def sign(counted: Counted) -> str:
+        member = membership.now
         receipt = Receipt(
-            run=run,
-            generation=generation(),
+            run=member.run,
+            generation=member.generation,
             step=counted.step,
             microbatch=counted.microbatch,
             stage=stage,
             peer=identity.peer_id,
-            samples=samples,
+            samples=member.manifest.training.sequences_per_microbatch,
             tokens=counted.tokens,
             loss_sum=counted.loss_sum,
         )

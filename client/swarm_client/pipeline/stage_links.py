@@ -4,11 +4,10 @@ process."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import trio
 
-from swarm_client.membership.membership import Membership
+from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Ask, Downstream
 from swarm_client.pipeline.edge import Stream
@@ -23,14 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class StageLinks:
-    """Usable by members only: `membership` raises before the volunteer is one."""
-
     def __init__(
         self,
         node: Node,
         roster: RosterView,
         own_server: StageServer,
-        membership: Callable[[], Membership],
+        membership: CurrentMembership,
         ask_mask: Ask,
         nursery: trio.Nursery,
     ) -> None:
@@ -45,11 +42,11 @@ class StageLinks:
         """A sender to `stage` that lives as long as `nursery`."""
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
-            depth=self._membership().manifest.stage_count - stage,
+            depth=self._membership.now.manifest.stage_count - stage,
         )  # fmt: skip
 
     def hello(self) -> StageHello:
-        membership = self._membership()
+        membership = self._membership.now
         return StageHello(run=membership.run, certificate=membership.certificate)
 
     async def _open(self, record: PeerRecord) -> Stream:
@@ -58,7 +55,10 @@ class StageLinks:
             self._nursery.start_soon(self._serve_locally, served)
             return ours
         return await self._node.open_stream(
-            record.peer, STAGE_PROTOCOL, stage_limits(self._membership().manifest), record.addresses
+            record.peer,
+            STAGE_PROTOCOL,
+            stage_limits(self._membership.now.manifest),
+            record.addresses,
         )
 
     async def _serve_locally(self, stream: LocalStream) -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.membership import Membership
+from swarm_client.membership.coordinator_link import CoordinatorLink
+from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, EdgeAnswer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
@@ -80,20 +80,19 @@ class StageServer:
 
     def __init__(
         self,
+        membership: CurrentMembership,
         gate: AdmissionGate,
         uplink: UplinkShare,
-        report_not_finite: Callable[[NotFinite], None],
+        coordinator: CoordinatorLink,
     ) -> None:
-        """`report_not_finite` reports a computation that was not finite at this peer."""
-        self.membership: Membership | None = None
-        """This peer's proof of admission; its owner sets it at each renewal."""
         self.holding: Holding | None = None
-        """The stage that is served; its owner sets it."""
+        """The stage that is served now; set by the stage manager."""
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
         """Refusals sent, by reason."""
+        self._membership = membership
         self._gate = gate
         self._uplink = uplink
-        self._report_not_finite = report_not_finite
+        self._coordinator = coordinator
         self._paused = False
         self._task_scopes: set[trio.CancelScope] = set()
         """Scopes of the microbatches in flight, from before the forward to the gradient."""
@@ -154,8 +153,8 @@ class StageServer:
         hello = parse(stage_requests, frame.header)
         if not isinstance(hello, StageHello):
             raise ProtocolError(f"{stream.remote} did not begin with a hello")
-        membership, holding = self.membership, self.holding
-        if membership is None or holding is None:
+        membership, holding = self._membership.now, self.holding
+        if holding is None:
             refusal = StageRefused(
                 reason=RefusalReason.WRONG_STEP, detail="this peer holds no stage now"
             )
@@ -206,8 +205,8 @@ class StageServer:
             self._gate.check_not_revoked(stream.remote)
         except AdmissionError as error:
             return refuse(RefusalReason.NOT_ADMITTED, str(error))
-        membership, holding = self.membership, self.holding
-        if membership is None or holding is None or holding.stage != message.stage:
+        manifest, holding = self._membership.now.manifest, self.holding
+        if holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
         if not _has_parameters_for(holding, message):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
@@ -218,9 +217,9 @@ class StageServer:
             )
         if self._paused:
             return refuse(RefusalReason.BUSY, PAUSED_DETAIL)
-        if holding.in_flight >= membership.manifest.limits.stage_queue:
+        if holding.in_flight >= manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
-        self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
+        self._check_sizes(stream.remote, holding, manifest, message, payload)
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
@@ -245,7 +244,7 @@ class StageServer:
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             training = message.mode == "train"
             if training and isinstance(error, RequestFailed) and error.code == "not_finite":
-                self._report_not_finite(NotFinite(step=message.step, microbatch=message.microbatch))
+                self._coordinator.send(NotFinite(step=message.step, microbatch=message.microbatch))
             over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))

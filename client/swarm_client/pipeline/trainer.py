@@ -7,13 +7,14 @@ an index are a pure function of the run's seed, so any trainer can make them aga
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import trio
 
+from swarm_client.membership.coordinator_link import CoordinatorLink
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_shared.base.errors import SwarmError
@@ -33,11 +34,6 @@ class Samples(Protocol):
     def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-Report = Callable[[LeaseResult], None]
-CurrentStep = Callable[[], Step | None]
-"""The oldest step that this volunteer's own stage works on; None while it holds none."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Source:
     """What a trainer needs besides leases."""
@@ -52,11 +48,11 @@ class Trainer:
     Until `begin` leases are ignored: a volunteer without data cannot make samples.
     """
 
-    def __init__(self, report: Report, current_step: CurrentStep, nursery: trio.Nursery) -> None:
-        self._report = report
-        self._current_step = current_step
+    def __init__(self, coordinator: CoordinatorLink, nursery: trio.Nursery) -> None:
+        self._coordinator = coordinator
         self._nursery = nursery
         self._leases = LeaseQueue()
+        self._oldest_step: Step | None = None
         self._source: _Source | None = None
 
     @property
@@ -65,7 +61,7 @@ class Trainer:
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
         self._source = _Source(samples, first_stage)
-        self.step_changed()
+        first_stage.oldest_step_is(self._oldest_step)
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
@@ -87,17 +83,19 @@ class Trainer:
         if self._source is not None:
             self._source.first_stage.roster_changed()
 
-    def step_changed(self) -> None:
-        """Abandon what is of an older step than the current one."""
+    def oldest_step_is(self, step: Step | None) -> None:
+        """Abandon what is of an older step than the one that this volunteer's own stage works on;
+        None while it holds none."""
+        self._oldest_step = step
         if self._source is not None:
-            self._source.first_stage.oldest_step_is(self._current_step())
+            self._source.first_stage.oldest_step_is(step)
 
     def _report_all(self, results: Iterable[LeaseResult]) -> None:
         for result in results:
-            self._report(result)
+            self._coordinator.send(result)
 
     def _start_more(self, source: _Source) -> None:
-        for started in self._leases.start(self._current_step(), trio.current_time()):
+        for started in self._leases.start(self._oldest_step, trio.current_time()):
             self._nursery.start_soon(self._drive, source, started)
 
     async def _drive(self, source: _Source, started: StartedMicrobatch) -> None:
@@ -106,12 +104,12 @@ class Trainer:
         try:
             result = await self._send(source, lease, leased)
             ok = True
-            self._report(result)
+            self._coordinator.send(result)
         except MicrobatchAbandoned as error:
-            self._report(handed_back(lease, leased, str(error)))
+            self._coordinator.send(handed_back(lease, leased, str(error)))
         except SwarmError as error:
             log.warning("microbatch %s of step %s: %s", leased.microbatch, lease.step, error)
-            self._report(handed_back(lease, leased, str(error)))
+            self._coordinator.send(handed_back(lease, leased, str(error)))
         finally:
             self._leases.finished(started, trio.current_time(), ok=ok)
             self._start_more(source)

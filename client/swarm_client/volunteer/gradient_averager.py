@@ -26,8 +26,8 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
 from swarm_shared.base.types import PeerId, RunId, Step
 from swarm_shared.identity.keys import Identity
@@ -48,91 +48,81 @@ T = TypeVar("T")
 
 
 class GroupAverager:
-    """Satisfies `swarm_client.pipeline.step_close.Averager`. Call `bind`, then run `run`
-    beside it."""
+    """Satisfies `swarm_client.pipeline.step_close.Averager`. Run `run` beside it."""
 
-    def __init__(self, worker: AveragingWorker) -> None:
+    def __init__(
+        self,
+        worker: AveragingWorker,
+        node: Node,
+        roster: RosterView,
+        identity: Identity,
+        run: RunId,
+        organiser: PeerId,
+    ) -> None:
         self.worker = worker
         self.stall_seconds = 10.0
         self.codec: AverageCodec = "none"
-        self._host: Libp2pAveraging | None = None
-        self._routes: AveragingRoutes | None = None
-        self._roster: RosterView | None = None
-        self._run: RunId | None = None
-        self._me: PeerId | None = None
-        self._carried_bytes: dict[tuple[PeerId, Route], list[int]] = {}
-        self._membership_proof: tuple[Identity, PeerId, str, tuple[PeerId, ...]] | None = None
-        self._wake = trio.Event()
-
-    def bind(self, node: Node, roster: RosterView, run: RunId) -> None:
+        self._roster = roster
+        self._identity = identity
+        self._run = run
+        self._organiser = organiser
         self._routes = routes = AveragingRoutes(node, roster)
-        self._host = Libp2pAveraging(node, routes.host_addresses)
-        self._host.hub.admits = lambda remote: routes.may_average(PeerId(remote))
-        self._roster, self._run, self._me = roster, run, node.peer_id
-        host = self._host
-        self.worker.set_stream_opener(lambda peer, relayed: host.open(peer, relayed=relayed))
-        self.worker.on_change(lambda: self._wake.set())
+        self._host = host = Libp2pAveraging(node, routes.host_addresses)
+        host.hub.admits = lambda remote: routes.may_average(PeerId(remote))
+        self._carried_bytes: dict[tuple[PeerId, Route], list[int]] = {}
+        self._certificate: str | None = None
+        """None before admission."""
+        self._wake = trio.Event()
+        worker.set_stream_opener(lambda peer, relayed: host.open(peer, relayed=relayed))
+        worker.on_change(lambda: self._wake.set())
 
-    def use_manifest(self, manifest: Manifest) -> None:
-        assert self._routes is not None
+    def admitted(self, manifest: Manifest, certificate: str) -> None:
+        """Average as the manifest says, and show this peer's certificate to hivemind's DHT."""
         self.stall_seconds = manifest.limits.round_stall_seconds
         self.codec = manifest.codecs.average
         self._routes.use_manifest(manifest)
-        self._wake.set()
-
-    def set_membership(
-        self,
-        identity: Identity,
-        organiser: PeerId,
-        certificate: str,
-        revoked: tuple[PeerId, ...] = (),
-    ) -> None:
-        """Set this peer's membership proof for hivemind's DHT, and the revoked peers."""
-        self._membership_proof = (identity, organiser, certificate, revoked)
+        self._certificate = certificate
         self._wake.set()
 
     async def run(self) -> None:
         """Keep the queue of incoming streams and the worker up to date with the roster."""
-        assert self._roster is not None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._follow_roster, self._roster)
+            nursery.start_soon(self._follow_roster)
             while True:
                 self._wake = trio.Event()
                 await self._update_worker()
                 await self._wake.wait()
 
-    async def _follow_roster(self, roster: RosterView) -> None:
+    async def _follow_roster(self) -> None:
         while True:
-            await roster.wait_changed()
+            await self._roster.wait_changed()
             self._wake.set()
 
     async def _update_worker(self) -> None:
-        assert self._host is not None
-        assert self._routes is not None
-        assert self._run is not None
         self._host.hub.admission_changed()
         self.worker.admit(self._routes.admitted_p2pds())
-        if self._membership_proof is None:
-            return
-        identity, organiser, certificate, revoked = self._membership_proof
-        own = self.carrier_address(identity)
-        if own is not None:
+        own = self.carrier_address()
+        if self._certificate is not None and own is not None:
             self.worker.set_membership(
                 SetMembership(
                     run=self._run,
-                    organiser=organiser,
-                    certificate=certificate.encode(),
+                    organiser=self._organiser,
+                    certificate=self._certificate.encode(),
                     binding=own.binding.encode(),
-                    revoked=revoked,
+                    revoked=tuple(self._roster.revoked),
                 )
             )
 
-    def carrier_address(self, identity: Identity) -> CarrierAddress | None:
+    def carrier_address(self) -> CarrierAddress | None:
         """Addresses of this peer's p2pd, bound to its main key; None without p2pd."""
         started = self.worker.started
-        if started is None or self._routes is None:
+        if started is None:
             return None
-        return self._routes.own_address(identity, started.p2pd_peer_id, started.addresses)
+        return self._routes.own_address(self._identity, started.p2pd_peer_id, started.addresses)
+
+    def use_relays(self, addresses: Sequence[str]) -> None:
+        """Let p2pd be reachable through these relays."""
+        self.worker.reconfigure(trusted_relays=addresses)
 
     def links(self) -> tuple[LinkBytes, ...]:
         """Bytes carried by p2pd, per member of this peer's groups and kind of route."""
@@ -148,45 +138,40 @@ class GroupAverager:
         return sum(sent for sent, _ in self._carried_bytes.values())
 
     async def reduce(
-        self, holding: Holding, step: Step, attempt: int, reduction: Reduction
+        self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> None:
         """Sum this part of the gradient over the group into the result segment."""
-        assert self._me is not None
-        assert self._run is not None
-        worker = holding.worker
         own = reduction.part == "own"
         elements = worker.own_elements if own else worker.tied_elements
         offset = 0 if own else worker.own_elements
-        where = "tied" if not own else str(holding.stage)
+        where = "tied" if not own else str(worker.stage)
         spec = RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
-            self._me,
+            self._identity.peer_id,
             elements,
             tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
         try:
             if self.worker.available and len(reduction.members) > 1:
-                await self._in_worker(holding, spec, offset)
+                await self._in_worker(worker, spec, offset)
             else:
-                await self._in_daemon(holding, spec, offset)
+                await self._in_daemon(worker, spec, offset)
         except RoundFailed as error:
             self._record_outcome(spec, error.links, self._route_faults(error), done=False)
             raise AveragingFailed(
                 f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
             ) from error
 
-    async def _in_worker(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
+    async def _in_worker(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
         """Run the round in the averaging worker. Streams that arrive at the host meanwhile are
         handed to it."""
-        assert self._host is not None
-        assert self._routes is not None
         request = StartRound(
             spec=spec,
             members=self._routes.members(spec.members),
-            source_shm_name=holding.worker.gradients_name,
-            result_shm_name=holding.worker.result_name,
+            source_shm_name=worker.gradients_name,
+            result_shm_name=worker.result_name,
             offset_elements=offset,
             stall_seconds=self.stall_seconds,
             join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
@@ -213,11 +198,9 @@ class GroupAverager:
             raise failure
         self._record_outcome(spec, done.links, done.faults, done=True)
 
-    async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
-        assert self._host is not None
-        assert self._routes is not None
-        source = shared_memory.attach(holding.worker.gradients_name)
-        result = shared_memory.attach(holding.worker.result_name)
+    async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
+        source = shared_memory.attach(worker.gradients_name)
+        result = shared_memory.attach(worker.result_name)
         try:
             with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 links = await all_reduce(
@@ -242,7 +225,6 @@ class GroupAverager:
         *,
         done: bool,
     ) -> None:
-        assert self._routes is not None
         for link in carried:
             totals = self._carried_bytes.setdefault((link.peer, link.route), [0, 0])
             totals[0] += link.bytes_sent
@@ -260,7 +242,7 @@ class GroupAverager:
         reported it."""
         faults = list(error.faults)
         culprit = error.culprit
-        if culprit is None or culprit == self._me:
+        if culprit is None or culprit == self._identity.peer_id:
             return faults
         if error.route is not None and error.failure is not RoundFailure.PROTOCOL:
             faults.append(RouteFault(culprit, error.route, error.reason))

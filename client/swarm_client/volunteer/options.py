@@ -15,9 +15,10 @@ LONG_PAUSE_SECONDS: Final = 600.0
 averaging in every step costs more uplink than a download does."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VolunteerOptions:
     device: Device
+    """Its offered memory follows the preferences."""
     threads: int
     wanted_stage: StageIndex | None
     name: str | None

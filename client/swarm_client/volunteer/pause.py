@@ -7,15 +7,12 @@ closes, because the run has counted its gradients. After a long pause it gives t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
-from swarm_client.pipeline.stage_server import StageServer
-from swarm_client.pipeline.trainer import Trainer
 
 GRACE_SECONDS: Final = 0.9
 """Seconds for microbatches in flight to be finished; what remains is handed back. Together with the
@@ -23,24 +20,27 @@ time until a user is detected (at most 0.5 s, 1 s through logind), the machine i
 within two seconds."""
 
 
-class Pause:
-    """The pause switch of one volunteer. `changed` reports a change to the coordinator."""
+class PausableWork(Protocol):
+    """What a volunteer does for its run."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        server: StageServer,
-        changed: Callable[[], None],
-        leave_until_resumed: Callable[[], None],
-        long_seconds: float,
-        nursery: trio.Nursery,
-    ) -> None:
-        """`leave_until_resumed` gives the stage up once a pause has lasted `long_seconds`."""
+    def pause_work(self) -> None:
+        """Take nothing new."""
+
+    def resume_work(self) -> None: ...
+
+    def hand_back_work(self) -> None:
+        """Cancel what is in flight."""
+
+    def leave_until_resumed(self) -> None:
+        """Give the stage up until the pause ends."""
+
+
+class Pause:
+    """The pause switch of one volunteer; `work` is given up when a pause lasts `long_seconds`."""
+
+    def __init__(self, work: PausableWork, long_seconds: float, nursery: trio.Nursery) -> None:
         self.suspension: Suspension | None = None
-        self._trainer = trainer
-        self._server = server
-        self._changed = changed
-        self._leave_until_resumed = leave_until_resumed
+        self._work = work
         self._long_seconds = long_seconds
         self._nursery = nursery
         self._leaving = False
@@ -51,9 +51,7 @@ class Pause:
         began = self.suspension is None
         self.suspension = Suspension(reason, until)
         if began:
-            self._trainer.pause()
-            self._server.pause()
-            self._changed()
+            self._work.pause_work()
             self._over = trio.Event()
             if not self._leaving:
                 self._nursery.start_soon(self._escalate, self._over)
@@ -62,9 +60,7 @@ class Pause:
         if self.suspension is not None:
             self.suspension = None
             self._over.set()
-            self._trainer.resume()
-            self._server.resume()
-            self._changed()
+            self._work.resume_work()
 
     def leave(self) -> None:
         """Release the tasks that wait for the end of a pause."""
@@ -78,8 +74,8 @@ class Pause:
         with trio.move_on_after(GRACE_SECONDS):
             await over.wait()
             return
-        self._server.hand_back()
+        self._work.hand_back_work()
         with trio.move_on_after(self._long_seconds - GRACE_SECONDS):
             await over.wait()
             return
-        self._leave_until_resumed()
+        self._work.leave_until_resumed()

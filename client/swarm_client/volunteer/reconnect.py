@@ -43,7 +43,7 @@ within 10 s."""
 
 
 class AttachmentHandler(Protocol):
-    """The volunteer, as its attachment sees it."""
+    """The volunteer, whose content a session carries."""
 
     async def give_up_stage(self) -> None: ...
 
@@ -71,9 +71,7 @@ class AttachmentHandler(Protocol):
 class Attachment:
     """One per volunteer; `run` drives it."""
 
-    def __init__(
-        self, handler: AttachmentHandler, node: Node, invite: Invite, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, node: Node, invite: Invite, report: Callable[[str], None]) -> None:
         self.session: CoordinatorSession | None = None
         self.problem: SwarmError | None = None
         """Why there is no session; None once one has been opened."""
@@ -81,7 +79,6 @@ class Attachment:
         self.leaving = False
         self._leaving_until_resumed = False
         """A long pause has begun: the stage is given up and asked for again after it."""
-        self._handler = handler
         self._node = node
         self._invite = invite
         self._report = report
@@ -120,20 +117,20 @@ class Attachment:
         """The problem as text for people, without the coordinator's peer ID."""
         return str(problem).replace(str(self._invite.coordinator), "it")
 
-    async def run(self) -> None:
+    async def run(self, handler: AttachmentHandler) -> None:
         """Attach, and attach again after each loss of the coordinator, until the run has ended."""
         backoff = Backoff(FIRST_BACKOFF_SECONDS, MAXIMUM_BACKOFF_SECONDS)
         while not self.finished:
             if self._leaving_until_resumed:
                 self._leaving_until_resumed = False
-                await self._handler.give_up_stage()
-            if not await self._handler.wait_may_attach():
+                await handler.give_up_stage()
+            if not await handler.wait_may_attach():
                 return
             problem: SwarmError | None = None
             try:
-                async with attach(self._node, self._invite, self._handler.hello()) as session:
+                async with attach(self._node, self._invite, handler.hello()) as session:
                     backoff.reset()
-                    problem = await self._run_session(session)
+                    problem = await self._run_session(session, handler)
             except (NetworkError, ProtocolError) as error:
                 problem = error
             if self.finished:
@@ -153,9 +150,11 @@ class Attachment:
         with trio.move_on_after(seconds):
             await self._attach_now.wait()
 
-    async def _run_session(self, session: CoordinatorSession) -> SwarmError | None:
+    async def _run_session(
+        self, session: CoordinatorSession, handler: AttachmentHandler
+    ) -> SwarmError | None:
         """Run one session; return the reason why it ended."""
-        handler, welcome = self._handler, session.welcome
+        welcome = session.welcome
         limits = await handler.accept_welcome(welcome)
         self.session = session
         self.problem = None
@@ -166,7 +165,7 @@ class Attachment:
                 nursery.start_soon(session.write_all)
                 heartbeat_seconds = welcome.heartbeat_seconds or limits.heartbeat_seconds
                 nursery.start_soon(session.send_heartbeats, heartbeat_seconds, handler.heartbeat)
-                nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
+                nursery.start_soon(self._report_receipts, handler, limits.receipt_interval_seconds)
                 if self.leaving or self._leaving_until_resumed:
                     session.send(Leaving())
                 if not welcome.keep:
@@ -188,9 +187,9 @@ class Attachment:
             handler.detached()
         return problem
 
-    async def _report_receipts(self, interval_seconds: float) -> None:
+    async def _report_receipts(self, handler: AttachmentHandler, interval_seconds: float) -> None:
         while True:
             await trio.sleep(interval_seconds)
-            batch = self._handler.take_receipts()
+            batch = handler.take_receipts()
             if batch:
                 self.send(Receipts(receipts=batch))

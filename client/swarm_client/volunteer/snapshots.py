@@ -18,11 +18,10 @@ from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.machine.home import Home, snapshot_item
 from swarm_client.pipeline.held_stage import Holding
-from swarm_shared.base.errors import StorageError, SwarmError
-from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.network import Node
-from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
+from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotReady
 from swarm_shared.transfer.transfer import TransferSource, fetch
 
 log = logging.getLogger(__name__)
@@ -56,35 +55,23 @@ class SnapshotStore:
     def find(self, item: str, _remote: PeerId) -> Path | None:
         return self._served.get(item)
 
-    async def save(
-        self, holding: Holding, request: SaveSnapshot, send: Callable[[FrozenModel], None]
-    ) -> None:
-        """Write the state at the requested version and report the item, or the failure."""
+    async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady:
+        """Write the state at the requested version and serve it. SwarmError when that fails."""
         item = snapshot_item(request.version, request.stage)
-        try:
-            if holding.stage != request.stage or holding.version != request.version:
-                raise StorageError(f"this peer is at version {holding.version} now")
-            path = self._folder / f"{request.version:08d}-{request.stage}.safetensors"
-            if item not in self._served:
-                await holding.worker.save_state(path, request.version)
-            digest, size = await trio.to_thread.run_sync(_hash_file, path)
-        except SwarmError as error:
-            send(
-                SnapshotFailed(
-                    version=request.version, stage=request.stage, reason=str(error)[:500]
-                )
-            )
-            return
+        if holding.stage != request.stage or holding.version != request.version:
+            raise StorageError(f"this peer is at version {holding.version} now")
+        path = self._folder / f"{request.version:08d}-{request.stage}.safetensors"
+        if item not in self._served:
+            await holding.worker.save_state(path, request.version)
+        digest, size = await trio.to_thread.run_sync(_hash_file, path)
         faults.inject_outage(FaultPoint.CHECKPOINT, request.version)
         faults.corrupt_file(FaultPoint.CHECKPOINT, request.version, path)
         self._served[item] = path
         while len(self._served) > KEPT_SNAPSHOTS:
             oldest = next(iter(self._served))
             self._served.pop(oldest).unlink(missing_ok=True)
-        send(
-            SnapshotReady(
-                version=request.version, stage=request.stage, item=item, bytes=size, sha256=digest
-            )
+        return SnapshotReady(
+            version=request.version, stage=request.stage, item=item, bytes=size, sha256=digest
         )
 
     async def fetch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from kits.runs.started_program import wait_until_it_is
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
+from swarm_client.governor.disk_space import DiskAllowance
 from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.machine.devices import Device
@@ -45,7 +46,6 @@ class RecordedVolunteer:
         self.memory_bytes = 0
         self.network: dict[str, bool] = {}
         self.held_back = ""
-        self.disk_guard: Callable[[int], None] = lambda size_bytes: None
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
         self.suspended = Suspension(reason, until)
@@ -92,6 +92,7 @@ class Rig:
         ]
         probes = MachineProbes(self.home.path, self.somebody, self.somebody)
         self.source = PreferenceSource(self.path, {})
+        self.disk = DiskAllowance(probes.disk, self.source, self.home, OWN_RUN)
         self.governor = Governor(
             self.source, self.home, subjects, self.bandwidth, OWN_RUN, self.lines.append, probes,
             lambda: self.wall,
@@ -215,12 +216,12 @@ async def test_a_download_that_does_not_fit_is_refused_after_other_caches_are_go
     other.mkdir(parents=True)
     (other / "train.tokens").write_bytes(bytes(5 * 10**6))
     await rig.look()
-    rig.volunteer.disk_guard(4 * 10**6)
+    rig.disk.claim(4 * 10**6)
     assert (other / "train.tokens").exists()
-    rig.volunteer.disk_guard(8 * 10**6)
+    rig.disk.claim(8 * 10**6)
     assert not other.exists()
     with pytest.raises(StorageError, match="disk_gib"):
-        rig.volunteer.disk_guard(2 * 10**7)
+        rig.disk.claim(2 * 10**7)
 
 
 async def test_a_disk_that_is_used_up_pauses_only_when_no_cache_is_left(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import trio.testing
 
 from kits.client.held_stage import held_stage
 from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
@@ -112,10 +113,9 @@ class Peer:
         self.not_finite: list[NotFinite] = []
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
-        self.server = StageServer(
-            AdmissionGate(RUN, world.organiser.peer_id, self.view), self, self.not_finite.append
-        )
-        self.server.membership, self.server.holding = self.membership, self.holding
+        gate = AdmissionGate(RUN, world.organiser.peer_id, self.view)
+        self.server = StageServer(CurrentMembership(self.membership), gate, self, self)
+        self.server.holding = self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
             peer=identity.peer_id, stage=stage, addresses=node.addresses,
@@ -125,6 +125,11 @@ class Peer:
     def microbatch_seconds(self, _holding: Holding) -> float:
         """In the uplink share's place."""
         return self.uplink_seconds
+
+    def send(self, message: NotFinite) -> bool:
+        """In the coordinator link's place."""
+        self.not_finite.append(message)
+        return True
 
 
 class World:

@@ -13,6 +13,7 @@ from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.trainer import Trainer
 from swarm_client.volunteer.pause import GRACE_SECONDS
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
@@ -97,7 +98,8 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
     said: list[LeaseResult] = []
     async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
         w.publish(own)
-        trainer = Trainer(said.append, lambda: Step(1), nursery)
+        trainer = Trainer(Recorder(said), nursery)
+        trainer.oldest_step_is(Step(1))
         trainer.begin(Zeros(), w.downstream(own, 0))
         trainer.take(lease(0, 1, 2))  # one is begun
         trainer.pause()
@@ -111,6 +113,18 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
         trainer.take(lease(4))
         assert len(said) == 3
         nursery.cancel_scope.cancel()
+
+
+class Recorder:
+    """In the coordinator link's place."""
+
+    def __init__(self, said: list[LeaseResult]) -> None:
+        self._said = said
+
+    def send(self, message: FrozenModel) -> bool:
+        assert isinstance(message, LeaseResult)
+        self._said.append(message)
+        return True
 
 
 class Zeros:
@@ -130,7 +144,8 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
         hold = first.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
             to_first = w.downstream(own, 0)
-            trainer = Trainer(said.append, lambda: Step(1), nursery)
+            trainer = Trainer(Recorder(said), nursery)
+            trainer.oldest_step_is(Step(1))
             trainer.begin(Zeros(), to_first)
             trainer.take(lease(0))
             await first.worker.entered.wait()

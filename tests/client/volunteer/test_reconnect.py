@@ -49,14 +49,9 @@ def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
 
         monkeypatch.setattr(reconnect, "attach", attach)
         said: list[str] = []
-        waiting = Attachment(
-            cast(AttachmentHandler, Nobody()),
-            cast(Node, None),
-            cast(Invite, FakeInvite()),
-            said.append,
-        )
+        waiting = Attachment(cast(Node, None), cast(Invite, FakeInvite()), said.append)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(waiting.run)
+            nursery.start_soon(waiting.run, cast(AttachmentHandler, Nobody()))
             await knocked.wait()
             nursery.cancel_scope.cancel()
         return trio.current_time() - back_at, said

@@ -18,7 +18,8 @@ from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
-from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
@@ -143,6 +144,11 @@ class Script:
                 await trio.sleep(0.02)
 
 
+class BoundlessDisk:
+    def claim(self, size_bytes: int) -> None:
+        pass
+
+
 class Scene:
     def __init__(self, script: Script, volunteer: Volunteer, ended: list[BaseException]) -> None:
         self.script, self.volunteer, self.ended = script, volunteer, ended
@@ -179,15 +185,15 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
             options = VolunteerOptions(
                 Device("cpu", "a test", 2**30), 1, None, None, long_pause_seconds=long_pause_seconds
             )
-            volunteer = Volunteer(
-                identity, invite, home, node,
-                GroupAverager(AveragingWorker(AveragingOptions(home=home.path))), options,
+            context = VolunteerContext(
+                identity, invite, home, node, options, ContributionCounter(), BoundlessDisk(),
                 lambda line: None, nursery,
             )  # fmt: skip
+            volunteer = Volunteer(context, AveragingWorker(AveragingOptions(home=home.path)))
 
             async def attached() -> None:
                 try:
-                    await volunteer.attachment.run()
+                    await volunteer.run()
                 except AdmissionError as error:
                     ended.append(error)
                 found.done = True
@@ -208,7 +214,8 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         newer = certificate(s.volunteer.node.peer_id, seconds=7200)
         await s.script.say(CertificateRenewed(certificate=newer))
         await s.until(lambda: s.certificate == newer)
-        assert s.volunteer.stage_links.hello().certificate == newer
+        assert s.volunteer.member is not None
+        assert s.volunteer.member.pipeline.links.hello().certificate == newer
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
         assert len(s.script.hellos) == 1

@@ -44,8 +44,7 @@ class Peer:
         self.own_elements, self.tied_elements = elements, 0
         self.roster = RosterView()
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
-        self.averager = GroupAverager(worker)
-        self.averager.bind(node, self.roster, RUN)
+        self.averager = GroupAverager(worker, node, self.roster, identity, RUN, identity.peer_id)
         self.averager.stall_seconds = 20.0
         hint = f"swarm-test-{os.getpid()}"
         self.segments = [shared_memory.create(hint, 8 * elements) for _ in range(2)]
@@ -78,7 +77,7 @@ class Peer:
 
     @property
     def carrier(self) -> CarrierAddress | None:
-        return self.averager.carrier_address(self.identity)
+        return self.averager.carrier_address()
 
     def tie(self, own_elements: int, tied_elements: int) -> None:
         """Let the vector begin with so many elements of its own, followed by tied ones."""
@@ -93,17 +92,15 @@ class Peer:
         part: Literal["own", "tied"] = "own",
     ) -> None:
         self.result[:] = SENTINEL
-        holding = SimpleNamespace(
+        stage_worker = SimpleNamespace(
             stage=StageIndex(0),
-            worker=SimpleNamespace(
-                own_elements=self.own_elements,
-                tied_elements=self.tied_elements,
-                gradients_name=self.segments[0].name,
-                result_name=self.segments[1].name,
-            ),
+            own_elements=self.own_elements,
+            tied_elements=self.tied_elements,
+            gradients_name=self.segments[0].name,
+            result_name=self.segments[1].name,
         )
         reduction = Reduction(part=part, members=tuple(members), weights=tuple(weights))
-        await self.averager.reduce(holding, Step(1), attempt, reduction)  # type: ignore[arg-type]
+        await self.averager.reduce(stage_worker, Step(1), attempt, reduction)  # type: ignore[arg-type]
 
     def carried(self) -> dict[tuple[PeerId, str], int]:
         """Bytes sent so far, per remote and route."""

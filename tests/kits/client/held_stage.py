@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
+from swarm_client.membership.membership import CurrentMembership, Membership
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import receipt_signer
-from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step, Version
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
+)
 from swarm_shared.identity.keys import Identity
 from swarm_shared.volunteer_rules.stage_account import StageAccount
+
+
+def membership_in(run: str, sequences_per_microbatch: int = 1) -> CurrentMembership:
+    """A membership of a run whose manifest has only this number."""
+    training = SimpleNamespace(sequences_per_microbatch=sequences_per_microbatch)
+    manifest: Any = SimpleNamespace(training=training)
+    return CurrentMembership(
+        Membership(RunId(run), PeerId("organiser"), "", manifest, Generation(1))
+    )
 
 
 def held_stage(
@@ -22,7 +41,7 @@ def held_stage(
     counted: Iterable[tuple[int, int]] = (),
 ) -> Holding:
     """A stage at version 0 with receipts for the `counted` (step, microbatch) pairs."""
-    sign = receipt_signer(identity, RunId(run), StageIndex(stage), 1, lambda: Generation(1))
+    sign = receipt_signer(identity, membership_in(run), StageIndex(stage))
     account = StageAccount(StageIndex(stage), Version(0), staleness, sign)
     for step, microbatch in counted:
         count(account, step, microbatch)

@@ -1,0 +1,76 @@
+"""A volunteer's part of the pipelines: the stage that it serves, and the microbatches that it
+trains."""
+
+from __future__ import annotations
+
+import trio
+
+from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.coordinator_link import CoordinatorLink
+from swarm_client.membership.membership import CurrentMembership
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.stage_links import StageLinks
+from swarm_client.pipeline.stage_server import StageServer
+from swarm_client.pipeline.trainer import Trainer
+from swarm_client.pipeline.uplink_share import AllReduceTraffic, UplinkShare
+from swarm_shared.network import Node
+
+
+class Pipeline:
+    """The parts that carry microbatches, for the stage that is held now."""
+
+    def __init__(
+        self,
+        node: Node,
+        membership: CurrentMembership,
+        roster: RosterView,
+        gate: AdmissionGate,
+        coordinator: CoordinatorLink,
+        all_reduce: AllReduceTraffic,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.masks = MaskClient(coordinator.send)
+        self.trainer = Trainer(coordinator, nursery)
+        self._uplink = UplinkShare(node.bandwidth, all_reduce)
+        self.server = StageServer(membership, gate, self._uplink, coordinator)
+        self.links = StageLinks(node, roster, self.server, membership, self.masks.ask, nursery)
+
+    @property
+    def holding(self) -> Holding | None:
+        return self.server.holding
+
+    def hold(self, holding: Holding | None) -> None:
+        """Serve this stage from now on, and no other."""
+        before, self.server.holding = self.server.holding, holding
+        if before is not None and before.next_stage is not None:
+            # Tasks of other senders' links outlive the stage's nursery and send through it.
+            before.next_stage.close()
+        self._follow_step()
+
+    def step_applied(self) -> None:
+        """The held stage has another step now."""
+        self._follow_step()
+        self._uplink.step_applied()
+
+    def _follow_step(self) -> None:
+        """Abandon what is in flight of an older step."""
+        holding = self.holding
+        if holding is not None and holding.next_stage is not None:
+            holding.next_stage.oldest_step_is(holding.step)
+        self.trainer.oldest_step_is(None if holding is None else holding.step)
+
+    def roster_changed(self) -> None:
+        self.trainer.roster_changed()
+        if self.holding is not None and self.holding.next_stage is not None:
+            self.holding.next_stage.roster_changed()
+
+    def pause(self) -> None:
+        """Take nothing new."""
+        self.trainer.pause()
+        self.server.pause()
+
+    def resume(self) -> None:
+        self.trainer.resume()
+        self.server.resume()

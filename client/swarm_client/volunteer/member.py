@@ -1,0 +1,139 @@
+"""What a volunteer has from its first admission on, made from the verified welcome: its part of the
+pipelines, and its stages."""
+
+from __future__ import annotations
+
+from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import CurrentMembership, Membership, renew_certificate
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.pipeline import Pipeline
+from swarm_client.pipeline.samples import RunSamples
+from swarm_client.pipeline.stage_server import HELLO_LIMITS
+from swarm_client.stage.handle.warm_worker import WarmWorker
+from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.dataset import fetch_data
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.reconnect import Attachment
+from swarm_client.volunteer.snapshots import SnapshotStore
+from swarm_client.volunteer.stage_loader import StageLoader
+from swarm_client.volunteer.stage_manager import StageManager
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.protocol import (
+    STAGE_PROTOCOL,
+    AbortRound,
+    Apply,
+    AssignStage,
+    CertificateRenewed,
+    Close,
+    CoordinatorMessage,
+    Lease,
+    Mask,
+    SaveSnapshot,
+    StageRequest,
+    Welcome,
+)
+from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.transfer.transfer import TransferSource
+
+MAX_STAGE_STREAMS = 4
+"""Maximum number of stage streams of one sender: one per ordered pair, and another while it moves
+to a better link."""
+
+
+class Member:
+    """An admitted volunteer's part in the run; outlives sessions."""
+
+    def __init__(
+        self,
+        context: VolunteerContext,
+        membership: Membership,
+        attachment: Attachment,
+        roster: RosterView,
+        gate: AdmissionGate,
+        averager: GroupAverager,
+        snapshots: SnapshotStore,
+        spare: WarmWorker,
+    ) -> None:
+        self._context = context
+        self._current = current = CurrentMembership(membership)
+        self._attachment = attachment
+        self._averager = averager
+        self._spare = spare
+        self.pipeline = Pipeline(
+            context.node, current, roster, gate, attachment, averager, context.nursery
+        )
+        self.stages = StageManager(
+            context, current, attachment, averager, snapshots, self.pipeline,
+            StageLoader(context, current, snapshots, spare),
+        )  # fmt: skip
+        # Public: the protocol checks a certificate itself, and a joining peer's may arrive before
+        # the roster does.
+        context.node.serve(
+            STAGE_PROTOCOL, self.pipeline.server.handle, HELLO_LIMITS, public=True,
+            max_streams_per_peer=MAX_STAGE_STREAMS,
+        )  # fmt: skip
+        self._use(membership)
+
+    @property
+    def membership(self) -> Membership:
+        return self._current.now
+
+    # ---- sessions
+
+    async def admitted_again(self, membership: Membership, *, keep: bool) -> None:
+        """Go on in a new session, with the held stage if the coordinator lets this peer `keep`
+        it."""
+        same_manifest = membership.manifest == self.membership.manifest
+        self._use(membership)
+        if not keep or not same_manifest:
+            await self.stages.drop()
+
+    def _use(self, membership: Membership) -> None:
+        self._current.now = membership
+        self._averager.admitted(membership.manifest, membership.certificate)
+
+    async def join_run(self, welcome: Welcome, *, use_urls: bool) -> None:
+        """Fetch the data, then ask for a stage."""
+        context, member = self._context, self.membership
+        invite, options = context.invite, context.options
+        if not self.pipeline.trainer.begun:
+            folder = await fetch_data(
+                context.node, context.home, invite.run_id, member.manifest,
+                TransferSource(invite.coordinator, invite.addresses), member.certificate,
+                context.disk.claim, use_urls=use_urls, lock=options.data_lock,
+            )  # fmt: skip
+            self.pipeline.trainer.begin(
+                RunSamples(member.manifest, folder),
+                self.pipeline.links.downstream(StageIndex(0), context.nursery),
+            )
+        # A joining peer holds up the step until its stage is loaded.
+        await self._spare.ready()
+        stage = options.wanted_stage
+        if stage is None:
+            stage = most_underserved_stage(welcome.stages, options.device.memory_bytes)
+        self._attachment.send(StageRequest(stage=stage))
+
+    def session_lost(self) -> None:
+        self.stages.session_lost()
+        self.pipeline.masks.session_lost()
+
+    def handle(self, message: CoordinatorMessage) -> None:
+        """Carry out one of the coordinator's orders."""
+        match message:
+            case CertificateRenewed():
+                self._use(
+                    renew_certificate(
+                        self.membership, message.certificate, self._context.node.peer_id
+                    )
+                )
+            case AssignStage():
+                self.stages.take(message)
+            case Lease():
+                self.pipeline.trainer.take(message)
+            case Mask():
+                self.pipeline.masks.answer(message)
+            case Close() | AbortRound() | Apply() | SaveSnapshot():
+                self.stages.put_close_order(message)
+            case _:
+                raise ProtocolError(f"the coordinator sent {message.kind!r} in a session")

@@ -1,0 +1,86 @@
+"""Brings a stage worker to an assigned version: from the manifest's seed, or from a snapshot."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractAsyncContextManager
+
+from swarm_client.fault_injection import faults
+from swarm_client.fault_injection.faults import FaultPoint
+from swarm_client.membership.membership import CurrentMembership
+from swarm_client.pipeline.held_stage import LoadedStage
+from swarm_client.pipeline.receipts import receipt_signer
+from swarm_client.stage.handle.warm_worker import WarmWorker
+from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
+from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.snapshots import SnapshotStore
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.protocol import AssignStage
+from swarm_shared.volunteer_rules.stage_account import StageAccount
+
+GRAPH_SHARE = 0.5
+"""Fraction of the offered memory for autograd graphs in flight; the rest is the stage's."""
+
+
+def inject_faults(phase: FaultPoint, version: int) -> None:
+    """A point where the daemon may die or lose its network, in the step after `version`."""
+    faults.inject_outage(phase, version + 1)
+    faults.inject(phase, version + 1)
+
+
+class StageLoader:
+    """Takes `spare` for the next worker; a new process takes seconds to start."""
+
+    def __init__(
+        self,
+        context: VolunteerContext,
+        membership: CurrentMembership,
+        snapshots: SnapshotStore,
+        spare: WarmWorker,
+    ) -> None:
+        self._context = context
+        self._membership = membership
+        self._snapshots = snapshots
+        self._spare = spare
+        self._numbers = itertools.count(1)
+
+    def open_worker(self, stage: StageIndex) -> AbstractAsyncContextManager[StageWorker]:
+        """A worker of the stage, with parameters from the manifest's seed."""
+        options = self._context.options
+        return open_worker(
+            self._membership.now.manifest, stage, options.device.name, options.threads,
+            int(options.device.memory_bytes * GRAPH_SHARE),
+            f"swarm-{self._context.node.peer_id[-8:]}-{next(self._numbers)}",
+            self._context.home.log_folder / "worker.log", process=self._spare.process(),
+        )  # fmt: skip
+
+    async def load(self, worker: StageWorker, assignment: AssignStage, *, is_fresh: bool) -> str:
+        """Bring the worker to the assigned version; return the digest of the stage's parameters.
+
+        `is_fresh`: the worker is as it was started.
+        """
+        if assignment.source == "fresh":
+            if is_fresh:
+                return worker.configured.digest
+            return (await worker.reinitialise(assignment.version)).digest
+        context, member = self._context, self._membership.now
+        context.disk.claim(assignment.bytes)
+        path = await self._snapshots.fetch(
+            context.node, assignment, member.certificate, member.run,
+            lambda _done, _all: inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version),
+        )  # fmt: skip
+        context.report(
+            f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
+            f"{len(assignment.holders)} peer(s)"
+        )
+        faults.corrupt_file(FaultPoint.STATE_DOWNLOAD, assignment.version + 1, path)
+        try:
+            return (await worker.load_state(path, assignment.version)).digest
+        finally:
+            path.unlink(missing_ok=True)
+
+    def loaded_stage(self, worker: StageWorker, version: Version) -> LoadedStage:
+        """The worker's stage with a new account."""
+        sign = receipt_signer(self._context.identity, self._membership, worker.stage)
+        staleness = self._membership.now.manifest.training.staleness
+        return LoadedStage(worker, StageAccount(worker.stage, version, staleness, sign))
