@@ -34,10 +34,9 @@ from swarm_client.machine.home import Home
 from swarm_client.membership.membership import Membership
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
-from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import SwarmError, UsageError

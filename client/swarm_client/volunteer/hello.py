@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.volunteer.options import VolunteerOptions
+from swarm_client.volunteer.context import VolunteerOptions
 from swarm_shared.base.types import Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node

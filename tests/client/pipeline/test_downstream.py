@@ -181,23 +181,31 @@ async def test_a_trainer_hands_back_what_is_of_a_step_that_is_over() -> None:
     async with world() as w, w.peer(0) as stuck, w.peer(0) as trainer:
         w.publish(trainer)
         stuck.worker.hold = trio.Event()
-        step = Step(1)
-        results, reported = [], trio.Event()
-
-        def report(result: LeaseResult) -> None:
-            results.append(result)
-            reported.set()
-
-        training = Trainer(report, lambda: step, w.nursery)
+        coordinator = RecordingCoordinator()
+        training = Trainer(coordinator, w.nursery)
+        training.oldest_step_is(Step(1))
         training.begin(OneSample(), w.downstream(trainer, 0))
         leased = LeasedMicrobatch(microbatch=MicrobatchIndex(3), accumulate=(StageIndex(0),))
-        training.take(Lease(step=step, lease=7, microbatches=(leased,), window=1, max_window=1))
+        training.take(Lease(step=Step(1), lease=7, microbatches=(leased,), window=1, max_window=1))
         await held(stuck)
-        step = Step(2)
-        training.step_changed()
-        await reported.wait()
+        training.oldest_step_is(Step(2))
+        await coordinator.reported.wait()
         await relieved(stuck)
-    assert [(r.step, r.microbatch, r.lease, r.ok) for r in results] == [(1, 3, 7, False)]
+    results = [(r.step, r.microbatch, r.lease, r.ok) for r in coordinator.results]
+    assert results == [(1, 3, 7, False)]
+
+
+class RecordingCoordinator:
+    """Keeps the results of leases."""
+
+    def __init__(self) -> None:
+        self.results: list[LeaseResult] = []
+        self.reported = trio.Event()
+
+    def send(self, message: LeaseResult) -> bool:
+        self.results.append(message)
+        self.reported.set()
+        return True
 
 
 class OneSample:

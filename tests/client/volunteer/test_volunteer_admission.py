@@ -18,9 +18,8 @@ from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
-from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.contribution import ContributionCounter
-from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.types import Generation, PeerId, StageIndex
