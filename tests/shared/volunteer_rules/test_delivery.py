@@ -8,7 +8,11 @@ import pytest
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import RefusalReason
-from swarm_shared.scheduling.routing import FIRST_BAN_SECONDS
+from swarm_shared.scheduling.routing import (
+    FIRST_BAN_SECONDS,
+    Observation,
+    ShortestExpectedDelay,
+)
 from swarm_shared.volunteer_rules.delivery import (
     BUSY_RETRY_SECONDS,
     MAX_FAILURES,
@@ -172,6 +176,28 @@ def test_the_share_of_a_link_is_what_the_peer_does_not_account_for() -> None:
         # Both compute for as long; at A half of the time is the link's.
         sender.answer(sent.request, service=0.01, total=0.2 if sent.peer == A else 0.4)
     assert [the_transmit(sender.submit()).peer for _ in range(3)] == [B, B, A]
+
+
+class RecordingRouting(ShortestExpectedDelay):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Observation] = []
+
+    def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
+        self.seen.append(seen)
+        super().observe(peer, seen, now)
+
+
+def test_the_routing_learns_how_many_requests_shared_the_link() -> None:
+    sender, routing = Sender(A), RecordingRouting()
+    sender.dispatcher = Dispatcher(STAGE, routing=routing)
+    sender.roster(A)
+    sent = [the_transmit(sender.submit(number)) for number in range(2)]
+    sender.now += 0.5
+    for transmit in sent:
+        sender.answer(transmit.request, service=0.75, total=0.25, uplink=0.125)
+    # A device cannot have computed for longer than the answer took.
+    assert routing.seen == [Observation(0.5, 0.125, 0.25, 1), Observation(0.5, 0.125, 0.25, 2)]
 
 
 def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room() -> None:
@@ -396,6 +422,7 @@ def test_a_microbatch_has_at_most_two_hedges_each_at_a_peer_of_its_own() -> None
     sender = Sender(*peers)
     sent = [the_transmit(sender.submit())]
     for _ in range(2):
+        assert sender.pass_time(0.9 * SOON) == []  # it counts from the latest request
         question = the_question(sender.pass_time(OVERDUE))
         sent.append(the_transmit(sender.mask(question.query, 1)))
     assert len({transmit.peer for transmit in sent}) == 3
