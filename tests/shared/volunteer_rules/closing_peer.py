@@ -323,6 +323,8 @@ class ClosingPeer:
             held = self.workers[Lane.HELD].accumulated[step]
             assert receipts <= held, "no receipt without a gradient"
         applying = any(isinstance(work, ApplyStep) for work in self.live.values())
+        if any(not isinstance(work, ApplyStep | SaveState) for work in self.live.values()):
+            assert self.account.closing, "nothing is added while an attempt runs"
         if self.account.closes(self.account.step) and not applying:
             assert any(
                 key[0] == self.account.step and session == self.session and key not in self.aborted

@@ -495,15 +495,35 @@ class AnyCourse(RuleBasedStateMachine):
             self.peer.finish_reduce(running[which % len(running)], failure, culprit=ME)
             self._work(1)
 
-    @rule(run=st.booleans())
-    def order_apply(self, run: bool) -> None:
+    @rule(
+        fault=st.sampled_from((None, None, "finite", "can_uncommit")),
+        before=st.sampled_from(("", "", "", "abort", "lose session", "lose prepared")),
+        wrong_step=RARELY, wrong_attempt=RARELY, run=st.booleans(),
+    )  # fmt: skip
+    def finish_and_apply(
+        self, fault: str | None, before: str, wrong_step: bool, wrong_attempt: bool, run: bool
+    ) -> None:
+        """Let everything be done, which has a `fault` in the held stage; then order an Apply of the
+        latest attempt."""
+        if fault is not None:
+            setattr(self.peer.workers[Lane.HELD], fault, False)
         self.peer.run()
+        self.peer.workers[Lane.HELD].finite = self.peer.workers[Lane.HELD].can_uncommit = True
         assert self.peer.live == {}, "nothing is waited for that is not being done"
-        attempt = self.peer.close.averaged_attempt
-        if attempt is not None:
-            self.peer.applies(self.peer.account.step, attempt)
-            if run:
-                self.peer.run()
+        if not self.peer.orders or self.peer.switched:
+            return
+        step, attempt = list(self.peer.orders)[-1]
+        match before:
+            case "abort" if not self.peer.apply_sessions[step, attempt]:
+                self.peer.aborts(step, attempt)
+            case "lose session":
+                self.peer.loses_session()
+            case "lose prepared" if self.peer.prepared is not None:
+                self.peer.loses_prepared()
+                self.peer.prepares()
+        self.peer.applies(step + wrong_step, attempt + wrong_attempt)
+        if run:
+            self.peer.run()
 
     @rule()
     def prepare_or_lose(self) -> None:
