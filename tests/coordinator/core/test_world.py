@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kits.swarm_world.checks import check_end
-from kits.swarm_world.facts import FAULTS, Fault, Moves, Options
+from kits.swarm_world.facts import Fault, Moves, Options
+from kits.swarm_world.faults import FAULTS
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.rules import roster
