@@ -142,7 +142,7 @@ class SimPeer:
         tenure = stage.load.tenure
         if self.stages.get(tenure) is stage:
             self._end(tenure)
-            self.tenures.worker_died(tenure)
+            self.tenures.worker_died(tenure, "its process is gone")
             self._carry_out()
 
     def pause(self) -> None:
