@@ -16,6 +16,7 @@ from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.volunteer_rules.delivery import MAX_HEDGES
 
 UNEQUAL = FleetFile(
     classes=(
@@ -39,7 +40,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return load_manifest(RunFolder(path))
 
 
-def simulated(manifest: Manifest, churn: str) -> MicrobatchPlane:
+def simulated(manifest: Manifest, churn: str, min_steps: int) -> MicrobatchPlane:
     """Simulate, and check every step: each microbatch counts once in each stage."""
     names = [f"machine-{number}" for number in range(12)]
     changes = churn_model(churn).changes(names, HOURS, random.Random(1))
@@ -47,7 +48,7 @@ def simulated(manifest: Manifest, churn: str) -> MicrobatchPlane:
     options = SwarmOptions(heartbeat_seconds=2.0)
     swarm = Swarm(manifest, fleet, changes, options, 1, MicrobatchPlane)
     swarm.simulate(HOURS)
-    assert len(swarm.applied) > 10
+    assert len(swarm.applied) >= min_steps
     for step in swarm.applied:
         counted = Counter[int]()
         for share in step.shares:
@@ -59,11 +60,13 @@ def simulated(manifest: Manifest, churn: str) -> MicrobatchPlane:
 
 
 def test_what_a_slow_peer_holds_is_hedged_and_cancelled_there(manifest: Manifest) -> None:
-    plane = simulated(manifest, "steady")
+    plane = simulated(manifest, "steady", min_steps=10)
     nodes = plane._nodes.values()
     assert sum(node.first.hedged for node in nodes) > 0
-    assert all(0 <= node.in_flight <= plane.stage_queue for node in nodes)
+    # What is over makes room again: no more than one step's microbatches are in flight.
+    one_step = manifest.training.microbatches_per_step * manifest.stage_count
+    assert 0 <= sum(node.in_flight for node in nodes) <= (1 + MAX_HEDGES) * one_step
 
 
 def test_while_peers_come_and_are_lost_each_microbatch_counts_once(manifest: Manifest) -> None:
-    simulated(manifest, "home:on_hours=0.02,crash=0.7")
+    simulated(manifest, "home:on_hours=0.02,crash=0.7", min_steps=5)
