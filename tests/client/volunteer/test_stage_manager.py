@@ -18,7 +18,15 @@ from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
-from swarm_shared.protocol import AssignStage, Ready, SyncFailed
+from swarm_shared.protocol import (
+    AssignStage,
+    Close,
+    Ready,
+    Reduction,
+    SaveSnapshot,
+    SnapshotReady,
+    SyncFailed,
+)
 from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.stage_account import StageAccount
 
@@ -34,10 +42,15 @@ class Worker:
         self.limits: list[float] = []
         self.died = trio.Event()
         self.closed = False
+        self.averages = 0
 
     async def wait_died(self) -> WorkerDied:
         await self.died.wait()
         return WorkerDied("the compute process was killed")
+
+    async def prepare_round(self, step: int) -> None:
+        self.averages += 1
+        await trio.sleep_forever()
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
         self.limits.append(duty_cycle)
@@ -60,6 +73,7 @@ class Scene:
         self.holding: Holding | None = None
         self.restarted = trio.Event()
         self.forgotten = self.applied = 0
+        self.saved: list[int] = []
         self.links = self
         context: Any = SimpleNamespace(
             report=self.lines.append, nursery=nursery, contribution=ContributionCounter()
@@ -122,6 +136,10 @@ class Scene:
 
     def forget(self) -> None:
         self.forgotten += 1
+
+    async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady:
+        self.saved.append(holding.stage)
+        return SnapshotReady(version=0, stage=0, item="a", bytes=1, sha256="0" * 64)
 
     # ---- what a test does
 
@@ -187,7 +205,9 @@ async def test_the_same_stage_keeps_its_worker_and_gets_a_new_account() -> None:
     async with scene() as s:
         await s.assign(0)
         before = s.holding
-        await s.assign(0, 7)
+        s.manager.take(AssignStage(stage=0, version=7, source="fresh"))
+        assert s.holding is None, "at once: what is served is of the old version"
+        await s.settle()
         assert [worker.loads for worker in s.workers] == [[0, 7]]
         assert (s.held, s.forgotten) == ((0, 7), 2)
         assert s.holding is not before
@@ -255,6 +275,37 @@ async def test_a_prepared_worker_that_dies_at_the_switch_is_not_served() -> None
         s.ending.set()
         with trio.fail_after(10):
             await s.restarted.wait()
+
+
+async def test_orders_of_a_step_close_are_those_of_the_held_stage() -> None:
+    async with scene() as s:
+        s.manager.put_close_order(SaveSnapshot(version=0, stage=0))
+        await s.assign(0)
+        await s.assign(1, prepare=True)
+        s.manager.put_close_order(SaveSnapshot(version=0, stage=0))
+        await s.settle()
+        assert s.saved == [0]
+        assert isinstance(s.sent[-1], SnapshotReady)
+
+
+async def test_a_lost_session_drops_the_prepared_stage_and_reopens_the_step() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        await s.assign(1, prepare=True)
+        part = Reduction(part="own", members=("a peer",))
+        order = Close(step=1, attempt=1, committed=(), reductions=(part,), moving=(part,))
+        s.manager.put_close_order(order)
+        assert s.holding is not None
+        await s.settle()
+        assert s.holding.account.closing
+        s.manager.session_lost()
+        await s.settle()
+        assert not s.holding.account.closing
+        assert [worker.closed for worker in s.workers] == [False, True]
+        await s.assign(1, prepare=True)
+        s.manager.put_close_order(order)
+        await s.settle()
+        assert [worker.averages for worker in s.workers] == [2, 1, 1]
 
 
 async def test_dropping_everything_waits_for_the_ends_of_the_workers() -> None:
