@@ -22,6 +22,7 @@ from swarm_coordinator.core.events import (
     EvaluationRecord,
     Event,
     LeaseResolved,
+    MessageReceived,
     Persist,
     RolledBack,
     RunFinished,
@@ -31,12 +32,13 @@ from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.protocol import Applied, Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
+    from kits.swarm_world.network import Link
     from kits.swarm_world.peer import SimPeer
     from kits.swarm_world.stage import Stage
     from kits.swarm_world.worker import SimWorker
@@ -242,39 +244,42 @@ def check_account(stage: Stage) -> None:
         check_receipt(stage, receipt)
 
 
-def check_leases(run: RunState, event: Event) -> Callable[[], None]:
-    """A lease ends by an answer to itself: no answer of an older lease ends a newer one. Call what
-    is returned after the event."""
-    step = run.steps.numbered(event.step) if isinstance(event, LeaseResolved) else None
-    if step is None or not isinstance(event, LeaseResolved):
-        return _nothing
-    microbatch, answered = event.microbatch, (event.lease, event.peer)
-    before = step.leases.get(microbatch)
+def check_event(world: World, run: RunState, event: Event) -> Callable[[], None]:
+    """An answer counts for what it answers: a lease ends by an answer to itself and not to an older
+    one, and a member counts as having applied a step when it has. Call what is returned after the
+    event."""
+    step, message = None, event.message if isinstance(event, MessageReceived) else None
+    if isinstance(event, LeaseResolved):
+        step = run.steps.numbered(event.step)
+        before = None if step is None else step.leases.get(event.microbatch)
+    closing, version = run.steps.closing, int(run.history.version)
 
     def check() -> None:
-        after = step.leases.get(microbatch)
-        ended = after is not None and after.resolved_at is not None
+        if isinstance(message, Applied) and closing is not None:
+            for member in closing.applied:
+                if (member, version) not in world.has_applied:
+                    raise Violation(f"{member} counts as having applied step {version}")
+        if step is None or not isinstance(event, LeaseResolved) or before is None:
+            return
+        after = step.leases.get(event.microbatch)
         if (
-            before is not None and after is not None and ended and before.resolved_at is None
-            and (after.lease, after.trainer) == (before.lease, before.trainer) != answered
+            after is not None and after.resolved_at is not None and before.resolved_at is None
+            and (after.lease, after.trainer) == (before.lease, before.trainer)
+            and (after.lease, after.trainer) != (event.lease, event.peer)
         ):  # fmt: skip
-            raise Violation(f"{before} of {microbatch} was ended by {event}")
+            raise Violation(f"{before} of {event.microbatch} was ended by {event}")
 
     return check
 
 
-def _nothing() -> None:
-    pass
-
-
-def check_late(world: World, peer: PeerId, deliver: Callable[[], None]) -> None:
-    """A message of an ended session does not count as one of the present session."""
+def check_late(world: World, link: Link, event: Event) -> None:
+    """Deliver a message of an ended session: it does not count in a later one of the same peer."""
     run = world.run_state
-    member = run.peers.get(peer) if run is not None else None
+    member = run.peers.get(link.peer.id) if run is not None else None
     before = member.last_heard if member is not None else 0.0
-    deliver()
-    if member is not None and member.last_heard != before:
-        raise Violation(f"a message of an ended session of {peer} counts in a later one")
+    world.deliver(event)
+    if member is not None and member.session != link.number and member.last_heard != before:
+        raise Violation(f"{event} of an ended session counts in session {member.session}")
 
 
 def check_progress(world: World) -> None:
@@ -283,12 +288,17 @@ def check_progress(world: World) -> None:
     for peer in world.peers.values():
         if not peer.alive or peer.hung:
             continue
-        for asked_at, _, _ in peer.masks.values():
-            if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
-                raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
+        nexts = [peer.holding.next] if peer.holding is not None else []
+        for sender in [peer.first, *filter(None, nexts)]:
+            for asked_at in sender.questions.values():
+                if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
+                    raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
         step = peer.current_step()
         if any(step is None or started.lease.step < step for started in peer.driving):
             raise Violation(f"{peer.id} at step {step} still drives {peer.driving}")
+        waiting = [key for key, of in peer.accepted.items() if step is None or of >= step]
+        if waiting and not peer.driving and not peer.stalled:
+            raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
     last = max(world.progressed_at, world.undisturbed_from)
     if world.run_state is None or world.stopped or world.now - last < PROGRESS_SECONDS:
         return
@@ -304,11 +314,6 @@ def check_state(world: World) -> None:
     run = world.run_state
     if run is None:
         return
-    closing = run.steps.closing
-    if run.phase is RunPhase.APPLYING and closing is not None:
-        for member in closing.applied:
-            if (member, int(run.history.version)) not in world.has_applied:
-                raise Violation(f"{member} counts as having applied step {run.history.version}")
     for of_step in run.steps.open():
         for microbatch, lease in of_step.leases.items():
             if lease.trainer not in run.peers:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kits.swarm_world.facts import Violation
 from kits.swarm_world.network import Edge
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import RefusalReason
 from swarm_shared.volunteer_rules.delivery import (
+    RETRY_SECONDS,
     Abandoned,
     Action,
     AskMask,
@@ -79,6 +81,11 @@ class Downstream:
         self._requests: dict[int, Edge] = {}
         self._deliveries: dict[int, tuple[Parcel, Callable[[Answer], None]]] = {}
         self._answers: dict[int, Answer] = {}
+        self._used: dict[int, dict[int, tuple[object, bool]]] = {}
+        """By delivery, each mask that was sent, and whether it may be sent again. A mask is of one
+        attempt, and of no use once a request with it may have been carried out."""
+        self.questions: dict[int, float] = {}
+        """When each mask was asked for that has not been answered."""
         self._carrying_out = False
         self._ticks_at = math.inf
         self.roster_changed()
@@ -110,6 +117,7 @@ class Downstream:
         self._carry_out()
 
     def masked(self, query: int, missing: tuple[StageIndex, ...] | None) -> None:
+        del self.questions[query]
         self._dispatcher.masked(query, missing, self.peer.world.now)
         self._carry_out()
 
@@ -148,8 +156,9 @@ class Downstream:
         match action:
             case Transmit(request, delivery, target, accumulate):
                 parcel = self._deliveries[delivery][0]
+                self._check_mask(delivery, parcel.mode, accumulate)
                 self._transmit(
-                    request, self._edges[target],
+                    request, delivery, self._edges[target],
                     Parcel(parcel.mode, parcel.step, parcel.microbatch, accumulate),
                 )  # fmt: skip
             case Completed(delivery, request):
@@ -162,22 +171,32 @@ class Downstream:
                 edge.forth("cancel", request, lambda: _cancel(edge, request))
                 self._finish(edge)
             case AskMask(query, _, step, microbatch):
+                self.questions[query] = self.peer.world.now
                 self.peer.ask_mask(step, microbatch, self, query)
             case OpenEdge(target):
                 self._open(target)
             case CloseEdge(target):
                 self._finish(self._edges.pop(target))
 
-    def _transmit(self, request: int, edge: Edge, parcel: Parcel) -> None:
+    def _transmit(self, request: int, delivery: int, edge: Edge, parcel: Parcel) -> None:
         self._requests[request] = edge
-        edge.requests[request] = None
+        edge.requests[request] = (delivery, parcel.accumulate)
         edge.forth("forward", parcel, lambda: edge.receiver.serve(edge, request, parcel))
+
+    def _check_mask(self, delivery: int, mode: Mode, mask: tuple[StageIndex, ...]) -> None:
+        used = self._used.setdefault(delivery, {})
+        _, may_be_sent = used.get(id(mask), (mask, True))
+        if mask and mode == "train" and not may_be_sent:
+            raise Violation(f"{self.peer.id} sends {mask} of delivery {delivery} again")
+        used[id(mask)] = (mask, False)
 
     def answered(self, edge: Edge, request: int, answer: Answer) -> None:
         """An answer has arrived, perhaps again."""
         if self._requests.pop(request, None) is not None:
-            del edge.requests[request]
+            delivery, mask = edge.requests.pop(request)
             self._answers[request] = answer
+            if answer.refusal in RETRY_SECONDS:
+                self._used[delivery][id(mask)] = (mask, True)
         now, dispatcher = self.peer.world.now, self._dispatcher
         if answer.refusal is None:
             dispatcher.answered(request, answer.service_seconds, answer.total_seconds, 0.0, now)

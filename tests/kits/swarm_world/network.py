@@ -45,8 +45,8 @@ class Edge:
         self.sender, self.receiver = sender, receiver
         self.stage: StageIndex = sender.stage
         self.open = self.opening = True
-        self.requests: dict[int, None] = {}
-        """Sent and not answered."""
+        self.requests: dict[int, tuple[int, tuple[StageIndex, ...]]] = {}
+        """Sent and not answered: the delivery and the mask of each."""
         self.tasks: dict[int, list[Serving]] = {}
         """What the receiver has, by request; a request may arrive twice."""
         self._times = [0.0, 0.0]

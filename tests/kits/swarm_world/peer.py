@@ -85,14 +85,17 @@ class SimPeer:
         self.members: dict[PeerId, PeerRecord] = {}
         self.snapshots: dict[str, tuple[str, Params]] = {}
         self.backlog: list[tuple[int, Callable[[], object]]] = []
-        self.masks: dict[int, tuple[float, Downstream, int]] = {}
-        """Questions to the coordinator: when they were asked, and by which sender."""
+        self.masks: dict[int, tuple[Downstream, int]] = {}
+        """Questions to the coordinator: whose, and which of its."""
         self.leases = LeaseQueue()
+        self.accepted: dict[tuple[int, MicrobatchIndex], Step] = {}
+        """Leased microbatches that have neither been started nor handed back, and their steps."""
         self.driving: list[StartedMicrobatch] = []
         self.tenures = StageTenures()
         self.stages: dict[TenureNumber, Stage] = {}
         self.holding: Stage | None = None
         self.prepared: Stage | None = None
+        self._ending: set[TenureNumber] = set()
         self._heartbeat = HeartbeatDelta(heartbeat_seconds=1.0)
         self._masks_asked = 0
         self._carrying_out = False
@@ -213,7 +216,7 @@ class SimPeer:
         self.tenures.session_lost()
         self._carry_out()
         masks, self.masks = self.masks, {}
-        for _, sender, query in masks.values():
+        for sender, query in masks.values():
             sender.masked(query, None)
         if self.leaving:
             self.gone = True
@@ -267,12 +270,13 @@ class SimPeer:
                 self.tenures.assigned(message)
                 self._carry_out()
             case Lease():
+                for leased in message.microbatches:
+                    self.accepted[message.lease, leased.microbatch] = message.step
                 self._resolve_all(self.leases.take(message))
                 self.start_more()
             case Mask():
-                _, sender, query = self.masks.pop(message.request, (0.0, None, 0))
-                if sender is not None:
-                    sender.masked(query, message.accumulate)
+                if asked := self.masks.pop(message.request, None):
+                    asked[0].masked(asked[1], message.accumulate)
             case Close() | AbortRound() | Apply() | SaveSnapshot():
                 if self.holding is not None:
                     self.holding.order(message)
@@ -355,6 +359,8 @@ class SimPeer:
         match action:
             case stage_tenure.StartTenure(load):
                 stage = self.stages[load.tenure] = Stage(self, load)
+                if self._ending or len(self.stages) > 2:
+                    raise Violation(f"{self.id} starts a worker beside {self.stages}")
                 self._load(stage, load)
             case stage_tenure.Reload(load):
                 stage = self.stages[load.tenure]
@@ -364,6 +370,7 @@ class SimPeer:
                 self._load(stage, load)
             case stage_tenure.EndTenure(tenure):
                 self._end(tenure)
+                self._ending.add(tenure)
                 self.later(0.05 * self.world.rng.random(), lambda: self._ended(tenure))
             case stage_tenure.Install(tenure):
                 stage = self.stages[tenure]
@@ -399,6 +406,7 @@ class SimPeer:
             self._hold(None)
 
     def _ended(self, tenure: TenureNumber) -> None:
+        self._ending.discard(tenure)
         self.tenures.ended(tenure)
         self._carry_out()
 
@@ -505,6 +513,7 @@ class SimPeer:
 
     def _drive(self, started: StartedMicrobatch) -> None:
         lease, leased = started.lease, started.leased
+        del self.accepted[lease.lease, leased.microbatch]
         self.driving.append(started)
 
         def done(answer: Answer) -> None:
@@ -528,6 +537,7 @@ class SimPeer:
 
     def _resolve_all(self, results: list[LeaseResult]) -> None:
         for result in results:
+            del self.accepted[result.lease, result.microbatch]
             self._resolve(result)
 
     def _resolve(self, result: LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
@@ -547,7 +557,7 @@ class SimPeer:
             sender.masked(query, None)
             return
         self._masks_asked += 1
-        self.masks[self._masks_asked] = (self.world.now, sender, query)
+        self.masks[self._masks_asked] = (sender, query)
         self.send(
             MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
         )  # fmt: skip

@@ -333,6 +333,8 @@ class Serving:
         if self._ended:
             return
         parcel, stage = self._parcel, self._stage
+        if added and stage.index not in parcel.accumulate:
+            raise Violation(f"{stage.peer.id} of stage {stage.index} has added {parcel}")
         loss = train_loss(parcel.step, parcel.microbatch) if stage.is_last else None
         receipt = stage.account.finish(self._computation, added=added, tokens=TOKENS, loss_sum=loss)
         receipts = self._below.receipts

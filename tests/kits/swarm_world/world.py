@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from kits.swarm_world.checks import (
     check_batch,
+    check_event,
     check_late,
-    check_leases,
     check_progress,
     check_record,
     check_send,
@@ -259,9 +259,9 @@ class World:
             sender = getattr(event, "peer", "")
             self.trace.append((self.now, sender, "coordinator", type(event).__name__, event))
         version = self.run_state.history.version
-        leases = check_leases(self.run_state, event)
+        check = check_event(self, self.run_state, event)
         commands = one_by_one(transition(self.run_state, event, self.now))
-        leases()
+        check()
         check_batch(self.run_state, version, commands)
         for command in commands:
             if self.crash_countdown is not None:
@@ -350,12 +350,8 @@ class World:
             self.later(2.0 * self.rng.random(), lambda: self.deliver_late(link, event))
 
     def deliver_late(self, link: Link, event: Event) -> None:
-        """A message arrives again: in its session, or in a later one of the peer, where it must not
-        count."""
-        if self.current.get(link.peer.id) is link:
-            self.deliver(event)
-        else:
-            check_late(self, link.peer.id, lambda: self.deliver(event))
+        """A message arrives again, perhaps in a later session of the peer."""
+        check_late(self, link, event)
 
     def attach(self, peer: SimPeer) -> None:
         """A peer sends Hello on a new stream, or finds no coordinator."""
@@ -502,6 +498,13 @@ class World:
             and not peer.gone
             and fits
             and (peer.id not in self.banned)
+        )
+
+    def newest_messages(self) -> str:
+        """The last ones that arrived, one a line."""
+        return "\n".join(
+            f"{at:9.3f}  {source} -> {target}  {kind}  {str(content)[:200]}"
+            for at, source, target, kind, content in self.trace
         )
 
     def describe(self) -> str:
