@@ -78,7 +78,7 @@ prove: setup-dev
 test: setup-dev
 	@$(PYTEST) $(TWO) loadfile $(ARGS)
 
-# Random tests print their seed; KILL_SEED=N or SWARM_CHAOS_SEED=N repeats it.
+# Random tests print their seed; KILL_SEED=N, WORLD_SEED=N or SWARM_CHAOS_SEED=N repeats it.
 test-process: setup-dev
 	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
 

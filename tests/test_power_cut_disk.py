@@ -18,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.power_cut import fuse
 from kits.power_cut.disk import PAGE_BYTES, ROOT, Disk, Resize, Write
 from kits.power_cut.lab import SYNCED_ONLY, PowerCutDisk, at_every_instant, interrupted
+from kits.skip_policy import MAY_SKIP_VARIABLE, may_skip
 
 FILE = stat.S_IFREG | 0o600
 FOLDER = stat.S_IFDIR | 0o700
@@ -149,18 +151,42 @@ def test_unsynced_names_survive_in_any_part() -> None:
     assert len({left(seed) for seed in range(200)}) == 2**3
 
 
-def test_a_folder_that_moved_has_one_name_after_a_sync_of_where_it_went() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_folder_that_moved_has_one_name_after_a_sync_of_where_it_went(seed: int) -> None:
     disk = Disk()
     here, there = (disk.make(ROOT, name, FOLDER).number for name in (b"here", b"there"))
     disk.sync(ROOT)
     disk.make(here, b"moved", FOLDER)
     disk.rename(here, b"moved", there, b"moved")
     disk.sync(there)
-    disk.cut(2)
+    disk.cut(seed)
     assert (disk.inodes[here].names, list(disk.inodes[there].names)) == ({}, [b"moved"])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_folder_that_moved_twice_has_one_name(seed: int) -> None:
+    disk = Disk()
+    disk.make(ROOT, b"first", FOLDER)
+    disk.sync(ROOT)
+    disk.rename(ROOT, b"first", ROOT, b"second")
+    disk.rename(ROOT, b"second", ROOT, b"third")
+    disk.cut(seed)
+    assert len(disk.inodes[ROOT].names) == 1
+
+
 # ---------------------------------------------------------------- mounted
+
+
+@pytest.mark.parametrize("user", [0, 1000], ids=["root", "another user"])
+def test_a_machine_that_cannot_mount_it_may_skip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(fuse, "DEVICE", tmp_path / "no such device")
+    monkeypatch.delenv(MAY_SKIP_VARIABLE, raising=False)
+    reason = fuse.why_not_here()
+    assert reason is not None
+    assert may_skip(reason)
 
 
 def sync(path: Path) -> None:

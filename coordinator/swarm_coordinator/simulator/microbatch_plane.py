@@ -106,6 +106,10 @@ class _Downstream:
         self._carry_out()
         return number
 
+    @property
+    def hedged(self) -> int:
+        return self._dispatcher.hedged
+
     def withdraw(self, delivery: int) -> None:
         self._deliveries.pop(delivery, None)
         self._dispatcher.withdraw(delivery, self._plane.now)

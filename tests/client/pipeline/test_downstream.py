@@ -6,6 +6,7 @@ The rules themselves: `tests/shared/volunteer_rules/test_delivery.py`.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -14,8 +15,16 @@ from client.pipeline.test_pipeline import Peer, parcel, world
 from swarm_client.pipeline.edge import Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.trainer import Trainer
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
-from swarm_shared.protocol import Mask, MaskRequest, PeerRecord
+from swarm_shared.protocol import (
+    Lease,
+    LeasedMicrobatch,
+    LeaseResult,
+    Mask,
+    MaskRequest,
+    PeerRecord,
+)
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
 SOON = 0.1
@@ -166,6 +175,45 @@ async def test_over_a_better_link_the_next_microbatch_takes_a_new_edge() -> None
         while not first.closed:
             await trio.sleep(0.01)
     assert last.worker.accumulated == [0, 1]
+
+
+async def test_a_trainer_hands_back_what_is_of_a_step_that_is_over() -> None:
+    async with world() as w, w.peer(0) as stuck, w.peer(0) as trainer:
+        w.publish(trainer)
+        stuck.worker.hold = trio.Event()
+        coordinator = RecordingCoordinator()
+        training = Trainer(coordinator, w.nursery)
+        training.oldest_step_is(Step(1))
+        training.begin(OneSample(), w.downstream(trainer, 0))
+        leased = LeasedMicrobatch(microbatch=MicrobatchIndex(3), accumulate=(StageIndex(0),))
+        training.take(Lease(step=Step(1), lease=7, microbatches=(leased,), window=1, max_window=1))
+        await held(stuck)
+        training.oldest_step_is(Step(2))
+        await coordinator.reported.wait()
+        await relieved(stuck)
+    results = [(r.step, r.microbatch, r.lease, r.ok) for r in coordinator.results]
+    assert results == [(1, 3, 7, False)]
+
+
+class RecordingCoordinator:
+    """Keeps the results of leases."""
+
+    def __init__(self) -> None:
+        self.results: list[LeaseResult] = []
+        self.reported = trio.Event()
+
+    def send(self, message: LeaseResult) -> bool:
+        self.results.append(message)
+        self.reported.set()
+        return True
+
+
+class OneSample:
+    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(4), np.arange(4)
+
+    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
 
 
 # Questions to the coordinator

@@ -3,6 +3,7 @@ order and with whatever removed again, the parameters equal the reference's bit 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -61,7 +62,7 @@ class Churning:
         losses = [self._microbatch(step, microbatch) for microbatch in microbatches]
         tokens = len(microbatches) * self.manifest.tokens_per_microbatch
         self._close(step, tokens)
-        return sum(losses) / tokens
+        return math.fsum(losses) / tokens
 
     def _microbatch(self, step: Step, microbatch: int) -> float:
         way = [self.dice.choice(peers) for peers in self.stages]
@@ -159,4 +160,4 @@ def test_parameters_are_the_references_to_the_bit_whichever_peer_computed_what(
     found = swarm.parameters()
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-    assert losses == pytest.approx([record.loss for record in records], rel=1e-12)
+    assert losses == [record.loss for record in records]

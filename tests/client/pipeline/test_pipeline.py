@@ -364,6 +364,7 @@ async def test_a_sender_that_is_revoked_later_is_refused_on_the_link_that_it_has
 async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_replaced() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as revoked, w.peer(1) as other:
         revoked.worker.hold = trio.Event()  # it never answers
+        other.worker.hold = trio.Event()
         w.publish(other)
         downstream = w.downstream(sender, 1)
         async with trio.open_nursery() as nursery:
@@ -372,6 +373,10 @@ async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_repla
             members = tuple(p.record for p in w.peers if p is not revoked)
             w.roster.replace(Roster(serial=2, peers=members, revoked=(revoked.identity.peer_id,)))
             downstream.roster_changed()
+            # What it has is cancelled there, although the other peer has not answered yet.
+            while revoked.holding is not None and revoked.holding.in_flight:
+                await trio.sleep(0.01)
+            other.worker.hold.set()
     assert [microbatch for microbatch, _ in other.worker.forwards] == [4]
 
 

@@ -86,9 +86,8 @@ def test_a_line_of_its_own_stays_above_the_progress_which_is_drawn_again() -> No
         display.show(now)
         display.write_line("anna was killed")
         display.show(now)
-    before, after = stream.getvalue().split("\ranna was killed\x1b[K\n")
-    assert before.count("step 1/3") == 1
-    assert after.startswith("\rstep 1/3")
+        before, after = stream.getvalue().split("\ranna was killed\x1b[K\n")
+        assert before.count("step 1/3") == after.count("\rstep 1/3") == 1
     plain = io.StringIO()
     ProgressDisplay(plain, lambda: 0.0).write_line("anna was killed")
     assert plain.getvalue() == "anna was killed\n"

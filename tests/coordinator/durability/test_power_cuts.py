@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 few_or_all = pytest.mark.parametrize(
     ("seeds", "every"),
-    [(FEW_SEEDS, 5), pytest.param(range(100, 106), 1, marks=pytest.mark.nightly)],
+    [(FEW_SEEDS, 9), pytest.param(range(100, 106), 1, marks=pytest.mark.nightly)],
     ids=["few", "all"],
 )
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_complete_or_not_there(
         assert newest.version == max(known)
         assert not ended or newest.version == 6
 
-    assert at_every_instant(disk, fetch, check, seeds, every) > 10 * len(seeds)
+    assert at_every_instant(disk, fetch, check, seeds, every) > 8 * len(seeds)
 
 
 @few_or_all
@@ -142,7 +142,7 @@ def test_a_backup_is_complete_or_not_there(
             assert found.path == out
 
     make = partial(make_backup, folder, out)
-    assert at_every_instant(disk, make, check, seeds, every) > 10 * len(seeds)
+    assert at_every_instant(disk, make, check, seeds, every) > 8 * len(seeds)
 
 
 @few_or_all
@@ -173,7 +173,7 @@ def test_a_backup_is_restored_whole_or_the_folder_is_what_it_was(
             assert bool(aside) == replaced
 
     restore = partial(restore_backup, backup.path, place, force=replaced)
-    assert at_every_instant(disk, restore, check, seeds, every) > 10 * len(seeds)
+    assert at_every_instant(disk, restore, check, seeds, every) > 8 * len(seeds)
 
 
 def test_a_damaged_database_is_moved_aside_before_its_log(

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,17 +24,18 @@ from kits.coordinator.coordinator_lab import (
 )
 from kits.coordinator.postgresql import Server
 from kits.coordinator.shell_world import make_run
+from kits.runs.fault_run import STEPS, TINY
+from kits.runs.real_run import Run, runs
+from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
-    CLIENT_MODULE,
     COORDINATOR_MODULE,
     Subprocess,
-    Subprocesses,
     module_command,
+    run_to_end,
     wait_until,
 )
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import LeaderWatch
@@ -43,6 +44,7 @@ from swarm_shared.settings.commented_toml import toml_value
 pytestmark = pytest.mark.process
 
 LEASE_SECONDS = 2.0
+FEW_PEERS = {"limits__starting_peers_per_stage": 1, "checkpoint__every_steps": 2}
 
 
 @dataclass
@@ -189,49 +191,86 @@ async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_no
         check_nothing_forgotten(place, manifest, crew)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 @pytest.mark.nightly
-def test_real_volunteers_find_the_standby_and_train_on(
-    template: Path, tmp_path: Path, postgresql: Server
+def test_real_volunteers_train_on_after_a_take_over_and_after_a_restore(
+    tmp_path: Path, postgresql: Server
 ) -> None:
-    """The programs that people run, and what they keep: no step is done twice, none is lost."""
+    """No step is done twice, none is lost, and losses and parameters are the reference's."""
     place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
-    with pair(template, tmp_path, place) as two, Subprocesses() as children:
-        start = (COORDINATOR_MODULE, "start", str(two.folders[0].path))
-        first = children.start("first", module_command(*start), tmp_path / "first.out")
-        children.exit_expected.append(first)
-        wait_until(lambda: "swarm1" in said(first), children, 60.0, "the first coordinator")
-        (invite,) = [word for word in said(first).split() if word.startswith("swarm1")]
-        for name in ("anna", "bert"):
-            children.start(
-                name,
-                module_command(CLIENT_MODULE, "join", invite, "--home", str(tmp_path / name),
-                               "--device", "cpu", "--threads", "1", "--name", name),
-                tmp_path / f"{name}.out",
-            )  # fmt: skip
-        start = (COORDINATOR_MODULE, "start", str(two.folders[1].path), "--standby")
-        second = children.start("second", module_command(*start), tmp_path / "second.out")
-        wait_until(lambda: "standing by" in said(second), children, 60.0, "the second one")
+    with runs(tmp_path) as make:
+        made = make(2, STEPS, **{**TINY, **FEW_PEERS})
+        with pair(made.folder.path, tmp_path / "pair", place) as two:
+            children = made.swarm.children
+            first = Run(
+                made.manifest, two.folders[0], LocalSwarm(two.folders[0].path, children), place
+            )
+            second = replace(
+                first, folder=two.folders[1], swarm=LocalSwarm(two.folders[1].path, children)
+            )
+            invite = first.swarm.start_coordinator()
+            for stage in (0, 1):
+                first.swarm.start_volunteer(invite, stage)
+            standby = start_standby(second)
+            first.wait_for_version(3)
+            order("backup", first.folder.path, tmp_path / "saved")
+            first.wait_for_version(first.version() + 3)
+            take_over(first, second, standby)
+            stopped_at = stop_coordinator(second)
+            second.assert_equals_reference(stopped_at)
 
-        def version() -> int:
-            return history(place).restored.version if database_exists(place) else 0
-
-        wait_until(lambda: version() >= 3, children, 120.0, "three steps")
-        before = version()
-        killed_at = time.monotonic()
-        first.kill()
-        wait_until(lambda: version() >= before + 2, children, 120.0, "steps after the take-over")
-        print(f"take-over with real volunteers: two steps on after "
-              f"{time.monotonic() - killed_at:.1f} s")  # fmt: skip
-        found = history(place)
-        assert found.restored.generation == 2
-        assert not found.restored.rolled_back, "they kept what they held"
-        assert {peer.name for peer in found.peers} >= {"anna", "bert"}
-        check_nothing_forgotten(place, load_manifest(two.folders[0]), [])
+            order("restore", tmp_path / "saved", second.folder.path, "--force")
+            restored = history(place).restored
+            assert restored.rolled_back
+            assert restored.version < stopped_at
+            # The volunteers have run all the time, and are ahead of it.
+            assert second.swarm.start_coordinator() == invite
+            second.wait_for_version(stopped_at + 2)
+            assert history(place).restored.generation > 1000, "behind a fence"
+            second.assert_equals_reference(second.stop())
 
 
-def said(child: Subprocess) -> str:
-    return child.log.read_text() if child.log.exists() else ""
+def start_standby(run: Run) -> Subprocess:
+    command = module_command(COORDINATOR_MODULE, "start", str(run.folder.path), "--standby")
+    standby = run.swarm.children.start("standby", command, run.folder.path / "standby.out")
+    wait_until(
+        lambda: "standing by" in standby.log.read_text(), run.swarm.children, 60.0, "the standby"
+    )
+    run.swarm.coordinator = standby
+    return standby
+
+
+def take_over(first: Run, second: Run, standby: Subprocess) -> None:
+    """Kill the leader; wait until its successor has made steps with the volunteers."""
+    assert first.swarm.coordinator is not None
+    before = first.version()
+    killed_at = time.monotonic()
+    first.swarm.expect_exit(first.swarm.coordinator)
+    first.swarm.coordinator.kill()
+    second.wait_for_version(before + 2)
+    print(f"take-over with real volunteers: two steps on after "
+          f"{time.monotonic() - killed_at:.1f} s")  # fmt: skip
+    found = second.history()
+    assert found is not None
+    assert found.restored.generation == 2
+    assert not found.restored.rolled_back, "the volunteers kept what they held"
+    assert {peer.name for peer in found.peers} >= {"volunteer-1", "volunteer-2"}
+    check_nothing_forgotten(second.database, second.manifest, [])
+
+
+def stop_coordinator(run: Run) -> int:
+    """Stop it with a checkpoint of the version that the run has reached; volunteers wait for it."""
+    coordinator = run.swarm.coordinator
+    assert coordinator is not None
+    run.swarm.expect_exit(coordinator)
+    coordinator.signal(signal.SIGINT)
+    assert coordinator.wait(60.0) == 0
+    return run.version()
+
+
+def order(command: str, *words: str | Path) -> None:
+    name = f"swarm-coordinator {command}"
+    run_to_end(name, module_command(COORDINATOR_MODULE, command, *map(str, words)), 60.0)
 
 
 async def test_a_second_start_is_refused_while_the_first_one_lives(

@@ -124,6 +124,16 @@ def test_the_tables_are_made_once_and_keep_what_is_there(tmp_path: Path) -> None
     connection.close()
 
 
+def test_each_commit_is_synced_before_it_is_acknowledged(tmp_path: Path) -> None:
+    """Also where no power cut can be tested: 2 is FULL, and 1 loses the last commits."""
+    connection = open_for_writing(tmp_path / "run.sqlite")
+    try:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    finally:
+        connection.close()
+
+
 def test_tables_that_cannot_be_made_leave_an_empty_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

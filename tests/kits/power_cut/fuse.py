@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import struct
+import tempfile
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -171,15 +172,13 @@ def why_not_here() -> str | None:
     """The reason why no such file system can be mounted here, for a test's skip."""
     if os.geteuid() != 0:
         return "needs root, to mount a file system"
-    try:
-        device = os.open(DEVICE, os.O_RDWR)
-    except OSError as error:
-        return f"this kernel or container has no FUSE ({DEVICE}: {error.strerror})"
-    os.close(device)
-    # CAP_SYS_ADMIN is bit 21; a container's root may lack it.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:") and not int(line.split()[1], 16) >> 21 & 1:
-            return "this kernel or container does not allow mounting a file system"
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            connection = mount(Path(place))
+        except OSError as error:
+            return f"this kernel or container does not allow mounting with FUSE ({error})"
+        os.close(connection)
+        unmount(Path(place))
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kits.swarm_world.facts import (
@@ -13,13 +14,16 @@ from kits.swarm_world.facts import (
     tied_squared,
     train_loss,
 )
-from kits.swarm_world.peer_base import PeerBase
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
     CheckpointRecord,
     Command,
     EvaluationRecord,
+    Event,
+    LeaseResolved,
+    MessageReceived,
+    Persist,
     RolledBack,
     RunFinished,
     Send,
@@ -27,15 +31,29 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import StageIndex
-from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Applied, Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
+    from kits.swarm_world.network import Link
+    from kits.swarm_world.peer import SimPeer
+    from kits.swarm_world.stage import Stage
+    from kits.swarm_world.worker import SimWorker
     from kits.swarm_world.world import World
 
 REVOCATION_SECONDS = 5.0
 """Seconds within which a revocation reaches every attached peer."""
+
+MOST_MASK_SECONDS = 20.0
+"""Seconds within which a mask request is answered, or its session ends; both ends of a dead link
+take up to 15 to notice."""
+
+PROGRESS_SECONDS = 200.0
+"""Seconds within which an undisturbed run with enough peers writes a record: several times the
+longest lease, and a few bans of the dispatchers."""
 
 
 def one_by_one(commands: list[Command]) -> list[Command]:
@@ -49,8 +67,14 @@ def one_by_one(commands: list[Command]) -> list[Command]:
     return found
 
 
-def check_batch(commands: list[Command]) -> None:
-    """No peer is assigned two stages in one batch of commands; it would download twice."""
+def check_batch(run: RunState, version: int, commands: list[Command]) -> None:
+    """No peer is assigned two stages in one batch of commands; it would download twice. The run's
+    version grows by one, but for a roll-back."""
+    records = [c.record for c in commands if isinstance(c, Persist)]
+    applied = sum(isinstance(record, AppliedStep) for record in records)
+    back = any(isinstance(record, RolledBack) for record in records)
+    if run.history.version != version + applied and not back:
+        raise Violation(f"version {version} became {run.history.version} by {records}")
     assigned = [
         (c.peer, c.message.version)
         for c in commands
@@ -69,7 +93,7 @@ def check_send(world: World, command: Send) -> None:
         stage = peer.stage if peer is not None else None
         holding = world.peers[command.peer].holding
         if run.phase is RunPhase.FINISHED and holding is not None:
-            stage = StageIndex(holding.stage)  # the same event has ended the run
+            stage = holding.index  # the same event has ended the run
         if last is None or stage is None or last.attempt_of(stage) != message.attempt:
             raise Violation(f"{message} is sent before it is durable")
     elif isinstance(message, Lease):
@@ -110,7 +134,7 @@ def check_revoked(world: World, roster: Roster) -> None:
         raise Violation(f"{offered} are banned but in the roster")
 
 
-def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
+def check_served(world: World, peer: SimPeer, sender: SimPeer) -> None:
     """No attached peer serves a revoked peer for more than a few seconds."""
     since = world.banned.get(sender.id)
     # A peer that has hung may not have noticed yet that its link was closed.
@@ -171,26 +195,26 @@ def check_applied(world: World, record: AppliedStep) -> None:
     assert run is not None
     assert run.steps.closing is not None
     for member, stage in run.steps.closing.members.items():
-        link = world.peers[member].link
+        peer, attempt = world.peers[member], record.attempt_of(stage)
         # A peer that has just died, or lost its worker, is not detected yet and applies nothing.
-        if link is not None and link.open:
-            world.peers[member].check_averaged(step, record.attempt_of(stage), stage)
-        if (member, record.attempt_of(stage)) in world.aborted:
-            raise Violation(f"{member} was sent an abort of {record.attempt_of(stage)}")
+        if peer.alive and peer.link is not None and peer.link.open:
+            for held in (peer.holding, peer.prepared):
+                if held is not None and held.index == stage:
+                    held.worker.check_averaged(step, attempt)
+        if (member, attempt) in world.aborted:
+            raise Violation(f"{member} was sent an abort of {attempt}")
 
 
-def check_replicas(world: World, peer: PeerBase) -> None:
+def check_replicas(world: World, worker: SimWorker) -> None:
     """All peers that reach a version hold the same: the same steps, by the same attempts.
 
     A peer that the run does not count on may still apply a step of an abandoned history: it was
     sent the Apply before the roll-back, and hung.
     """
-    holding = peer.holding
-    assert holding is not None
-    steps = [step for step, _ in holding.params]
-    if steps != list(range(1, holding.version + 1)):
+    peer, params, stage = worker.peer, worker.params, worker.stage
+    steps = [step for step, _ in params]
+    if steps != list(range(1, worker.version + 1)):
         raise Violation(f"{peer.id} applied the steps {steps}")
-    stage = StageIndex(holding.stage)
     histories = [world.store.applied]
     member = world.run_state.peers.get(peer.id) if world.run_state is not None else None
     if member is None or member.phase is not PeerPhase.READY:
@@ -199,14 +223,101 @@ def check_replicas(world: World, peer: PeerBase) -> None:
         tuple((s, history[s].attempt_of(stage)) for s in steps if s in history)
         for history in histories
     ]
-    if holding.params not in applied:
-        raise Violation(f"{peer.id} applied {holding.params}, the run {applied}")
+    if params not in applied:
+        raise Violation(f"{peer.id} applied {params}, the run {applied}")
+
+
+def check_receipt(stage: Stage, receipt: Receipt) -> None:
+    """No receipt without its gradient in the sum, unless a fault has taken it out."""
+    worker, step, microbatch = stage.worker, receipt.step, receipt.microbatch
+    if step <= worker.version or (step, microbatch) in worker.lost:
+        return  # the worker has applied the step, and its result is on the way
+    if microbatch not in worker.sum_of(step).contents:
+        raise Violation(f"{stage.peer.id} has signed {receipt}, which is not in its sum")
+
+
+def check_account(stage: Stage) -> None:
+    """The receipts of a held stage, after every event of its peer that took something out of a sum;
+    what is added to the receipts is checked when it is signed."""
+    stage.worker.shrunk = False
+    for receipt in stage.account.receipts():
+        check_receipt(stage, receipt)
+
+
+def check_event(world: World, run: RunState, event: Event) -> Callable[[], None]:
+    """An answer counts for what it answers: a lease ends by an answer to itself and not to an older
+    one, and a member counts as having applied a step when it has. Call what is returned after the
+    event."""
+    step, message = None, event.message if isinstance(event, MessageReceived) else None
+    if isinstance(event, LeaseResolved):
+        step = run.steps.numbered(event.step)
+        before = None if step is None else step.leases.get(event.microbatch)
+    closing, version = run.steps.closing, int(run.history.version)
+
+    def check() -> None:
+        if isinstance(message, Applied) and closing is not None:
+            for member in closing.applied:
+                if (member, version) not in world.has_applied:
+                    raise Violation(f"{member} counts as having applied step {version}")
+        if step is None or not isinstance(event, LeaseResolved) or before is None:
+            return
+        after = step.leases.get(event.microbatch)
+        if (
+            after is not None and after.resolved_at is not None and before.resolved_at is None
+            and (after.lease, after.trainer) == (before.lease, before.trainer)
+            and (after.lease, after.trainer) != (event.lease, event.peer)
+        ):  # fmt: skip
+            raise Violation(f"{before} of {event.microbatch} was ended by {event}")
+
+    return check
+
+
+def check_late(world: World, link: Link, event: Event) -> None:
+    """Deliver a message of an ended session: it does not count in a later one of the same peer."""
+    run = world.run_state
+    member = run.peers.get(link.peer.id) if run is not None else None
+    before = member.last_heard if member is not None else 0.0
+    world.deliver(event)
+    if member is not None and member.session != link.number and member.last_heard != before:
+        raise Violation(f"{event} of an ended session counts in session {member.session}")
+
+
+def check_progress(world: World) -> None:
+    """While enough peers are there and nothing disturbs them, the run goes on; every question of a
+    peer is answered, and everything of a step that is over has ended."""
+    for peer in world.peers.values():
+        if not peer.alive or peer.hung:
+            continue
+        nexts = [peer.holding.next] if peer.holding is not None else []
+        for sender in [peer.first, *filter(None, nexts)]:
+            for asked_at in sender.questions.values():
+                if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
+                    raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
+        step = peer.current_step()
+        if any(step is None or started.lease.step < step for started in peer.driving):
+            raise Violation(f"{peer.id} at step {step} still drives {peer.driving}")
+        waiting = [key for key, of in peer.accepted.items() if step is None or of >= step]
+        if waiting and not peer.driving and not peer.stalled:
+            raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
+    last = max(world.progressed_at, world.undisturbed_from)
+    if world.run_state is None or world.stopped or world.now - last < PROGRESS_SECONDS:
+        return
+    there = [
+        p for p in world.peers.values() if world.stays(p) and p.attached and not p.hung
+        and not p.paused and p.attached_at < world.now - PROGRESS_SECONDS
+    ]  # fmt: skip
+    if len(there) >= world.peers_needed():
+        raise Violation(f"no step in {world.now - last:.0f} s: {world.describe()}")
 
 
 def check_state(world: World) -> None:
     run = world.run_state
     if run is None:
         return
+    for of_step in run.steps.open():
+        for microbatch, lease in of_step.leases.items():
+            if lease.trainer not in run.peers:
+                raise Violation(f"{microbatch} is leased to {lease.trainer}, which is gone")
     step = run.steps.current
     if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
         for (microbatch, stage), cell in step.table.items():

@@ -27,6 +27,12 @@ from swarm_shared.run.manifest import (
 from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.placement import MovePolicy
 
+Cell = tuple[int, int]
+"""(stage, microbatch) of a gradient, or (step, microbatch) within a stage."""
+
+Params = tuple[tuple[int, int], ...]
+"""The (step, attempt) pairs that were applied to a stage."""
+
 TOKENS = 4
 """Tokens of a microbatch."""
 
@@ -62,8 +68,10 @@ class Options:
     evaluation: int = 2
     tied: bool = False
     starting: int = 1
-    uncommit_fails: float = 0.2
+    kept: int = 2
+    """Microbatches of a step that a peer can take out of its sum again: the newest ones."""
     busy: float = 0.03
+    """Share of the requests that are refused although there is room."""
     leave_bound_seconds: float = 400.0
     staleness: Literal[0, 1] = 0
     moves: Moves = Moves.NONE
@@ -79,13 +87,6 @@ class Fault:
     kind: str
     target: int = 0
     seconds: float = 3.0
-
-
-FAULTS = (
-    "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
-    "carrier", "block", "worker", "wedge", "lose", "unsaving", "differ", "small", "revoke", "move",
-    "slow", "stick", "stall", "nan", "nan_sum", "pause",
-)  # fmt: skip
 
 
 def manifest_of(options: Options) -> Manifest:

@@ -1,16 +1,30 @@
-"""A simulated volunteer: the client's side of the control protocol, and the faults it can have."""
+"""A simulated volunteer: its life, its sessions, its stages, and its work as a trainer.
+
+The rules are the ones that ship (`swarm_shared.volunteer_rules`). What is modelled is the hardware
+around them, and the daemon's wiring: it carries messages and waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING
 
-from kits.swarm_world.facts import Violation, sha_of
-from kits.swarm_world.microbatches import Computing
-from kits.swarm_world.peer_base import Answer, Holding, Link, Params, Parcel
-from kits.swarm_world.rounds import Averaging
-from swarm_coordinator.core.events import ReceiptsVerified, SessionNumber
+from kits.swarm_world.checks import check_account, check_served
+from kits.swarm_world.downstream import Answer, Downstream, Parcel
+from kits.swarm_world.facts import CERTIFICATE_SECONDS, TOKENS, Params, Violation
+from kits.swarm_world.network import Edge, Link
+from kits.swarm_world.stage import MOST_QUEUED, Serving, Stage, has_parameters_for
+from swarm_coordinator.core.events import (
+    Event,
+    HeartbeatsReceived,
+    LeaseResolved,
+    MessageReceived,
+    PeerHeartbeat,
+    ReceiptsVerified,
+    SessionNumber,
+)
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import RunId, StageIndex, Version
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
     AbortRound,
@@ -18,145 +32,134 @@ from swarm_shared.protocol import (
     Apply,
     AssignStage,
     CarrierAddress,
+    ClientMessage,
     Close,
     Goodbye,
-    Heartbeat,
     Hello,
     Lease,
+    LeaseResult,
     Leaving,
     Mask,
+    MaskRequest,
+    PeerRecord,
     Reachability,
-    Ready,
+    RefusalReason,
     Refused,
     Roster,
     RosterChange,
+    RoundReport,
     SaveSnapshot,
-    SnapshotFailed,
-    SnapshotReady,
     StageRequest,
-    SyncFailed,
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.volunteer_rules import stage_tenure
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
+from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
+
+if TYPE_CHECKING:
+    from kits.swarm_world.world import World
 
 
-class SimPeer(Averaging, Computing):
+class SimPeer:
+    def __init__(self, world: World, peer: PeerId, memory_bytes: int, speed: float) -> None:
+        self.world, self.id, self.memory_bytes, self.speed = world, peer, memory_bytes, speed
+        self.life = 0
+        self.alive = self.leaving = self.gone = self.hung = False
+        self.woke_at = 0.0
+        self.address = 0
+        self.edges: dict[Edge, None] = {}
+        """All that are open, in both roles."""
+        self.old_links: list[Link] = []
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        """What a process starts with."""
+        self.hung = self.wedged = self.paused = self.stalled = self.echoes = False
+        self.gives_nan = self.differs = self.cannot_apply = self.expects_other_apply = False
+        self.slowness, self.unsaving_until = 1.0, -1.0
+        self.link: Link | None = None
+        self.attached, self.attached_at, self.generation = False, 0.0, Generation(0)
+        self.roster: Roster | None = None
+        self.members: dict[PeerId, PeerRecord] = {}
+        self.snapshots: dict[str, tuple[str, Params]] = {}
+        self.backlog: list[tuple[int, Callable[[], object]]] = []
+        self.masks: dict[int, tuple[Downstream, int]] = {}
+        """Questions to the coordinator: whose, and which of its."""
+        self.leases = LeaseQueue()
+        self.accepted: dict[tuple[int, MicrobatchIndex], Step] = {}
+        """Leased microbatches that have neither been started nor handed back, and their steps."""
+        self.driving: list[StartedMicrobatch] = []
+        self.tenures = StageTenures()
+        self.stages: dict[TenureNumber, Stage] = {}
+        self.holding: Stage | None = None
+        self.prepared: Stage | None = None
+        self._ending: set[TenureNumber] = set()
+        self._heartbeat = HeartbeatDelta(heartbeat_seconds=1.0)
+        self._masks_asked = 0
+        self._carrying_out = False
+        self.first = Downstream(self, StageIndex(0))
+
     # ---- life
 
     def start(self) -> None:
         self.life += 1
-        self.alive, self.hung, self.wedged = True, False, False
-        self._forget()
+        self.alive = True
+        self._begin_life()
         self.later(self.world.rng.random(), self.attach)
         self.later(1.0, self._heartbeats)
-        self.later(0.5, self._report)
+        self.later(0.5, self._report_receipts)
 
-    def kill(self, _seconds: float = 0.0) -> None:
+    def kill(self) -> None:
         self.alive = False
-        self.world.end_rounds_of(self)
-        for sender, reply in self.serving:
-            sender.later(self.world.delay(), lambda reply=reply: reply(Answer("dead")))
-        self.serving.clear()
+        self.world.all_reduces.lose(self.id)
+        for edge in list(self.edges):
+            edge.end()
         if self.link is not None and self.link.open:
             self.world.cut(self.link)
 
-    def restart(self, seconds: float) -> None:
-        self.kill()
-        if not self.leaving:
-            self.world.later(seconds, lambda: self.alive or self.gone or self.start())
+    def wake(self) -> None:
+        self.hung, self.woke_at = False, self.world.now
+        backlog, self.backlog = self.backlog, []
+        for entry in backlog:
+            self._act(*entry)
 
-    def cut(self, _seconds: float) -> None:
-        if self.link is not None and self.link.open:
-            self.world.cut(self.link)
-
-    def hang(self, seconds: float) -> None:
-        self.hung = True
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """Schedule within this process's life; a hung process acts when it wakes."""
         life = self.life
+        self.world.later(seconds, lambda: self._act(life, action))
 
-        def wake() -> None:
-            self.hung, self.woke_at = False, self.world.now
-            backlog, self.backlog = self.backlog, []
-            for entry in backlog:
-                self._act(*entry)
+    def _act(self, life: int, action: Callable[[], object]) -> None:
+        if not self.alive or life != self.life:
+            return
+        if self.hung:
+            self.backlog.append((life, action))
+        else:
+            action()
+            if self.holding is not None and self.holding.worker.shrunk:
+                check_account(self.holding)
 
-        self.world.later(seconds, lambda: self.alive and life == self.life and wake())
+    def die(self, stage: Stage) -> None:
+        """A worker dies; the daemon lives on."""
+        tenure = stage.load.tenure
+        if self.stages.get(tenure) is stage:
+            self._end(tenure)
+            self.tenures.worker_died(tenure, "its process is gone")
+            self._carry_out()
 
-    def pause(self, seconds: float) -> None:
+    def pause(self) -> None:
         """Its user needs the machine. Started work is finished, as in a grace period."""
         self.paused = True
-        for lease, leased in self.waiting:
-            self._resolve(lease, leased.microbatch, Answer("failed"))
-        self.waiting.clear()
+        self._resolve_all(self.leases.pause())
         self._send_heartbeat()
-        self.later(seconds, self._resume)
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self.paused = False
+        self.leases.resume()
         self._send_heartbeat()
 
-    def wedge(self, seconds: float) -> None:
-        """Averaging stands still while heartbeats continue."""
-        self.wedged = True
-        self.later(4 * seconds, lambda: setattr(self, "wedged", False))
-
-    def worker(self, _seconds: float) -> None:
-        """The compute process dies: its state is lost, and the daemon attaches again."""
-        self._drop()
-        self.cut(0.0)
-
-    def lose(self, _seconds: float) -> None:
-        """A microbatch with a signed receipt is lost without the peer noticing."""
-        for held in self.holding.held.values() if self.holding is not None else ():
-            if held:
-                held.popitem()
-                return
-
-    def unsaving(self, seconds: float) -> None:
-        """No disk space for snapshots."""
-        self.unsaving_until = self.world.now + seconds
-
-    def differ(self, _seconds: float) -> None:
-        """Its next parameters are wrong."""
-        self.differs = True
-
-    def slow(self, seconds: float) -> None:
-        """Its computations take a hundred times as long."""
-        self.slowness = 100.0
-        self.later(seconds, lambda: setattr(self, "slowness", 1.0))
-
-    def stick(self, _seconds: float) -> None:
-        """Its compute process stops answering; the daemon ends it after a while."""
-        self.stuck = True
-
-        def end() -> None:
-            self.stuck = False
-            # The process ends with what it holds by then. Work that it received while stuck stays
-            # in the queue of that holding, also if it got the holding after it had stuck.
-            if self.holding is not None:
-                self.worker(0.0)
-
-        self.later(6.0, end)
-
-    def stall(self, seconds: float) -> None:
-        """As a trainer it drives nothing; as a stage server it works."""
-        self.stalled = True
-
-        def go_on() -> None:
-            self.stalled = False
-            self._drive_more()
-
-        self.later(4 * seconds, go_on)
-
-    def nan(self, _seconds: float) -> None:
-        """Its next computation is not a number."""
-        self.gives_nan = True
-
-    def nan_sum(self, _seconds: float) -> None:
-        """The sum of its gradients will not be a number."""
-        self.sums_nan = True
-
-    def move(self, _seconds: float) -> None:
-        """Its router assigns another address."""
+    def move_address(self) -> None:
         self.address += 1
         self.send(
             AddressUpdate(
@@ -167,25 +170,22 @@ class SimPeer(Averaging, Computing):
 
     def leave(self) -> None:
         self.leaving = True
-        for lease, leased in self.waiting:
-            self._resolve(lease, leased.microbatch, Answer("failed"))
-        self.waiting.clear()
+        self._resolve_all(self.leases.leave())
         self.send(Leaving())
 
     # ---- sessions
 
     def hello(self) -> tuple[Hello, tuple[Receipt, ...]]:
         holding = self.holding
+        close = holding.close if holding is not None else None
         hello = Hello(
             run=RunId("run"), software="0", addresses=self.addresses, carrier=self.carrier,
-            device="cpu",
-            memory_bytes=self.memory_bytes,
-            stage=None if holding is None else StageIndex(holding.stage),
-            version=Version(0 if holding is None else holding.version),
-            averaged_attempt=holding.averaged[0] if holding and holding.averaged else None,
+            device="cpu", memory_bytes=self.memory_bytes,
+            stage=None if holding is None else holding.index,
+            version=0 if holding is None else holding.account.version,
+            averaged_attempt=close.averaged_attempt if close is not None else None,
         )  # fmt: skip
-        held = holding.held.values() if holding is not None else ()
-        return hello, tuple(receipt for of_step in held for receipt in of_step.values())
+        return hello, holding.account.receipts() if holding is not None else ()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -196,103 +196,123 @@ class SimPeer(Averaging, Computing):
         return CarrierAddress(peer=f"p2pd-{self.id}", addresses=self.addresses, binding="b")
 
     def attach(self) -> None:
-        if not self.gone:
+        if not self.gone and self.link is None:
             self.attached = False
             self.world.attach(self)
+
+    def attach_again(self) -> None:
+        """End this session, and begin another one."""
+        if self.link is not None:
+            self.world.cut(self.link)
 
     def link_lost(self, link: Link) -> None:
         if link is not self.link:
             return
+        link.open = False
+        self.old_links.append(link)
         self.link, self.attached = None, False
         if self.holding is not None:
-            self._cancel_round()
-            self.holding.closing = None
-        self._unprepare()
+            self.holding.session_lost()
+        self.tenures.session_lost()
+        self._carry_out()
         masks, self.masks = self.masks, {}
-        for answer in masks.values():
-            answer(None)
+        for sender, query in masks.values():
+            sender.masked(query, None)
         if self.leaving:
             self.gone = True
             self.kill()
         if not self.gone:
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
+    def send(self, message: ClientMessage) -> None:
+        if self.link is not None:
+            self.deliver(MessageReceived(SessionNumber(self.link.number), self.id, message))
+
+    def deliver(self, event: Event) -> None:
+        if self.link is not None and self.link.open and self.attached:
+            self.world.to_coordinator(self.link, event)
+
     def _heartbeats(self) -> None:
         self._send_heartbeat()
         self.later(1.0, self._heartbeats)
 
     def _send_heartbeat(self) -> None:
-        queued = len(self.serving)
-        self.send(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
+        if self.link is None or not self.attached:
+            return
+        queued = len(self.holding.tasks) if self.holding is not None else 0
+        present = HeartbeatSnapshot(self.speed, queued, 0.0, (), (), self.paused, 0, 0.0)
+        message = self._heartbeat.heartbeat(present, len(self.members))
+        session = SessionNumber(self.link.number)
+        self.deliver(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
 
-    def _report(self) -> None:
-        holding = self.holding
-        if holding is not None and holding.unreported and self.link is not None and self.attached:
-            batch, holding.unreported = tuple(holding.unreported), []
-            self.deliver(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
-        self.later(0.5, self._report)
+    def _report_receipts(self) -> None:
+        if self.holding is not None and self.link is not None and self.attached:
+            batch = self.holding.account.take_unreported()
+            if batch:
+                self.deliver(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
+        self.later(0.5, self._report_receipts)
 
     # ---- messages of the coordinator
 
     def on_message(self, link: Link, message: object) -> None:
         if link is not self.link or self.gone:
             return
-        if isinstance(message, Welcome):
-            self._welcome(message)
-        elif not self.attached and not isinstance(message, Refused):
+        if not self.attached and not isinstance(message, Welcome | Refused):
             raise Violation(f"{self.id} gets {message} before its welcome")
-        elif isinstance(message, Roster):
-            self.roster = message
-            self.parted_from(message.revoked)
-        elif isinstance(message, RosterChange):
-            self._roster_changed(message)
-        elif isinstance(message, AssignStage):
-            self._assigned(message)
-        elif isinstance(message, Lease):
-            self.window = message.window
-            self.waiting.extend((message, leased) for leased in message.microbatches)
-            self.waiting.sort(key=lambda entry: entry[0].step)  # a later one is not awaited
-            self._drive_more()
-        elif isinstance(message, Mask):
-            answer = self.masks.pop(message.request, None)
-            if answer is not None:
-                answer(frozenset(message.accumulate))
-        elif isinstance(message, Close):
-            self._close(message)
-        elif isinstance(message, AbortRound):
-            self._abort(message)
-        elif isinstance(message, Apply):
-            self._apply(message)
-        elif isinstance(message, SaveSnapshot):
-            self.later(0.05 * self.world.rng.random(), self._saving(message))
-        elif isinstance(message, Goodbye | Refused):
-            self.gone = isinstance(message, Refused) or message.finished or self.leaving
-            if isinstance(message, Refused) and message.code == "admission":
-                if self.id in self.world.banned:
-                    self._defy()
-                else:
-                    # The ban ended while the refusal was in flight, or this peer hung.
-                    self.world.start_again(self)
+        match message:
+            case Welcome():
+                self._welcome(message)
+            case Roster():
+                self._use_roster(message)
+            case RosterChange():
+                self._use_roster(self.world.roster_after(self, message))
+            case AssignStage():
+                self.tenures.assigned(message)
+                self._carry_out()
+            case Lease():
+                for leased in message.microbatches:
+                    self.accepted[message.lease, leased.microbatch] = message.step
+                self._resolve_all(self.leases.take(message))
+                self.start_more()
+            case Mask():
+                if asked := self.masks.pop(message.request, None):
+                    asked[0].masked(asked[1], message.accumulate)
+            case Close() | AbortRound() | Apply() | SaveSnapshot():
+                if self.holding is not None:
+                    self.holding.order(message)
+            case Goodbye() | Refused():
+                self._parted(message)
+
+    def _parted(self, message: Goodbye | Refused) -> None:
+        self.gone = isinstance(message, Refused) or message.finished or self.leaving
+        if isinstance(message, Refused) and message.code == "admission":
+            if self.id in self.world.banned:
+                self._defy()
+            else:
+                # The ban ended while the refusal was in flight, or this peer hung.
+                self.world.start_again(self)
 
     def _defy(self) -> None:
         """Ignore the refusal, and keep sending work to known peers."""
         holding = self.holding
         if holding is None or self.id not in self.world.banned:
             return
-        microbatch = self.world.rng.randrange(self.world.options.microbatches)
-        everywhere = frozenset(range(self.world.options.stages))
-        step = holding.version + 1
-        self._send_on(0, Parcel("train", step, microbatch, everywhere), lambda _: None)
+        microbatch = MicrobatchIndex(self.world.rng.randrange(self.world.options.microbatches))
+        everywhere = tuple(StageIndex(s) for s in range(self.world.options.stages))
+        step = holding.account.step
+        self.first.send(Parcel("train", step, microbatch, everywhere), lambda _: None)
         self.later(0.4, self._defy)
 
     def _welcome(self, message: Welcome) -> None:
         self.attached, self.generation = True, message.generation
         self.attached_at = self.world.now
+        self._heartbeat = HeartbeatDelta(message.heartbeat_seconds or 1.0)
         if self.leaving:
             self.send(Leaving())
         if message.keep:
             return
-        self._drop()
+        self.tenures.drop()
+        self._carry_out()
         if not self.leaving:
             try:
                 stage = most_underserved_stage(message.stages, self.memory_bytes)
@@ -300,71 +320,244 @@ class SimPeer(Averaging, Computing):
                 stage = StageIndex(0)  # the coordinator has to refuse it
             self.later(0.1 * self.world.rng.random(), lambda: self.send(StageRequest(stage=stage)))
 
-    def _drop(self) -> None:
-        self._cancel_round()
-        self.holding = None
-        self.assignment = None
-        self._unprepare()
-        self.waiting.clear()
-        for sender, reply in self.serving:
-            sender.later(self.world.delay(), lambda reply=reply: reply(Answer("failed")))
-        self.serving.clear()
+    def _use_roster(self, roster: Roster) -> None:
+        self.roster = roster
+        self.members = {r.peer: r for r in roster.peers if r.peer not in roster.revoked}
+        self.parted_from(roster.revoked)
+        self.first.roster_changed()
+        if self.holding is not None and self.holding.next is not None:
+            self.holding.next.roster_changed()
 
-    def _roster_changed(self, change: RosterChange) -> None:
-        known, whole = self.roster, self.world.whole_rosters[change.serial]
-        if known is None or known.serial != change.since:
-            raise Violation(f"{self.id} has {known} and receives a change to {change.since}")
-        peers = {r.peer: r for r in known.peers if r.peer not in change.removed}
-        peers |= {record.peer: record for record in change.changed}
-        revoked = known.revoked if change.revoked is None else change.revoked
-        if peers != {record.peer: record for record in whole.peers} or revoked != whole.revoked:
-            raise Violation(f"{self.id} receives {change}, which does not give {whole}")
-        self.roster = whole
-        self.parted_from(revoked)
+    def parted_from(self, revoked: Container[PeerId]) -> None:
+        """End all links with these peers."""
+        for edge in list(self.edges):
+            if edge.sender.peer.id in revoked or edge.receiver.id in revoked:
+                edge.end()
 
-    def _assigned(self, message: AssignStage) -> None:
-        if message.prepare:
-            self.preparation, self.prepared = message, None
-        else:
-            self._drop()
-            self.assignment = message
-        self.later(0.1 + 2.0 * self.world.rng.random() ** 3, lambda: self._downloaded(message))
+    def reported(self, stage: Stage, message: object) -> None:
+        """By a fault, an Apply of an attempt that the run has given up follows a report."""
+        if self.expects_other_apply and isinstance(message, RoundReport) and message.ok:
+            self.expects_other_apply = False
+            other = Apply(
+                step=message.step, attempt=message.attempt - 1, global_norm=1.0, learning_rate=0.1
+            )
+            self.later(0.01, lambda: stage is self.holding and stage.order(other))
 
-    def _downloaded(self, message: AssignStage) -> None:
-        if message is not self.assignment and message is not self.preparation:
+    # ---- stages
+
+    def _carry_out(self) -> None:
+        """Carry out all that the tenures have decided."""
+        if self._carrying_out:
             return
-        stage, version = message.stage, message.version
+        self._carrying_out = True
+        while actions := self.tenures.take_actions():
+            for action in actions:
+                self._carry_out_one(action)
+        self._carrying_out = False
+
+    def _carry_out_one(self, action: stage_tenure.Action) -> None:
+        match action:
+            case stage_tenure.StartTenure(load):
+                stage = self.stages[load.tenure] = Stage(self, load)
+                if self._ending or len(self.stages) > 2:
+                    raise Violation(f"{self.id} starts a worker beside {self.stages}")
+                self._load(stage, load)
+            case stage_tenure.Reload(load):
+                stage = self.stages[load.tenure]
+                stage.stop_serving()
+                if self.holding is stage:
+                    self._hold(None)
+                self._load(stage, load)
+            case stage_tenure.EndTenure(tenure):
+                self._end(tenure)
+                self._ending.add(tenure)
+                self.later(0.05 * self.world.rng.random(), lambda: self._ended(tenure))
+            case stage_tenure.Install(tenure):
+                stage = self.stages[tenure]
+                stage.install()
+                self._hold(stage)
+            case stage_tenure.PreparedReady(tenure):
+                self.prepared = self.stages[tenure]
+                if self.holding is not None and self.holding.close is not None:
+                    self.holding.close.stage_prepared(self.prepared.account)
+                    self.holding.carry_out()
+            case stage_tenure.PreparedLost():
+                self.prepared = None
+                if self.holding is not None and self.holding.close is not None:
+                    self.holding.close.prepared_lost()
+                    self.holding.carry_out()
+            case stage_tenure.ForgetSnapshots():
+                self.snapshots.clear()
+            case stage_tenure.Send(message):
+                self.send(message)
+            case stage_tenure.RejoinAfter(seconds):
+                self.later(seconds, self.attach_again)
+
+    def _hold(self, stage: Stage | None) -> None:
+        if self.prepared is stage:
+            self.prepared = None
+        self.holding = stage
+        self.step_changed()
+
+    def _end(self, tenure: TenureNumber) -> None:
+        stage = self.stages.pop(tenure)
+        stage.end()
+        if self.holding is stage:
+            self._hold(None)
+
+    def _ended(self, tenure: TenureNumber) -> None:
+        self._ending.discard(tenure)
+        self.tenures.ended(tenure)
+        self._carry_out()
+
+    def _load(self, stage: Stage, load: Load) -> None:
+        """Start a worker if there is none, and fetch the state."""
+        stage.load = load
+        self.later(
+            0.1 + 2.0 * self.world.rng.random() ** 3, lambda: self._fetched(stage, load)
+        )  # fmt: skip
+
+    def _fetched(self, stage: Stage, load: Load) -> None:
+        if self.stages.get(load.tenure) is not stage or stage.load is not load:
+            return
+        message = load.assignment
         params: Params | None = () if message.source == "fresh" else None
         for holder in message.holders:
-            found = self.world.download(holder.peer, message.item, version, stage)
+            found = self.world.download(holder.peer, message.item, message.version, message.stage)
             if found is not None and found[0] == message.sha256:
                 params = found[1]
-        if message is self.assignment:
-            self.assignment = None
-        else:
-            self.preparation = None
         if params is None:
-            self.send(SyncFailed(stage=stage, version=version, reason="no holder has it"))
+            self._end(load.tenure)
+            self.tenures.load_failed(load.tenure, "no holder has it")
+            self._carry_out()
             return
-        if len(params) != version:
-            raise Violation(f"{self.id} fetched version {version} and got {params}")
-        if message.prepare:
-            self.prepared = Holding(stage, version, params, self.world.options.staleness)
-        else:
-            self.holding = Holding(stage, version, params, self.world.options.staleness)
-        self.send(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
+        if len(params) != message.version:
+            raise Violation(f"{self.id} fetched version {message.version} and got {params}")
 
-    def _saving(self, message: SaveSnapshot) -> Callable[[], None]:
-        holding = self.holding
+        def loaded(digest: str) -> None:
+            if self.stages.get(load.tenure) is stage and stage.load is load:
+                self.tenures.loaded(load, digest)
+                self._carry_out()
 
-        def save() -> None:
-            version, stage = message.version, message.stage
-            elsewhere = holding is None or (holding.version, holding.stage) != (version, stage)
-            if elsewhere or holding is None or self.world.now < self.unsaving_until:
-                self.send(SnapshotFailed(version=version, stage=stage, reason="elsewhere by now"))
-                return
-            item, sha = f"snapshot/{version}/{stage}", sha_of(holding.params, stage)
-            self.snapshots[item] = (sha, holding.params)
-            self.send(SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha))
+        def take() -> str:
+            stage.loaded(params)
+            return stage.worker.digest
 
-        return save
+        stage.worker.request(0.02, take, loaded)
+
+    def step_applied(self) -> None:
+        self.tenures.step_applied()
+        self.step_changed()
+
+    def switch(self) -> None:
+        self.tenures.switched()
+        self._carry_out()
+
+    def drop_outdated(self) -> None:
+        self.tenures.prepared_outdated()
+        self._carry_out()
+
+    def step_changed(self) -> None:
+        """What is in flight of an older step is not wanted any more."""
+        step = self.current_step()
+        self.first.oldest_step_is(step)
+        if self.holding is not None and self.holding.next is not None:
+            self.holding.next.oldest_step_is(step)
+
+    def current_step(self) -> Step | None:
+        return self.holding.account.step if self.holding is not None else None
+
+    # ---- serving
+
+    def accepts(self, sender: SimPeer) -> bool:
+        """Whether a sender's hello is answered with credits."""
+        since = self.world.banned.get(sender.id)
+        expired = since is not None and self.world.now - since > CERTIFICATE_SECONDS
+        return self.holding is not None and not expired and not self._revokes(sender.id)
+
+    def _revokes(self, sender: PeerId) -> bool:
+        if self.roster is not None and sender in self.roster.revoked:
+            self.world.turned_away += 1
+            return True
+        return False
+
+    def serve(self, edge: Edge, request: int, parcel: Parcel) -> None:
+        reason = self._refusal(edge, parcel)
+        if reason is not None or self.holding is None:
+            answer = Answer(reason)
+            edge.back("refusal", reason, lambda: edge.sender.answered(edge, request, answer))
+            return
+        check_served(self.world, self, edge.sender.peer)
+        Serving(self.holding, edge, request, parcel)
+
+    def _refusal(self, edge: Edge, parcel: Parcel) -> RefusalReason | None:
+        stage, sender, world = self.holding, edge.sender.peer.id, self.world
+        if self._revokes(sender):
+            return RefusalReason.NOT_ADMITTED
+        if stage is None or stage.index != edge.stage or not has_parameters_for(stage, parcel):
+            return RefusalReason.WRONG_STEP
+        record = self.members.get(sender)
+        if record is None or (stage.index > 0 and record.stage != stage.index - 1):
+            return RefusalReason.WRONG_STEP
+        busy = world.rng.random() < world.options.busy
+        if self.paused or busy or len(stage.tasks) >= MOST_QUEUED:
+            return RefusalReason.BUSY
+        return None
+
+    # ---- the trainer
+
+    def start_more(self) -> None:
+        if not self.stalled:
+            for started in self.leases.start(self.current_step(), self.world.now):
+                self._drive(started)
+
+    def _drive(self, started: StartedMicrobatch) -> None:
+        lease, leased = started.lease, started.leased
+        del self.accepted[lease.lease, leased.microbatch]
+        self.driving.append(started)
+
+        def done(answer: Answer) -> None:
+            self.driving.remove(started)
+            if answer.ok:
+                self._resolve(
+                    LeaseResult(
+                        step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
+                        evaluation_loss_sum=answer.loss_sum if lease.mode == "evaluate" else None,
+                        evaluation_tokens=TOKENS if lease.mode == "evaluate" else 0,
+                    ),
+                    answer.receipts,
+                )  # fmt: skip
+            else:
+                self._resolve(handed_back(lease, leased, "failed"))
+            self.leases.finished(started, self.world.now, ok=answer.ok)
+            self.start_more()
+
+        parcel = Parcel(lease.mode, lease.step, leased.microbatch, leased.accumulate)
+        self.first.send(parcel, done)
+
+    def _resolve_all(self, results: list[LeaseResult]) -> None:
+        for result in results:
+            del self.accepted[result.lease, result.microbatch]
+            self._resolve(result)
+
+    def _resolve(self, result: LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
+        if self.link is not None:
+            self.deliver(
+                LeaseResolved(
+                    SessionNumber(self.link.number), self.id, result.step, result.microbatch,
+                    result.lease, result.ok, result.reason, receipts, result.evaluation_loss_sum,
+                    result.evaluation_tokens,
+                )
+            )  # fmt: skip
+
+    def ask_mask(
+        self, step: Step, microbatch: MicrobatchIndex, sender: Downstream, query: int
+    ) -> None:
+        if self.link is None or not self.attached:
+            sender.masked(query, None)
+            return
+        self._masks_asked += 1
+        self.masks[self._masks_asked] = (sender, query)
+        self.send(
+            MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
+        )  # fmt: skip

@@ -1,8 +1,9 @@
 """A swarm in one thread: virtual clock, seeded chance, the real `transition`, simulated peers.
 
-Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint folder),
-faults, and the invariants at every durable record. Peers are in `kits.swarm_world.peer`. A world is
-a pure function of (options, seed, faults): the same three give the same run.
+Owns the clock, the network's delays and the coordinator's shell (outboxes, store, checkpoint
+folder). Peers are in `kits.swarm_world.peer`, faults in `kits.swarm_world.faults`, and the
+invariants, checked at every event, in `kits.swarm_world.checks`. A world is a pure function of
+(options, seed, faults): the same three give the same run.
 """
 
 from __future__ import annotations
@@ -10,32 +11,35 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kits.swarm_world.checks import check_batch, check_record, check_send, check_state, one_by_one
+from kits.swarm_world.checks import (
+    check_batch,
+    check_event,
+    check_late,
+    check_progress,
+    check_record,
+    check_send,
+    check_state,
+    one_by_one,
+)
 from kits.swarm_world.facts import (
     CERTIFICATE_SECONDS,
     COORDINATOR,
     Fault,
     Moves,
     Options,
+    Params,
     Violation,
     checkpoint_item,
     manifest_of,
     rebalancing_settings,
 )
+from kits.swarm_world.faults import inject
+from kits.swarm_world.network import AllReduces, Link
 from kits.swarm_world.peer import SimPeer
-from kits.swarm_world.peer_base import (
-    REQUEST_SECONDS,
-    Answer,
-    Link,
-    Parcel,
-    PeerBase,
-    Round,
-    RoundFailure,
-)
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
@@ -47,6 +51,7 @@ from swarm_coordinator.core.events import (
     EvaluationRecord,
     Event,
     FetchSnapshot,
+    HeartbeatsReceived,
     Note,
     PeerAttached,
     PeersReinstated,
@@ -66,9 +71,15 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
-from swarm_shared.protocol import AbortRound, Refused, Roster
+from swarm_shared.protocol import AbortRound, Refused, Roster, RosterChange
 
 TICK_SECONDS = 0.25
+
+TRACED = 40
+"""Newest messages that a violation shows."""
+
+LONGEST_EFFECT = 4
+"""Multiple of a fault's seconds that its effect lasts."""
 
 
 @dataclass
@@ -130,23 +141,32 @@ class World:
         self.options, self.rng, self.now = options, random.Random(seed), 0.0
         self.manifest = manifest_of(options)
         self.store = SimStore()
-        self.disk: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
+        self.disk: dict[int, dict[int, tuple[str, Params]]] = {}
         self.run_state: RunState | None = None
         self.generation = 0
         self.peers: dict[PeerId, SimPeer] = {}
         self.current: dict[PeerId, Link] = {}
-        self.rounds: dict[object, Round] = {}
+        self.all_reduces = AllReduces(self)
         self.blocked: set[frozenset[PeerId]] = set()
+        self.silent: set[frozenset[PeerId]] = set()
+        """Pairs of peers whose links lose everything."""
         self.broken_carriers: set[PeerId] = set()
         self.aborted: set[tuple[PeerId, int]] = set()
         """(peer, attempt) of every AbortRound sent."""
         self.attempts: set[int] = set()
+        self.has_applied: set[tuple[PeerId, int]] = set()
+        """(peer, step) of every step that a peer has applied."""
+        self.trace: deque[tuple[float, str, str, str, object]] = deque(maxlen=TRACED)
+        """The newest messages: when, from, to, kind, content."""
+        self.progressed_at = 0.0
+        """When the newest record was written."""
+        self.undisturbed_from = 0.0
+        """When the effects of all faults are over."""
         self.stopped = False
         self.notes: list[str] = []
         self.roster_changes = 0
         self.whole_rosters: dict[int, Roster] = {}
         """The whole roster that each roster change must lead to, by its serial number."""
-        self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
         """Banned peers and since when; durable, as in the run's database."""
         self.early_leases = 0
@@ -157,7 +177,7 @@ class World:
         """Refused requests of revoked peers."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
-        self.fetched: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
+        self.fetched: dict[int, dict[int, tuple[str, Params]]] = {}
         self.leaving_since: dict[tuple[PeerId, int], float] = {}
         self.aborts = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -170,7 +190,8 @@ class World:
         at = 0.0
         for fault in faults:
             at += fault.wait
-            self.later(at, lambda f=fault: self.inject(f))
+            self.later(at, lambda fault=fault: inject(self, fault))
+            self.undisturbed_from = max(self.undisturbed_from, at + LONGEST_EFFECT * fault.seconds)
         self.calm_at = at
         self._tick()
 
@@ -191,11 +212,17 @@ class World:
             if not self._queue or self._queue[0][0] > end:
                 raise Violation(f"no end by {self.now:.0f} s: {self.describe()}")
             self.now, _, action = heapq.heappop(self._queue)
-            action()
+            try:
+                action()
+            except Violation:
+                raise
+            except Exception as error:
+                raise Violation(f"{type(error).__name__}: {error}") from error
 
     def _tick(self) -> None:
         self.deliver(Tick())
         check_state(self)
+        check_progress(self)
         self.later(TICK_SECONDS, self._tick)
 
     # ---- the coordinator and its shell
@@ -211,6 +238,7 @@ class World:
             rebalancing_settings(self.options),
         )  # fmt: skip
         self.stopped = False
+        self.progressed_at = self.now
 
     def crash(self, back_after: float | None = 2.0) -> None:
         """The coordinator's memory is lost; what it had persisted is not."""
@@ -227,8 +255,14 @@ class World:
     def deliver(self, event: Event) -> None:
         if self.run_state is None or self.stopped:
             return
+        if not isinstance(event, Tick | HeartbeatsReceived):
+            sender = getattr(event, "peer", "")
+            self.trace.append((self.now, sender, "coordinator", type(event).__name__, event))
+        version = self.run_state.history.version
+        check = check_event(self, self.run_state, event)
         commands = one_by_one(transition(self.run_state, event, self.now))
-        check_batch(commands)
+        check()
+        check_batch(self.run_state, version, commands)
         for command in commands:
             if self.crash_countdown is not None:
                 self.crash_countdown -= 1
@@ -252,6 +286,7 @@ class World:
         elif isinstance(command, Persist):
             check_record(self, command.record)
             self.store.write(command.record)
+            self.progressed_at = self.now
         elif isinstance(command, Note):
             self.notes.append(f"{self.now:8.2f} {command.text}")
         elif isinstance(command, CloseSession):
@@ -277,29 +312,46 @@ class World:
 
     def _send(self, command: Send) -> None:
         message = command.message
-        self.sent.append((self.now, command.peer, message))
         if isinstance(message, AbortRound):
             self.aborted.add((command.peer, message.attempt))
             self.aborts += 1
         check_send(self, command)
         link = self.current.get(command.peer)
         if link is not None:
-            self._to_client(link, lambda: link.peer.on_message(link, message))
+            self._to_client(link, lambda: self._receive(link, message))
+
+    def _receive(self, link: Link, message: object) -> None:
+        self.trace.append(
+            (self.now, "coordinator", link.peer.id, type(message).__name__, message)
+        )  # fmt: skip
+        link.peer.on_message(link, message)
 
     def _to_client(self, link: Link, action: Callable[[], None]) -> None:
         """Deliver in order, like a stream; nothing arrives on a broken one."""
-        link.down_at = max(link.down_at + 1e-6, self.now + self.delay())
-        link.peer.later(link.down_at - self.now, lambda: link.open and action())
+        if not link.deaf:
+            link.down_at = max(link.down_at + 1e-6, self.now + self.delay() + link.lag_seconds)
+            link.peer.later(
+                link.down_at - self.now, lambda: link.open and not link.deaf and action()
+            )
 
     def to_coordinator(self, link: Link, event: Event) -> None:
-        link.up_at = max(link.up_at + 1e-6, self.now + self.delay())
+        link.sent.append(event)
+        if link.deaf:
+            return
+        link.up_at = max(link.up_at + 1e-6, self.now + self.delay() + link.lag_seconds)
         generation = self.generation
 
         def arrive() -> None:
-            if link.open and generation == self.generation:
+            if link.open and not link.deaf and generation == self.generation:
                 self.deliver(event)
 
         self.later(link.up_at - self.now, arrive)
+        if link.peer.echoes:
+            self.later(2.0 * self.rng.random(), lambda: self.deliver_late(link, event))
+
+    def deliver_late(self, link: Link, event: Event) -> None:
+        """A message arrives again, perhaps in a later session of the peer."""
+        check_late(self, link, event)
 
     def attach(self, peer: SimPeer) -> None:
         """A peer sends Hello on a new stream, or finds no coordinator."""
@@ -328,6 +380,8 @@ class World:
 
     def cut(self, link: Link) -> None:
         """The connection breaks: both ends notice, each after its own delay."""
+        if not link.open:
+            return
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
@@ -361,104 +415,37 @@ class World:
 
     def download(
         self, holder: PeerId, item: str, version: int, stage: int
-    ) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+    ) -> tuple[str, Params] | None:
         """A stage's file by its name, from a peer or from the coordinator's folder."""
         if holder == COORDINATOR.peer:
             return self.disk[version].get(stage) if self.run_state is not None else None
         peer = self.peers[holder]
         return peer.snapshots.get(item) if peer.alive and not peer.hung else None
 
-    def request(
-        self,
-        sender: PeerBase,
-        target: PeerId,
-        stage: int,
-        parcel: Parcel,
-        answered: Callable[[Answer], None],
-    ) -> None:
-        """One microbatch over one edge; exactly one answer, whatever happens to the target."""
-        open_request = [True]
+    def are_apart(self, one: PeerId, other: PeerId) -> bool:
+        return frozenset((one, other)) in self.blocked
 
-        def answer(value: Answer) -> None:
-            if open_request[0]:
-                open_request[0] = False
-                answered(value)
-
-        def reply(value: Answer) -> None:
-            sender.later(self.delay(), lambda: answer(value))
-
-        receiver = self.peers[target]
-        if frozenset((sender.id, target)) in self.blocked or not receiver.alive:
-            reply(Answer("dead"))
-            return
-        receiver.later(self.delay(), lambda: receiver.serve(sender, stage, parcel, reply))
-        sender.later(REQUEST_SECONDS, lambda: answer(Answer("dead")))
-
-    def join_round(
-        self,
-        peer: PeerBase,
-        key: object,
-        members: tuple[PeerId, ...],
-        own: Counter[tuple[int, int]],
-        done: Callable[[Counter[tuple[int, int]] | RoundFailure], None],
-    ) -> Round:
-        group = self.rounds.setdefault(key, Round(members))
-        if group.failure is not None:
-            peer.later(self.delay(), lambda: done(group.failure or RoundFailure(None)))
-            return group
-        group.arrived[peer.id] = (own, done)
-        blocked = next(
-            (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
-        )
-        if len(members) > 1 and self.broken_carriers.intersection(members):
-            # The next attempt takes another route.
-            self.broken_carriers.difference_update(members)
-            self._fail_round(group, RoundFailure(None, carrier_failed=True))
-        elif blocked is not None:
-            self._fail_round(group, RoundFailure(blocked))
-        elif len(group.arrived) == len(members):
-            self.later(0.1 + 0.2 * self.rng.random(), lambda: self._end_round(group))
-        else:
-            stall = self.manifest.limits.round_stall_seconds
-            peer.later(stall, lambda: self._stalled(group))
-        return group
-
-    def _stalled(self, group: Round) -> None:
-        absent = [m for m in group.members if m not in group.arrived]
-        if absent and not group.done:
-            self._fail_round(group, RoundFailure(absent[0]))
-
-    def _end_round(self, group: Round) -> None:
-        if group.failure is not None:
-            return
-        group.done = True
-        total: Counter[tuple[int, int]] = Counter()
-        for own, _ in group.arrived.values():
-            total.update(own)
-        for member, (_, done) in group.arrived.items():
-            self.peers[member].later(self.delay(), lambda done=done: done(Counter(total)))
-
-    def _fail_round(self, group: Round, failure: RoundFailure) -> None:
-        group.failure = failure
-        for member, (_, done) in group.arrived.items():
-            self.peers[member].later(self.delay(), lambda done=done: done(failure))
-
-    def end_rounds_of(self, peer: PeerBase) -> None:
-        """A member is lost: its rounds fail for the other members at once."""
-        for group in self.rounds.values():
-            if peer.id in group.members and group.failure is None and not group.done:
-                group.arrived.pop(peer.id, None)
-                self._fail_round(group, RoundFailure(peer.id))
+    def roster_after(self, peer: SimPeer, change: RosterChange) -> Roster:
+        """The roster that the change must lead to, if it does."""
+        known, whole = peer.roster, self.whole_rosters[change.serial]
+        if known is None or known.serial != change.since:
+            raise Violation(f"{peer.id} has {known} and receives a change to {change.since}")
+        peers = {r.peer: r for r in known.peers if r.peer not in change.removed}
+        peers |= {record.peer: record for record in change.changed}
+        revoked = known.revoked if change.revoked is None else change.revoked
+        if peers != {record.peer: record for record in whole.peers} or revoked != whole.revoked:
+            raise Violation(f"{peer.id} receives {change}, which does not give {whole}")
+        return whole
 
     # ---- volunteers and faults
 
     def join(self, memory_bytes: int = 1000) -> SimPeer:
-        peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
-        peer.memory_bytes = memory_bytes
+        speed = 1.0
         if self.options.moves is not Moves.NONE:
-            peer.speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
+            speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
             if self.rng.random() < 0.3:
-                peer.memory_bytes = 150  # one stage fits, two do not
+                memory_bytes = 150  # one stage fits, two do not
+        peer = SimPeer(self, PeerId(f"peer{next(self._names)}"), memory_bytes, speed)
         self.peers[peer.id] = peer
         peer.start()
         return peer
@@ -488,51 +475,21 @@ class World:
             peer.gone = False
             peer.start()
 
-    def inject(self, fault: Fault) -> None:
-        alive = [p for p in self.peers.values() if p.alive]
-        if fault.kind == "join":
-            self.join()
-        elif fault.kind == "small":
-            self.join(memory_bytes=50)
-        elif fault.kind == "crash":
-            self.crash(fault.seconds)
-        elif fault.kind == "crash_between":
-            self.crash_countdown = fault.target
-        elif fault.kind == "disk":
-            self.disk_full_until = self.now + fault.seconds
-        elif fault.kind == "leave":
-            staying = [p for p in alive if not p.leaving]
-            if staying:
-                staying[fault.target % len(staying)].leave()
-        elif fault.kind == "revoke":
-            if alive:
-                self.ban(alive[fault.target % len(alive)], fault.seconds)
-        elif fault.kind == "block":
-            if len(alive) < 2:
-                return
-            one, other = alive[fault.target % len(alive)], alive[(fault.target + 1) % len(alive)]
-            pair = frozenset((one.id, other.id))
-            self.blocked.add(pair)
-            self.later(fault.seconds, lambda: self.blocked.discard(pair))
-        elif fault.kind == "carrier":
-            if alive:
-                self.broken_carriers.add(alive[fault.target % len(alive)].id)
-        elif alive:
-            victim = alive[fault.target % len(alive)]
-            getattr(victim, fault.kind)(fault.seconds)
-
     def calm(self) -> None:
         """End the faults, and keep just as many volunteers as the run needs: one per stage once it
         has trained, and the organiser's starting number before."""
         self.crash_countdown = None
         if self.run_state is None:
             self.later(0.1, self.start_coordinator)
-        each = 1 if self.store.version > 0 else self.options.starting
-        staying = [p for p in self.peers.values() if self._stays(p)]
-        for _ in range(each * self.options.stages - len(staying)):
+        staying = [p for p in self.peers.values() if self.stays(p)]
+        for _ in range(self.peers_needed() - len(staying)):
             self.join()
 
-    def _stays(self, peer: SimPeer) -> bool:
+    def peers_needed(self) -> int:
+        each = 1 if self.store.version > 0 else self.options.starting
+        return each * self.options.stages
+
+    def stays(self, peer: SimPeer) -> bool:
         """Whether the run can count on the peer, now that there are no more faults."""
         fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
         return (
@@ -541,6 +498,13 @@ class World:
             and not peer.gone
             and fits
             and (peer.id not in self.banned)
+        )
+
+    def newest_messages(self) -> str:
+        """The last ones that arrived, one a line."""
+        return "\n".join(
+            f"{at:9.3f}  {source} -> {target}  {kind}  {str(content)[:200]}"
+            for at, source, target, kind, content in self.trace
         )
 
     def describe(self) -> str:

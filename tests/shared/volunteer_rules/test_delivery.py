@@ -8,7 +8,11 @@ import pytest
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import RefusalReason
-from swarm_shared.scheduling.routing import FIRST_BAN_SECONDS
+from swarm_shared.scheduling.routing import (
+    FIRST_BAN_SECONDS,
+    Observation,
+    ShortestExpectedDelay,
+)
 from swarm_shared.volunteer_rules.delivery import (
     BUSY_RETRY_SECONDS,
     MAX_FAILURES,
@@ -174,6 +178,28 @@ def test_the_share_of_a_link_is_what_the_peer_does_not_account_for() -> None:
     assert [the_transmit(sender.submit()).peer for _ in range(3)] == [B, B, A]
 
 
+class RecordingRouting(ShortestExpectedDelay):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Observation] = []
+
+    def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
+        self.seen.append(seen)
+        super().observe(peer, seen, now)
+
+
+def test_the_routing_learns_how_many_requests_shared_the_link() -> None:
+    sender, routing = Sender(A), RecordingRouting()
+    sender.dispatcher = Dispatcher(STAGE, routing=routing)
+    sender.roster(A)
+    sent = [the_transmit(sender.submit(number)) for number in range(2)]
+    sender.now += 0.5
+    for transmit in sent:
+        sender.answer(transmit.request, service=0.75, total=0.25, uplink=0.125)
+    # A device cannot have computed for longer than the answer took.
+    assert routing.seen == [Observation(0.5, 0.125, 0.25, 1), Observation(0.5, 0.125, 0.25, 2)]
+
+
 def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room() -> None:
     sender = Sender(A, B, slow_to_open=[A, B])
     assert sender.submit(0) == [OpenEdge(A)]
@@ -183,13 +209,21 @@ def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room()
     assert sent == sender.numbers
 
 
-def test_a_peer_that_cannot_be_reached_is_tried_after_the_others() -> None:
-    sender = Sender(A, B, slow_to_open=[A, B])
+def test_a_peer_that_cannot_be_reached_is_banned_for_a_while() -> None:
+    sender = Sender(A, B, credits=1, slow_to_open=[A])
     assert sender.submit() == [OpenEdge(A)]
     sender.dispatcher.open_failed(A, sender.now)
-    assert sender.actions() == [OpenEdge(B)]
-    sender.dispatcher.open_failed(B, sender.now)
-    assert sender.actions() == [OpenEdge(A)]  # a stage never becomes empty
+    assert the_transmit(sender.actions()).peer == B
+    assert sender.submit() == []
+    assert sender.pass_time(FIRST_BAN_SECONDS) == [OpenEdge(A)]
+
+
+def test_when_no_peer_can_be_reached_they_are_tried_in_turn() -> None:
+    sender = Sender(A, B, slow_to_open=[A, B])
+    assert sender.submit() == [OpenEdge(A)]
+    for failed, next_one in ((A, B), (B, A), (A, B)):
+        sender.dispatcher.open_failed(failed, sender.now)
+        assert sender.actions() == [OpenEdge(next_one)]
 
 
 # Refusals and failures
@@ -348,11 +382,47 @@ def test_without_a_coordinator_a_microbatch_is_not_hedged_and_its_answer_still_t
     assert sender.answer(first.request) == [Completed(1, first.request)]
 
 
+def test_a_hedge_that_could_not_be_sent_is_no_reason_for_the_end() -> None:
+    sender = Sender(A, B)
+    sent = the_transmit(sender.submit())
+    sender.no_coordinator(the_question(sender.pass_time(OVERDUE)).query)
+    for _ in range(MAX_FAILURES - 1):
+        sent = the_transmit(sender.mask(the_question(sender.fail(sent.request)).query, 1))
+    (abandoned,) = sender.fail(sent.request, "the last cause")
+    assert isinstance(abandoned, Abandoned)
+    assert abandoned.reason.endswith("the last cause")
+
+
+def test_a_hedge_that_waits_holds_up_no_other_microbatch() -> None:
+    sender = Sender(A, B, credits=2)
+    sender.submit()
+    question = the_question(sender.pass_time(OVERDUE))
+    others = [the_transmit(sender.submit(number)) for number in range(1, 4)]
+    assert [transmit.peer for transmit in others] == [B, A, B]
+    sender.dispatcher.withdraw(others[1].delivery, sender.now)
+    assert sender.actions() == [CancelRequest(others[1].request)]
+    # Now the hedge waits for B, which is full; A has room, and is banned as its answer is overdue.
+    assert sender.mask(question.query, 1) == []
+    assert sender.submit(4) == []
+    sent = the_transmit(sender.pass_time(FIRST_BAN_SECONDS))
+    assert (sent.peer, sent.delivery) == (A, sender.numbers[-1])
+
+
+def test_the_more_stages_are_below_the_later_an_answer_is_overdue() -> None:
+    sender = Sender(A, B)
+    sender.dispatcher = Dispatcher(STAGE, depth=3, latency=LatencyEstimate(SOON, SOON))
+    sender.roster(A, B)
+    sender.submit()
+    assert sender.pass_time(SOON + 1.9 * OVERDUE_SECONDS_PER_STAGE) == []
+    assert the_question(sender.pass_time(0.1 * OVERDUE_SECONDS_PER_STAGE + OVERDUE_CHECK_SECONDS))
+
+
 def test_a_microbatch_has_at_most_two_hedges_each_at_a_peer_of_its_own() -> None:
     peers = [PeerId(name) for name in "abcdef"]
     sender = Sender(*peers)
     sent = [the_transmit(sender.submit())]
     for _ in range(2):
+        assert sender.pass_time(0.9 * SOON) == []  # it counts from the latest request
         question = the_question(sender.pass_time(OVERDUE))
         sent.append(the_transmit(sender.mask(question.query, 1)))
     assert len({transmit.peer for transmit in sent}) == 3

@@ -453,5 +453,5 @@ class DeliveryMachine(RuleBasedStateMachine):
         assert not self.edges
 
 
-DeliveryMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
+DeliveryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestDeliveryInvariants = DeliveryMachine.TestCase
