@@ -171,7 +171,8 @@ class World:
     # ---- clock
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), action))
+        # What a hung peer had planned for a time that has passed is due at once.
+        heapq.heappush(self._queue, (self.now + max(0.0, seconds), next(self._order), action))
 
     def delay(self) -> float:
         """Seconds that a message takes: mostly few, sometimes many."""
