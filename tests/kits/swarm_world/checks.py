@@ -14,20 +14,7 @@ from kits.swarm_world.facts import (
     tied_squared,
     train_loss,
 )
-from swarm_coordinator.core.events import (
-    AppliedStep,
-    Broadcast,
-    CheckpointRecord,
-    Command,
-    EvaluationRecord,
-    Event,
-    LeaseResolved,
-    MessageReceived,
-    Persist,
-    RolledBack,
-    RunFinished,
-    Send,
-)
+from swarm_coordinator.core import events
 from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -56,35 +43,35 @@ PROGRESS_SECONDS = 200.0
 longest lease, and a few bans of the dispatchers."""
 
 
-def one_by_one(commands: list[Command]) -> list[Command]:
+def one_by_one(commands: list[events.Command]) -> list[events.Command]:
     """Expand each Broadcast into one Send per peer."""
-    found: list[Command] = []
+    found: list[events.Command] = []
     for command in commands:
-        if isinstance(command, Broadcast) and not isinstance(command.message, RosterChange):
-            found += [Send(peer, command.message) for peer in command.peers]
+        if isinstance(command, events.Broadcast) and not isinstance(command.message, RosterChange):
+            found += [events.Send(peer, command.message) for peer in command.peers]
         else:
             found.append(command)
     return found
 
 
-def check_batch(run: RunState, version: int, commands: list[Command]) -> None:
+def check_batch(run: RunState, version: int, commands: list[events.Command]) -> None:
     """No peer is assigned two stages in one batch of commands; it would download twice. The run's
     version grows by one, but for a roll-back."""
-    records = [c.record for c in commands if isinstance(c, Persist)]
-    applied = sum(isinstance(record, AppliedStep) for record in records)
-    back = any(isinstance(record, RolledBack) for record in records)
+    records = [c.record for c in commands if isinstance(c, events.Persist)]
+    applied = sum(isinstance(record, events.AppliedStep) for record in records)
+    back = any(isinstance(record, events.RolledBack) for record in records)
     if run.history.version != version + applied and not back:
         raise Violation(f"version {version} became {run.history.version} by {records}")
     assigned = [
         (c.peer, c.message.version)
         for c in commands
-        if isinstance(c, Send) and isinstance(c.message, AssignStage)
+        if isinstance(c, events.Send) and isinstance(c.message, AssignStage)
     ]
     if len(assigned) != len(set(assigned)):
         raise Violation(f"two assignments at once: {commands}")
 
 
-def check_send(world: World, command: Send) -> None:
+def check_send(world: World, command: events.Send) -> None:
     message, run = command.message, world.run_state
     assert run is not None
     if isinstance(message, Apply):
@@ -137,8 +124,11 @@ def check_revoked(world: World, roster: Roster) -> None:
 def check_served(world: World, peer: SimPeer, sender: SimPeer) -> None:
     """No attached peer serves a revoked peer for more than a few seconds."""
     since = world.banned.get(sender.id)
-    # A peer that has hung may not have noticed yet that its link was closed.
-    hears = peer.attached and peer.link is not None and peer.link.open
+    # A peer that has hung, or whose link loses or delays everything, may not know yet.
+    link = peer.link
+    hears = peer.attached and link is not None and link.open and not link.deaf
+    if link is not None and link.lag_seconds:
+        hears = False
     if since is None or world.run_state is None or not hears:
         return
     if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
@@ -146,30 +136,30 @@ def check_served(world: World, peer: SimPeer, sender: SimPeer) -> None:
 
 
 def check_record(world: World, record: object) -> None:
-    if isinstance(record, AppliedStep):
+    if isinstance(record, events.AppliedStep):
         check_applied(world, record)
-    elif isinstance(record, RolledBack):
+    elif isinstance(record, events.RolledBack):
         newest = max(world.store.checkpoints, default=0)
         if record.version != newest or record.version >= world.store.version:
             raise Violation(f"{record} with checkpoint {newest} at {world.store.version}")
-    elif isinstance(record, CheckpointRecord):
+    elif isinstance(record, events.CheckpointRecord):
         if record.version > world.store.version:
             raise Violation(f"{record} is newer than the run at {world.store.version}")
         for stage, (_, params) in world.disk[record.version].items():
             if [step for step, _ in params] != list(range(1, record.version + 1)):
                 raise Violation(f"stage {stage} of checkpoint {record.version}: {params}")
-    elif isinstance(record, EvaluationRecord):
+    elif isinstance(record, events.EvaluationRecord):
         losses = [heldout_loss(record.version, m) for m in range(world.options.evaluation)]
         expected = math.fsum(losses) / (4 * len(losses))
         if not math.isclose(record.heldout_loss, expected, rel_tol=1e-12):
             raise Violation(f"{record}, expected {expected}")
-    elif isinstance(record, RunFinished):
+    elif isinstance(record, events.RunFinished):
         version = world.store.version
         if record.version != world.options.steps or version not in world.store.checkpoints:
             raise Violation(f"{record} at {version}, checkpoints {[*world.store.checkpoints]}")
 
 
-def check_applied(world: World, record: AppliedStep) -> None:
+def check_applied(world: World, record: events.AppliedStep) -> None:
     options, step = world.options, record.step
     if step != world.store.version + 1:
         raise Violation(f"step {step} follows version {world.store.version}")
@@ -244,12 +234,12 @@ def check_account(stage: Stage) -> None:
         check_receipt(stage, receipt)
 
 
-def check_event(world: World, run: RunState, event: Event) -> Callable[[], None]:
+def check_event(world: World, run: RunState, event: events.Event) -> Callable[[], None]:
     """An answer counts for what it answers: a lease ends by an answer to itself and not to an older
     one, and a member counts as having applied a step when it has. Call what is returned after the
     event."""
-    step, message = None, event.message if isinstance(event, MessageReceived) else None
-    if isinstance(event, LeaseResolved):
+    step, message = None, event.message if isinstance(event, events.MessageReceived) else None
+    if isinstance(event, events.LeaseResolved):
         step = run.steps.numbered(event.step)
         before = None if step is None else step.leases.get(event.microbatch)
     closing, version = run.steps.closing, int(run.history.version)
@@ -259,7 +249,7 @@ def check_event(world: World, run: RunState, event: Event) -> Callable[[], None]
             for member in closing.applied:
                 if (member, version) not in world.has_applied:
                     raise Violation(f"{member} counts as having applied step {version}")
-        if step is None or not isinstance(event, LeaseResolved) or before is None:
+        if step is None or not isinstance(event, events.LeaseResolved) or before is None:
             return
         after = step.leases.get(event.microbatch)
         if (
@@ -272,7 +262,7 @@ def check_event(world: World, run: RunState, event: Event) -> Callable[[], None]
     return check
 
 
-def check_late(world: World, link: Link, event: Event) -> None:
+def check_late(world: World, link: Link, event: events.Event) -> None:
     """Deliver a message of an ended session: it does not count in a later one of the same peer."""
     run = world.run_state
     member = run.peers.get(link.peer.id) if run is not None else None

@@ -23,10 +23,10 @@ STUCK_SECONDS = 6.0
 def inject(world: World, fault: Fault) -> None:
     """Let a fault happen, if there is something that it can happen to."""
     alive = [peer for peer in world.peers.values() if peer.alive]
-    if fault.kind in _OF_THE_RUN:
-        _OF_THE_RUN[fault.kind](world, fault)
+    if fault.kind in OF_THE_RUN:
+        OF_THE_RUN[fault.kind](world, fault)
     elif alive:
-        _OF_A_PEER[fault.kind](alive[fault.target % len(alive)], fault.seconds)
+        OF_A_PEER[fault.kind](alive[fault.target % len(alive)], fault.seconds)
 
 
 # ---- of the run
@@ -201,7 +201,7 @@ def _ghost(peer: SimPeer, seconds: float) -> None:
             )  # fmt: skip
 
 
-_OF_THE_RUN: dict[str, Callable[[World, Fault], None]] = {
+OF_THE_RUN: dict[str, Callable[[World, Fault], None]] = {
     "join": lambda world, _: world.join() and None,
     "small": lambda world, _: world.join(memory_bytes=50) and None,
     "crash": lambda world, fault: world.crash(fault.seconds),
@@ -212,7 +212,7 @@ _OF_THE_RUN: dict[str, Callable[[World, Fault], None]] = {
     "swallow": _swallow,
 }
 
-_OF_A_PEER: dict[str, Callable[[SimPeer, float], None]] = {
+OF_A_PEER: dict[str, Callable[[SimPeer, float], None]] = {
     "kill": lambda peer, _: peer.kill(),
     "restart": _restart,
     "revoke": lambda peer, seconds: peer.world.ban(peer, seconds),
@@ -228,6 +228,7 @@ _OF_A_PEER: dict[str, Callable[[SimPeer, float], None]] = {
     "differ": _next_time("differs"),
     "unapplied": _next_time("cannot_apply"),
     "other_apply": _next_time("expects_other_apply"),
+    "old_apply": _next_time("expects_old_apply"),
     "unsaving": lambda peer, seconds: setattr(peer, "unsaving_until", peer.world.now + seconds),
     "worker": _worker,
     "stick": _stick,
@@ -239,5 +240,5 @@ _OF_A_PEER: dict[str, Callable[[SimPeer, float], None]] = {
     "ghost": _ghost,
 }
 
-FAULTS = (*_OF_THE_RUN, *_OF_A_PEER)
+FAULTS = (*OF_THE_RUN, *OF_A_PEER)
 """All kinds."""

@@ -14,44 +14,11 @@ from kits.swarm_world.downstream import Answer, Downstream, Parcel
 from kits.swarm_world.facts import CERTIFICATE_SECONDS, TOKENS, Params, Violation
 from kits.swarm_world.network import Edge, Link
 from kits.swarm_world.stage import MOST_QUEUED, Serving, Stage, has_parameters_for
-from swarm_coordinator.core.events import (
-    Event,
-    HeartbeatsReceived,
-    LeaseResolved,
-    MessageReceived,
-    PeerHeartbeat,
-    ReceiptsVerified,
-    SessionNumber,
-)
+from swarm_coordinator.core import events
+from swarm_shared import protocol
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import (
-    AbortRound,
-    AddressUpdate,
-    Apply,
-    AssignStage,
-    CarrierAddress,
-    ClientMessage,
-    Close,
-    Goodbye,
-    Hello,
-    Lease,
-    LeaseResult,
-    Leaving,
-    Mask,
-    MaskRequest,
-    PeerRecord,
-    Reachability,
-    RefusalReason,
-    Refused,
-    Roster,
-    RosterChange,
-    RoundReport,
-    SaveSnapshot,
-    StageRequest,
-    Welcome,
-)
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.volunteer_rules import stage_tenure
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
@@ -77,12 +44,13 @@ class SimPeer:
     def _begin_life(self) -> None:
         """What a process starts with."""
         self.hung = self.wedged = self.paused = self.stalled = self.echoes = False
-        self.gives_nan = self.differs = self.cannot_apply = self.expects_other_apply = False
+        self.gives_nan = self.differs = self.cannot_apply = False
+        self.expects_other_apply = self.expects_old_apply = False
         self.slowness, self.unsaving_until = 1.0, -1.0
         self.link: Link | None = None
         self.attached, self.attached_at, self.generation = False, 0.0, Generation(0)
-        self.roster: Roster | None = None
-        self.members: dict[PeerId, PeerRecord] = {}
+        self.roster: protocol.Roster | None = None
+        self.members: dict[PeerId, protocol.PeerRecord] = {}
         self.snapshots: dict[str, tuple[str, Params]] = {}
         self.backlog: list[tuple[int, Callable[[], object]]] = []
         self.masks: dict[int, tuple[Downstream, int]] = {}
@@ -162,23 +130,23 @@ class SimPeer:
     def move_address(self) -> None:
         self.address += 1
         self.send(
-            AddressUpdate(
+            protocol.AddressUpdate(
                 addresses=self.addresses, carrier=self.carrier,
-                reachability=Reachability.BEHIND_NAT, offers_relay=False,
+                reachability=protocol.Reachability.BEHIND_NAT, offers_relay=False,
             )
         )  # fmt: skip
 
     def leave(self) -> None:
         self.leaving = True
         self._resolve_all(self.leases.leave())
-        self.send(Leaving())
+        self.send(protocol.Leaving())
 
     # ---- sessions
 
-    def hello(self) -> tuple[Hello, tuple[Receipt, ...]]:
+    def hello(self) -> tuple[protocol.Hello, tuple[Receipt, ...]]:
         holding = self.holding
         close = holding.close if holding is not None else None
-        hello = Hello(
+        hello = protocol.Hello(
             run=RunId("run"), software="0", addresses=self.addresses, carrier=self.carrier,
             device="cpu", memory_bytes=self.memory_bytes,
             stage=None if holding is None else holding.index,
@@ -192,8 +160,10 @@ class SimPeer:
         return (f"address-{self.address}",)
 
     @property
-    def carrier(self) -> CarrierAddress:
-        return CarrierAddress(peer=f"p2pd-{self.id}", addresses=self.addresses, binding="b")
+    def carrier(self) -> protocol.CarrierAddress:
+        return protocol.CarrierAddress(
+            peer=f"p2pd-{self.id}", addresses=self.addresses, binding="b"
+        )
 
     def attach(self) -> None:
         if not self.gone and self.link is None:
@@ -224,11 +194,13 @@ class SimPeer:
         if not self.gone:
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: protocol.ClientMessage) -> None:
         if self.link is not None:
-            self.deliver(MessageReceived(SessionNumber(self.link.number), self.id, message))
+            self.deliver(
+                events.MessageReceived(events.SessionNumber(self.link.number), self.id, message)
+            )
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: events.Event) -> None:
         if self.link is not None and self.link.open and self.attached:
             self.world.to_coordinator(self.link, event)
 
@@ -242,14 +214,16 @@ class SimPeer:
         queued = len(self.holding.tasks) if self.holding is not None else 0
         present = HeartbeatSnapshot(self.speed, queued, 0.0, (), (), self.paused, 0, 0.0)
         message = self._heartbeat.heartbeat(present, len(self.members))
-        session = SessionNumber(self.link.number)
-        self.deliver(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
+        session = events.SessionNumber(self.link.number)
+        self.deliver(events.HeartbeatsReceived((events.PeerHeartbeat(session, self.id, message),)))
 
     def _report_receipts(self) -> None:
         if self.holding is not None and self.link is not None and self.attached:
             batch = self.holding.account.take_unreported()
             if batch:
-                self.deliver(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
+                self.deliver(
+                    events.ReceiptsVerified(events.SessionNumber(self.link.number), self.id, batch)
+                )
         self.later(0.5, self._report_receipts)
 
     # ---- messages of the coordinator
@@ -257,35 +231,40 @@ class SimPeer:
     def on_message(self, link: Link, message: object) -> None:
         if link is not self.link or self.gone:
             return
-        if not self.attached and not isinstance(message, Welcome | Refused):
+        if not self.attached and not isinstance(message, protocol.Welcome | protocol.Refused):
             raise Violation(f"{self.id} gets {message} before its welcome")
         match message:
-            case Welcome():
+            case protocol.Welcome():
                 self._welcome(message)
-            case Roster():
+            case protocol.Roster():
                 self._use_roster(message)
-            case RosterChange():
+            case protocol.RosterChange():
                 self._use_roster(self.world.roster_after(self, message))
-            case AssignStage():
+            case protocol.AssignStage():
                 self.tenures.assigned(message)
                 self._carry_out()
-            case Lease():
+            case protocol.Lease():
                 for leased in message.microbatches:
                     self.accepted[message.lease, leased.microbatch] = message.step
                 self._resolve_all(self.leases.take(message))
                 self.start_more()
-            case Mask():
+            case protocol.Mask():
                 if asked := self.masks.pop(message.request, None):
                     asked[0].masked(asked[1], message.accumulate)
-            case Close() | AbortRound() | Apply() | SaveSnapshot():
+            case (
+                protocol.Close()
+                | protocol.AbortRound()
+                | protocol.Apply()
+                | protocol.SaveSnapshot()
+            ):
                 if self.holding is not None:
                     self.holding.order(message)
-            case Goodbye() | Refused():
+            case protocol.Goodbye() | protocol.Refused():
                 self._parted(message)
 
-    def _parted(self, message: Goodbye | Refused) -> None:
-        self.gone = isinstance(message, Refused) or message.finished or self.leaving
-        if isinstance(message, Refused) and message.code == "admission":
+    def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
+        self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
+        if isinstance(message, protocol.Refused) and message.code == "admission":
             if self.id in self.world.banned:
                 self._defy()
             else:
@@ -303,12 +282,12 @@ class SimPeer:
         self.first.send(Parcel("train", step, microbatch, everywhere), lambda _: None)
         self.later(0.4, self._defy)
 
-    def _welcome(self, message: Welcome) -> None:
+    def _welcome(self, message: protocol.Welcome) -> None:
         self.attached, self.generation = True, message.generation
         self.attached_at = self.world.now
         self._heartbeat = HeartbeatDelta(message.heartbeat_seconds or 1.0)
         if self.leaving:
-            self.send(Leaving())
+            self.send(protocol.Leaving())
         if message.keep:
             return
         self.tenures.drop()
@@ -318,9 +297,11 @@ class SimPeer:
                 stage = most_underserved_stage(message.stages, self.memory_bytes)
             except CapacityError:
                 stage = StageIndex(0)  # the coordinator has to refuse it
-            self.later(0.1 * self.world.rng.random(), lambda: self.send(StageRequest(stage=stage)))
+            self.later(
+                0.1 * self.world.rng.random(), lambda: self.send(protocol.StageRequest(stage=stage))
+            )
 
-    def _use_roster(self, roster: Roster) -> None:
+    def _use_roster(self, roster: protocol.Roster) -> None:
         self.roster = roster
         self.members = {r.peer: r for r in roster.peers if r.peer not in roster.revoked}
         self.parted_from(roster.revoked)
@@ -335,13 +316,18 @@ class SimPeer:
                 edge.end()
 
     def reported(self, stage: Stage, message: object) -> None:
-        """By a fault, an Apply of an attempt that the run has given up follows a report."""
-        if self.expects_other_apply and isinstance(message, RoundReport) and message.ok:
-            self.expects_other_apply = False
-            other = Apply(
+        """By a fault, an Apply follows a report: one of an attempt that the run has given up, or
+        the one that was carried out last, which is answered again."""
+        if not isinstance(message, protocol.RoundReport) or not message.ok:
+            return
+        order = stage.last_apply if self.expects_old_apply else None
+        if self.expects_other_apply:
+            order = protocol.Apply(
                 step=message.step, attempt=message.attempt - 1, global_norm=1.0, learning_rate=0.1
             )
-            self.later(0.01, lambda: stage is self.holding and stage.order(other))
+        if order is not None:
+            self.expects_other_apply = self.expects_old_apply = False
+            self.later(0.0, lambda: stage is self.holding and stage.order(order))
 
     # ---- stages
 
@@ -490,25 +476,28 @@ class SimPeer:
         check_served(self.world, self, edge.sender.peer)
         Serving(self.holding, edge, request, parcel)
 
-    def _refusal(self, edge: Edge, parcel: Parcel) -> RefusalReason | None:
+    def _refusal(self, edge: Edge, parcel: Parcel) -> protocol.RefusalReason | None:
         stage, sender, world = self.holding, edge.sender.peer.id, self.world
         if self._revokes(sender):
-            return RefusalReason.NOT_ADMITTED
+            return protocol.RefusalReason.NOT_ADMITTED
         if stage is None or stage.index != edge.stage or not has_parameters_for(stage, parcel):
-            return RefusalReason.WRONG_STEP
+            return protocol.RefusalReason.WRONG_STEP
         record = self.members.get(sender)
         if record is None or (stage.index > 0 and record.stage != stage.index - 1):
-            return RefusalReason.WRONG_STEP
+            return protocol.RefusalReason.WRONG_STEP
         busy = world.rng.random() < world.options.busy
         if self.paused or busy or len(stage.tasks) >= MOST_QUEUED:
-            return RefusalReason.BUSY
+            return protocol.RefusalReason.BUSY
         return None
 
     # ---- the trainer
 
     def start_more(self) -> None:
         if not self.stalled:
-            for started in self.leases.start(self.current_step(), self.world.now):
+            step = self.current_step()
+            for key in [key for key, of in self.accepted.items() if step is not None and of < step]:
+                del self.accepted[key]
+            for started in self.leases.start(step, self.world.now):
                 self._drive(started)
 
     def _drive(self, started: StartedMicrobatch) -> None:
@@ -520,7 +509,7 @@ class SimPeer:
             self.driving.remove(started)
             if answer.ok:
                 self._resolve(
-                    LeaseResult(
+                    protocol.LeaseResult(
                         step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
                         evaluation_loss_sum=answer.loss_sum if lease.mode == "evaluate" else None,
                         evaluation_tokens=TOKENS if lease.mode == "evaluate" else 0,
@@ -535,16 +524,16 @@ class SimPeer:
         parcel = Parcel(lease.mode, lease.step, leased.microbatch, leased.accumulate)
         self.first.send(parcel, done)
 
-    def _resolve_all(self, results: list[LeaseResult]) -> None:
+    def _resolve_all(self, results: list[protocol.LeaseResult]) -> None:
         for result in results:
             del self.accepted[result.lease, result.microbatch]
             self._resolve(result)
 
-    def _resolve(self, result: LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
+    def _resolve(self, result: protocol.LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
         if self.link is not None:
             self.deliver(
-                LeaseResolved(
-                    SessionNumber(self.link.number), self.id, result.step, result.microbatch,
+                events.LeaseResolved(
+                    events.SessionNumber(self.link.number), self.id, result.step, result.microbatch,
                     result.lease, result.ok, result.reason, receipts, result.evaluation_loss_sum,
                     result.evaluation_tokens,
                 )
@@ -559,5 +548,5 @@ class SimPeer:
         self._masks_asked += 1
         self.masks[self._masks_asked] = (sender, query)
         self.send(
-            MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
+            protocol.MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
         )  # fmt: skip

@@ -33,28 +33,9 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     SnapshotReady,
 )
+from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.stage_account import Counted, StageAccount
 from swarm_shared.volunteer_rules.stage_tenure import Load
-from swarm_shared.volunteer_rules.step_close import (
-    ApplyStep,
-    CancelWork,
-    CloseOrder,
-    ComputeNorm,
-    DropPrepared,
-    EmptyAccumulator,
-    Lane,
-    PrepareRound,
-    Reduce,
-    Rejoin,
-    SaveState,
-    Send,
-    StepApplied,
-    StepClose,
-    SwitchToPrepared,
-    Uncommit,
-    Work,
-    WorkNumber,
-)
 
 if TYPE_CHECKING:
     from kits.swarm_world.peer import SimPeer
@@ -73,11 +54,12 @@ class Stage:
         self.worker = SimWorker(peer, self.index)
         self.tasks: dict[Serving, None] = {}
         self.next: Downstream | None = None
-        self.close: StepClose[Receipt] | None = None
+        self.close: step_close.StepClose[Receipt] | None = None
         """Set while the stage is held and served."""
-        self.held_up: dict[WorkNumber, Work] = {}
+        self.held_up: dict[step_close.WorkNumber, step_close.Work] = {}
         """Work that begins when averaging no longer stands still."""
-        self._groups: dict[WorkNumber, object] = {}
+        self.last_apply: Apply | None = None
+        self._groups: dict[step_close.WorkNumber, object] = {}
         self._carrying_out = False
         self.loaded(())
 
@@ -91,7 +73,7 @@ class Stage:
         )
 
     def install(self) -> None:
-        self.close = StepClose(self.account)
+        self.close = step_close.StepClose(self.account)
         if not self.is_last:
             self.next = Downstream(self.peer, StageIndex(self.index + 1))
 
@@ -123,7 +105,7 @@ class Stage:
 
     # ---- the step close
 
-    def order(self, message: CloseOrder) -> None:
+    def order(self, message: step_close.CloseOrder) -> None:
         if self.close is not None:
             self.close.order(message)
             self.carry_out()
@@ -141,18 +123,18 @@ class Stage:
         while self.close is not None and (actions := self.close.take_actions()):
             for action in actions:
                 match action:
-                    case CancelWork(work):
+                    case step_close.CancelWork(work):
                         self._cancel(work)
-                    case Send(message):
+                    case step_close.Send(message):
                         self.peer.send(message)
                         self.peer.reported(self, message)
-                    case StepApplied():
+                    case step_close.StepApplied():
                         self.peer.step_applied()
-                    case Rejoin():
+                    case step_close.Rejoin():
                         self.peer.attach_again()
-                    case SwitchToPrepared():
+                    case step_close.SwitchToPrepared():
                         self.peer.switch()
-                    case DropPrepared():
+                    case step_close.DropPrepared():
                         self.peer.drop_outdated()
                     case _ if self.peer.wedged:
                         self.held_up[action.work] = action
@@ -167,22 +149,26 @@ class Stage:
             if self.close is not None:
                 self._begin(self.close, work)
 
-    def _cancel(self, work: WorkNumber) -> None:
+    def _cancel(self, work: step_close.WorkNumber) -> None:
         self.held_up.pop(work, None)
         if work in self._groups:
             self.peer.world.all_reduces.leave(self.peer.id, self._groups.pop(work))
 
-    def _report(self, of: StepClose[Receipt], report: Callable[[], None]) -> None:
+    def _report(self, of: step_close.StepClose[Receipt], report: Callable[[], None]) -> None:
         """A result, unless the stage has been given up since."""
         if self.close is of:
             report()
             self.carry_out()
 
-    def _begin(self, close: StepClose[Receipt], work: Work) -> None:
+    def _begin(self, close: step_close.StepClose[Receipt], work: step_close.Work) -> None:
         """Begin a piece of work in the lane's worker."""
-        prepared = isinstance(work, PrepareRound | Reduce | ComputeNorm | ApplyStep) and (
-            work.lane is Lane.PREPARED
-        )
+        prepared = isinstance(
+            work,
+            step_close.PrepareRound
+            | step_close.Reduce
+            | step_close.ComputeNorm
+            | step_close.ApplyStep,
+        ) and (work.lane is step_close.Lane.PREPARED)
         stage = self.peer.prepared if prepared else self
         if stage is None:
             raise Violation(f"{self.peer.id} has nothing prepared for {work}")
@@ -211,22 +197,24 @@ class Stage:
             )  # fmt: skip
 
         match work:
-            case PrepareRound():
+            case step_close.PrepareRound():
                 ask(0.04 * self.peer.world.rng.random(), partial(prepare, work.step))
-            case Uncommit():
+            case step_close.Uncommit():
                 ask(0.02, partial(uncommit, work.step, work.microbatches))
-            case EmptyAccumulator():
+            case step_close.EmptyAccumulator():
                 ask(0.01, partial(empty, work.step))
-            case ComputeNorm():
+            case step_close.ComputeNorm():
                 ask(0.01, partial(norm, work.step))
-            case Reduce():
+            case step_close.Reduce():
                 self._reduce(close, stage, work)
-            case ApplyStep():
+            case step_close.ApplyStep():
                 ask(0.02, partial(stage.apply, close, number, work.order))
-            case SaveState():
+            case step_close.SaveState():
                 ask(0.05, partial(self._save, close, number, work.request))
 
-    def _reduce(self, close: StepClose[Receipt], stage: Stage, work: Reduce) -> None:
+    def _reduce(
+        self, close: step_close.StepClose[Receipt], stage: Stage, work: step_close.Reduce
+    ) -> None:
         worker, number, part = stage.worker, work.work, work.reduction.part
         if worker.copy[0] != work.step:
             raise Violation(f"{self.peer.id} averages step {work.step} with {worker.copy}")
@@ -254,16 +242,20 @@ class Stage:
         )
 
     def apply(
-        self, close: StepClose[Receipt], number: WorkNumber, order: Apply
+        self, close: step_close.StepClose[Receipt], number: step_close.WorkNumber, order: Apply
     ) -> Callable[[], None]:
         if self.peer.cannot_apply:
             self.peer.cannot_apply = False
             return partial(close.failed, number, "its parameters would not be finite")
         digest, norm = self.worker.apply(order)
+        self.last_apply = order
         return partial(close.applied, number, digest=digest, norm=norm)
 
     def _save(
-        self, close: StepClose[Receipt], number: WorkNumber, request: SaveSnapshot
+        self,
+        close: step_close.StepClose[Receipt],
+        number: step_close.WorkNumber,
+        request: SaveSnapshot,
     ) -> Callable[[], None]:
         version, stage, peer = request.version, request.stage, self.peer
         elsewhere = (version, stage) != (self.worker.version, self.index)

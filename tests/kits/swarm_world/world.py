@@ -40,34 +40,7 @@ from kits.swarm_world.facts import (
 from kits.swarm_world.faults import inject
 from kits.swarm_world.network import AllReduces, Link
 from kits.swarm_world.peer import SimPeer
-from swarm_coordinator.core.events import (
-    AppliedStep,
-    Broadcast,
-    CheckpointFailed,
-    CheckpointRecord,
-    CheckpointStored,
-    CloseSession,
-    Command,
-    EvaluationRecord,
-    Event,
-    FetchSnapshot,
-    HeartbeatsReceived,
-    Note,
-    PeerAttached,
-    PeersReinstated,
-    PeersRevoked,
-    Persist,
-    Restored,
-    RolledBack,
-    RunFinished,
-    Send,
-    SessionLost,
-    SessionNumber,
-    ShutDown,
-    StopRequested,
-    StoredStage,
-    Tick,
-)
+from swarm_coordinator.core import events
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -87,13 +60,13 @@ class SimStore:
     """The durable records, and what a restart reads from them (`storage.records.read_restored`)."""
 
     records: list[object] = field(default_factory=list)
-    applied: dict[int, AppliedStep] = field(default_factory=dict)
-    checkpoints: dict[int, CheckpointRecord] = field(default_factory=dict)
+    applied: dict[int, events.AppliedStep] = field(default_factory=dict)
+    checkpoints: dict[int, events.CheckpointRecord] = field(default_factory=dict)
     heldout_loss: float | None = None
     finished: int | None = None
     base: int = 0
     rolled_back: bool = False
-    given_up: list[dict[int, AppliedStep]] = field(default_factory=list)
+    given_up: list[dict[int, events.AppliedStep]] = field(default_factory=list)
     """Histories that the run has rolled back from."""
 
     @property
@@ -102,15 +75,15 @@ class SimStore:
 
     def write(self, record: object) -> None:
         self.records.append(record)
-        if isinstance(record, AppliedStep):
+        if isinstance(record, events.AppliedStep):
             self.applied[record.step] = record
-        elif isinstance(record, CheckpointRecord):
+        elif isinstance(record, events.CheckpointRecord):
             self.checkpoints[record.version] = record
-        elif isinstance(record, EvaluationRecord):
+        elif isinstance(record, events.EvaluationRecord):
             self.heldout_loss = record.heldout_loss
-        elif isinstance(record, RunFinished):
+        elif isinstance(record, events.RunFinished):
             self.finished = record.version
-        elif isinstance(record, RolledBack):
+        elif isinstance(record, events.RolledBack):
             self.base, self.rolled_back = record.version, True
             self.given_up.append(dict(self.applied))
             for table in (self.applied, self.checkpoints):
@@ -118,10 +91,10 @@ class SimStore:
                     del table[number]
             self.heldout_loss, self.finished = None, None
 
-    def restore(self, generation: int) -> Restored:
+    def restore(self, generation: int) -> events.Restored:
         newest = max(self.checkpoints, default=None)
         since = [step for number, step in self.applied.items() if number > self.base]
-        return Restored(
+        return events.Restored(
             generation=generation,
             version=Version(self.version),
             last_applied=self.applied[max(self.applied)] if self.applied else None,
@@ -198,7 +171,8 @@ class World:
     # ---- clock
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + seconds, next(self._order), action))
+        # What a hung peer had planned for a time that has passed is due at once.
+        heapq.heappush(self._queue, (self.now + max(0.0, seconds), next(self._order), action))
 
     def delay(self) -> float:
         """Seconds that a message takes: mostly few, sometimes many."""
@@ -220,7 +194,7 @@ class World:
                 raise Violation(f"{type(error).__name__}: {error}") from error
 
     def _tick(self) -> None:
-        self.deliver(Tick())
+        self.deliver(events.Tick())
         check_state(self)
         check_progress(self)
         self.later(TICK_SECONDS, self._tick)
@@ -252,10 +226,10 @@ class World:
         if back_after is not None:
             self.later(back_after, self.start_coordinator)
 
-    def deliver(self, event: Event) -> None:
+    def deliver(self, event: events.Event) -> None:
         if self.run_state is None or self.stopped:
             return
-        if not isinstance(event, Tick | HeartbeatsReceived):
+        if not isinstance(event, events.Tick | events.HeartbeatsReceived):
             sender = getattr(event, "peer", "")
             self.trace.append((self.now, sender, "coordinator", type(event).__name__, event))
         version = self.run_state.history.version
@@ -271,35 +245,35 @@ class World:
                     return
             self._execute(command)
 
-    def _execute(self, command: Command) -> None:
-        if isinstance(command, Send):
+    def _execute(self, command: events.Command) -> None:
+        if isinstance(command, events.Send):
             self._send(command)
-        elif isinstance(command, Broadcast):
+        elif isinstance(command, events.Broadcast):
             assert self.run_state is not None
             roster = self.run_state.roster
             assert roster.published is not None
             self.roster_changes += 1
             whole = self.whole_rosters[roster.serial] = roster.published
             for peer in command.peers:
-                check_send(self, Send(peer, whole))
-                self._send(Send(peer, command.message))
-        elif isinstance(command, Persist):
+                check_send(self, events.Send(peer, whole))
+                self._send(events.Send(peer, command.message))
+        elif isinstance(command, events.Persist):
             check_record(self, command.record)
             self.store.write(command.record)
             self.progressed_at = self.now
-        elif isinstance(command, Note):
+        elif isinstance(command, events.Note):
             self.notes.append(f"{self.now:8.2f} {command.text}")
-        elif isinstance(command, CloseSession):
+        elif isinstance(command, events.CloseSession):
             link = self.current.pop(command.peer, None)
             if link is not None:
                 self._to_client(link, lambda: self._close(link))
-        elif isinstance(command, FetchSnapshot):
+        elif isinstance(command, events.FetchSnapshot):
             generation = self.generation
             self.later(
                 0.2 + self.rng.random(),
                 lambda: generation == self.generation and self._fetch(command),
             )
-        elif isinstance(command, ShutDown):
+        elif isinstance(command, events.ShutDown):
             self.stopped = True
 
     def _close(self, link: Link) -> None:
@@ -307,10 +281,13 @@ class World:
         link.peer.link_lost(link)
         # The shell reports the end of every stream, also of one that the core has closed.
         self.later(
-            0.01, lambda: self.deliver(SessionLost(SessionNumber(link.number), link.peer.id))
+            0.01,
+            lambda: self.deliver(
+                events.SessionLost(events.SessionNumber(link.number), link.peer.id)
+            ),
         )
 
-    def _send(self, command: Send) -> None:
+    def _send(self, command: events.Send) -> None:
         message = command.message
         if isinstance(message, AbortRound):
             self.aborted.add((command.peer, message.attempt))
@@ -334,7 +311,7 @@ class World:
                 link.down_at - self.now, lambda: link.open and not link.deaf and action()
             )
 
-    def to_coordinator(self, link: Link, event: Event) -> None:
+    def to_coordinator(self, link: Link, event: events.Event) -> None:
         link.sent.append(event)
         if link.deaf:
             return
@@ -349,7 +326,7 @@ class World:
         if link.peer.echoes:
             self.later(2.0 * self.rng.random(), lambda: self.deliver_late(link, event))
 
-    def deliver_late(self, link: Link, event: Event) -> None:
+    def deliver_late(self, link: Link, event: events.Event) -> None:
         """A message arrives again, perhaps in a later session of the peer."""
         check_late(self, link, event)
 
@@ -373,7 +350,11 @@ class World:
             if older is not None:
                 older.open = False
             self.current[peer.id] = link
-            self.deliver(PeerAttached(SessionNumber(link.number), peer.id, hello, "cert", receipts))
+            self.deliver(
+                events.PeerAttached(
+                    events.SessionNumber(link.number), peer.id, hello, "cert", receipts
+                )
+            )
 
         peer.link = link
         self.later(self.delay(), arrive)
@@ -385,7 +366,7 @@ class World:
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
-        lost = SessionLost(SessionNumber(link.number), link.peer.id)
+        lost = events.SessionLost(events.SessionNumber(link.number), link.peer.id)
         generation = self.generation
         self.later(
             3 * self.rng.random() * self.delay(),
@@ -393,23 +374,23 @@ class World:
         )
         link.peer.later(self.delay(), lambda: link.peer.link_lost(link))
 
-    def _fetch(self, command: FetchSnapshot) -> None:
+    def _fetch(self, command: events.FetchSnapshot) -> None:
         """The shell fetches one stage of a checkpoint from its holder into the run folder."""
         snapshot, holder = command.snapshot, self.peers[command.holder.peer]
         found = holder.snapshots.get(snapshot.item) if holder.alive else None
         if found is None or found[0] != snapshot.sha256 or self.now < self.disk_full_until:
             self.fetched.pop(snapshot.version, None)
-            self.deliver(CheckpointFailed(snapshot.version, "not to be had"))
+            self.deliver(events.CheckpointFailed(snapshot.version, "not to be had"))
             return
         files = self.fetched.setdefault(snapshot.version, {})
         files[snapshot.stage] = found
         if len(files) == self.options.stages:
             self.disk[snapshot.version] = self.fetched.pop(snapshot.version)
             stages = tuple(
-                StoredStage(StageIndex(s), checkpoint_item(snapshot.version, s), 1, sha)
+                events.StoredStage(StageIndex(s), checkpoint_item(snapshot.version, s), 1, sha)
                 for s, (sha, _) in sorted(files.items())
             )
-            self.deliver(CheckpointStored(snapshot.version, stages))
+            self.deliver(events.CheckpointStored(snapshot.version, stages))
 
     # ---- between peers
 
@@ -451,7 +432,7 @@ class World:
         return peer
 
     def stop(self) -> None:
-        self.deliver(StopRequested())
+        self.deliver(events.StopRequested())
 
     def ban(self, peer: SimPeer, seconds: float) -> None:
         """Ban by the organiser, also without a coordinator; after `seconds` the peer may return."""
@@ -459,12 +440,12 @@ class World:
             return
         self.banned[peer.id] = self.now
         until = self.now + CERTIFICATE_SECONDS
-        self.deliver(PeersRevoked((peer.id,), "banned", until))
+        self.deliver(events.PeersRevoked((peer.id,), "banned", until))
         self.later(seconds, lambda: self._unban(peer))
 
     def _unban(self, peer: SimPeer) -> None:
         del self.banned[peer.id]
-        self.deliver(PeersReinstated((peer.id,)))
+        self.deliver(events.PeersReinstated((peer.id,)))
         self.start_again(peer)
 
     def start_again(self, peer: SimPeer) -> None:
@@ -503,7 +484,7 @@ class World:
     def newest_messages(self) -> str:
         """The last ones that arrived, one a line."""
         return "\n".join(
-            f"{at:9.3f}  {source} -> {target}  {kind}  {str(content)[:200]}"
+            f"{at:9.3f}  {source} -> {target}  {kind}  {str(content)[:140]}"
             for at, source, target, kind, content in self.trace
         )
 
