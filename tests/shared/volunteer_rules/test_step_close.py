@@ -442,6 +442,19 @@ def test_a_move_whose_prepared_stage_is_lost_before_the_apply_ends_the_session(w
     assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
 
 
+def test_a_move_whose_session_is_lost_in_its_apply_stays_averaged_in_the_old_stage() -> None:
+    peer = moving_peer()
+    peer.run()
+    peer.applies()
+    peer.loses_session()
+    peer.run()
+    assert not peer.switched
+    assert peer.close.averaged_attempt == 1
+    peer.applies()
+    peer.run()
+    assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
+
+
 # ---- the invariants
 
 
