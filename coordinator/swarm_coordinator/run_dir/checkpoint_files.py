@@ -3,6 +3,7 @@
     checkpoints/step-00000050/stage-0.safetensors …   the stages' files, hash-checked by `transfer`
     checkpoints/step-00000050/checkpoint.json         sizes and hashes, written last
     checkpoints/step-00000050.partial/                while it is being fetched
+    checkpoints/step-00000050.deleted.partial/        while it is being deleted
 
 A checkpoint appears by renaming its folder, so that it exists completely or not at all. Owns the
 folder, its pruning and its verification. The pure core decides when a checkpoint is made
@@ -115,10 +116,10 @@ class CheckpointFolder:
         )  # fmt: skip
         partial, final = self._partial(version), self.folder(version)
         write_atomically(partial / SUMMARY_NAME, summary.model_dump_json(indent=2).encode())
+        if final.exists():
+            # It belongs to a history that was rolled back.
+            self._discard(final)
         try:
-            if final.exists():
-                # It belongs to a history that was rolled back.
-                self._discard(final)
             partial.rename(final)
         except OSError as error:
             raise storage_error(final, error) from error
@@ -134,18 +135,17 @@ class CheckpointFolder:
         checkpoint that both the database and the folder have.
         """
         older = [version for version in self.versions() if version < newest]
-        try:
-            for version in older[self._keep - 1 :]:
-                self._discard(self.folder(version))
-        except OSError as error:
-            raise storage_error(self._root, error) from error
+        for version in older[self._keep - 1 :]:
+            self._discard(self.folder(version))
 
     def discard_partial(self, version: int) -> None:
         """Delete the partial folder of a checkpoint that failed."""
         shutil.rmtree(self._partial(version), ignore_errors=True)
 
     def discard_all_partial(self) -> None:
-        """Delete partial checkpoints of earlier starts; peers hold newer state by now."""
+        """Delete checkpoints that an earlier start was fetching or deleting when it ended.
+
+        Of the former, peers hold newer state by now."""
         for folder in self._root.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -239,9 +239,14 @@ class CheckpointFolder:
             raise StorageError(f"the checkpoint {folder} is damaged: {path.name}") from error
 
     def _discard(self, folder: Path) -> None:
-        # The summary first: without it a half-deleted folder is not a checkpoint.
-        (folder / SUMMARY_NAME).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        # Renamed first: a half-deleted folder is not a checkpoint, and the next start deletes it.
+        doomed = folder.with_name(f"{folder.name}.deleted{_PARTIAL}")
+        try:
+            folder.rename(doomed)
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        sync_folder(self._root)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:

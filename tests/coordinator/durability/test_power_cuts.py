@@ -126,6 +126,27 @@ def test_a_checkpoint_is_complete_or_not_there(
     assert at_every_instant(disk, fetch, check, seeds, every) > 8 * len(seeds)
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [(*FEW_SEEDS, 4, 5, 6, 7), pytest.param(range(100, 160), marks=pytest.mark.nightly)],
+    ids=["few", "many"],
+)
+def test_a_checkpoint_is_deleted_whole_or_not_at_all(
+    disk: PowerCutDisk, folder: RunFolder, seeds: tuple[int | None, ...]
+) -> None:
+    checkpoints = checkpoints_of(folder, keep=1)
+
+    def check(ended: bool) -> None:
+        assert check_run(folder).findings == ()
+        assert checkpoints.versions() in ([[4]] if ended else [[4], [4, 2]])
+        # As the next start does; nothing is left that takes space for good.
+        checkpoints.discard_all_partial()
+        assert len(list(folder.checkpoints.iterdir())) == len(checkpoints.versions())
+
+    prune = partial(checkpoints.prune, Version(4))
+    assert at_every_instant(disk, prune, check, seeds) >= 4 * len(seeds)
+
+
 @few_or_all
 def test_a_backup_is_complete_or_not_there(
     disk: PowerCutDisk, folder: RunFolder, seeds: tuple[int | None, ...], every: int
