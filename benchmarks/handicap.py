@@ -18,12 +18,12 @@ from unittest import mock
 
 from benchmarks.inside import run_module, wrapped
 from benchmarks.pace import PACE_VARIABLE
-from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle import warm_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import Reduction
 from swarm_shared.scheduling.routing import ShortestExpectedDelay
+from swarm_shared.volunteer_rules import delivery
 
 INSTRUMENT = "benchmarks.handicap"
 PACED_WORKER_MODULE = "benchmarks.paced_worker"
@@ -60,9 +60,7 @@ def handicapped() -> Iterator[None]:
                 mock.patch.object(warm_worker, "WORKER_MODULE", PACED_WORKER_MODULE)
             )
         if os.environ.get(EQUAL_SHARES_VARIABLE):
-            stack.enter_context(
-                mock.patch.object(stage_links, "ShortestExpectedDelay", EqualShares)
-            )
+            stack.enter_context(mock.patch.object(delivery, "ShortestExpectedDelay", EqualShares))
             stack.enter_context(wrapped([(GroupAverager, "reduce", _without_weights)]))
         yield
 

@@ -143,7 +143,8 @@ def _heartbeat_said() -> Callable[[], object]:
 def _receipt_signed() -> Callable[[], object]:
     membership = Membership(RUN, identity(0).peer_id, "", manifest(), Generation(1))
     sign = receipt_signer(identity(5), CurrentMembership(membership), StageIndex(1))
-    return lambda: sign(Counted(Step(1), MicrobatchIndex(200), 1024, None))
+    counted = Counted(Step(1), MicrobatchIndex(200), 1024, None)
+    return lambda: sign(counted)
 
 
 def _route() -> Callable[[], object]:

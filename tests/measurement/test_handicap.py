@@ -10,7 +10,6 @@ import trio
 
 from benchmarks.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
 from benchmarks.pace import PACE_VARIABLE
-from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle.worker_handle import open_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -24,6 +23,7 @@ from swarm_shared.run.manifest import (
 )
 from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+from swarm_shared.volunteer_rules import delivery
 
 A, B = PeerId("a"), PeerId("b")
 STAGE = StageIndex(0)
@@ -56,15 +56,15 @@ def test_without_variables_nothing_changes_and_with_them_it_does_within_the_bloc
     monkeypatch.delenv(PACE_VARIABLE, raising=False)
     reduce = GroupAverager.reduce
     with handicapped():
-        assert (stage_links.ShortestExpectedDelay, GroupAverager.reduce) == (
+        assert (delivery.ShortestExpectedDelay, GroupAverager.reduce) == (
             ShortestExpectedDelay,
             reduce,
         )
     monkeypatch.setenv(EQUAL_SHARES_VARIABLE, "1")
     with handicapped():
-        assert stage_links.ShortestExpectedDelay is EqualShares
+        assert delivery.ShortestExpectedDelay is EqualShares
         assert GroupAverager.reduce is not reduce
-    assert stage_links.ShortestExpectedDelay is ShortestExpectedDelay
+    assert delivery.ShortestExpectedDelay is ShortestExpectedDelay
     assert GroupAverager.reduce is reduce
 
 

@@ -189,7 +189,7 @@ async def test_a_relay_that_talks_nonsense_is_a_network_error(answer: bytes) -> 
         await stream.close()
 
     async with a_node(None, ANY_PORT) as relay, a_node() as source:
-        relay._serve_raw(HOP_PROTOCOL, nonsense, public=True)
+        relay._inbound.serve_raw(HOP_PROTOCOL, nonsense, public=True)
         with pytest.raises(NetworkError):
             await source.connect(Identity.generate().peer_id, [f"{relay.addresses[0]}/p2p-circuit"])
         assert source.connected_peers == (relay.peer_id,)

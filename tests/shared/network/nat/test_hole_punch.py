@@ -249,7 +249,7 @@ async def test_nonsense_from_either_end_ends_the_attempt_and_nothing_else(
         await stream.write(garbage)
 
     async with a_relay() as relay, a_node() as target, a_node() as attacker:
-        attacker._serve_raw(DCUTR_PROTOCOL, answer_nonsense)
+        attacker._inbound.serve_raw(DCUTR_PROTOCOL, answer_nonsense, public=False)
         await hold_slot(target, relay)
         await connect_over_relay(attacker, target)
         await until(lambda: not target._puncher._attempts)

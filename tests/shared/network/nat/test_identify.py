@@ -49,7 +49,7 @@ async def test_nonsense_about_ones_own_address_is_not_believed(answer: bytes) ->
         await stream.close()
 
     async with a_node(None, ANY_PORT) as liar, a_node(None, ANY_PORT) as node:
-        liar._serve_raw(IDENTIFY_PROTOCOL, lie, public=True)
+        liar._inbound.serve_raw(IDENTIFY_PROTOCOL, lie, public=True)
         await node.connect(liar.peer_id, liar.addresses, from_listening_port=True)
         assert node.observed_address(liar.peer_id) is None
         assert await says_hello(node, liar)
@@ -61,7 +61,7 @@ async def test_an_observed_address_that_is_none_to_dial_is_not_kept() -> None:
         await write_message(stream, message)
 
     async with a_node(None, ANY_PORT) as other, a_node(None, ANY_PORT) as node:
-        other._serve_raw(IDENTIFY_PROTOCOL, answer, public=True)
+        other._inbound.serve_raw(IDENTIFY_PROTOCOL, answer, public=True)
         await node.connect(other.peer_id, other.addresses, from_listening_port=True)
         assert node.observed_address(other.peer_id) is None
 

@@ -165,7 +165,7 @@ async def test_a_dial_that_is_given_up_in_its_handshake_gives_its_circuit_back(
             await write_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.OK))
             await trio.sleep_forever()
 
-        target._serve_raw(STOP_PROTOCOL, never_answer, public=True)
+        target._inbound.serve_raw(STOP_PROTOCOL, never_answer, public=True)
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(source.connect, target.peer_id, target.addresses)
@@ -477,7 +477,7 @@ async def test_a_target_that_does_not_answer_costs_the_source_a_bounded_time(
     monkeypatch.setattr("swarm_shared.network.nat.relay_server.MESSAGE_SECONDS", 0.3)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
-        target._serve_raw(STOP_PROTOCOL, lambda stream: trio.sleep_forever(), public=True)
+        target._inbound.serve_raw(STOP_PROTOCOL, lambda stream: trio.sleep_forever(), public=True)
         asked = await ask_circuit(source, relay, target.peer_id)
         assert asked.status == Status.CONNECTION_FAILED
         assert relay.relay is not None

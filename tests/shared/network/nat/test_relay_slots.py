@@ -217,7 +217,7 @@ async def test_what_a_relay_says_of_its_addresses_harms_nobody(garbage: bytes) -
         await write_message(stream, answer)
 
     async with a_node(None, ANY_PORT) as liar, a_relay() as relay, a_node() as node:
-        liar._serve_raw(HOP_PROTOCOL, lie, public=True)
+        liar._inbound.serve_raw(HOP_PROTOCOL, lie, public=True)
         await hold_slot(node, liar, relay)
         assert set(node.relay_slots) == {liar.peer_id, relay.peer_id}
         ways = [a for a in circuit_addresses_of(node) if liar.peer_id in a]
@@ -244,7 +244,7 @@ async def test_a_relay_that_talks_nonsense_is_no_relay(answer: bytes) -> None:
         await stream.close()
 
     async with a_node(None, ANY_PORT) as liar, a_relay() as relay, a_node() as node:
-        liar._serve_raw(HOP_PROTOCOL, nonsense, public=True)
+        liar._inbound.serve_raw(HOP_PROTOCOL, nonsense, public=True)
         node.use_relays(offered(liar, relay), 2)
         await until(lambda: relay.peer_id in node.relay_slots)
         await until(lambda: not connections(node, liar) or node.relay_slots == (relay.peer_id,))
