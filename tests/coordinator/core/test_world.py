@@ -114,6 +114,15 @@ ENDLESS: dict[str, tuple[Options, int, tuple[Fault, ...]]] = {
             Fault(5.2, "kill", 7, 1.0),
         ),
     ),
+    "only a peer that does not hold its own stage can take the lost one": (
+        Options(stages=3, peers=3, microbatches=1, checkpoint_steps=10, evaluation=0),
+        2610313821,
+        (
+            Fault(2.2, "restart", 6, 7.0),
+            Fault(2.9, "join", 1, 7.0),
+            Fault(6.4, "kill", 9, 7.0),
+        ),
+    ),
     "the peer to move sits the step out": (
         Options(peers=3, microbatches=6, steps=5, checkpoint_steps=10, evaluation=0, staleness=1),
         1752757246,

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 MOST_DEAF_SECONDS = 15.0
 """Longest time until both ends of a dead link notice."""
 
-MOST_LAG_SECONDS = 6.0
+MOST_LAG_SECONDS = 2.0
+"""Longest additional delay of a session; members whose closes arrive further apart than the stall
+limit of an all-reduce never average."""
 
 STUCK_SECONDS = 6.0
 """Seconds after which a daemon ends a worker that does not answer."""
