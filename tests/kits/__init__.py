@@ -7,6 +7,6 @@ installers   a checkout, a home and a throwaway system for the installers
 network      libp2p nodes in one process
 network_lab  hosts and routers as network namespaces (needs root)
 runs         whole runs of real processes
-swarm_world  a simulated swarm around the coordinator's core
+swarm_world  a simulated swarm: the coordinator's core, the volunteer's rules, a network
 tui          a source, keys and a screen for the terminal views
 """

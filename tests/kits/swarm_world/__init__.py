@@ -1,1 +1,1 @@
-"""A simulated swarm around the coordinator's core, on a virtual clock."""
+"""A simulated swarm on a virtual clock: the core and the volunteer's rules, as they ship."""

@@ -132,6 +132,8 @@ def main() -> None:
     for seed in range(given.seed, given.seed + given.worlds):
         course = drawn(seed)
         done += 1
+        if done % 1000 == 0:
+            print(f"{done} worlds, {wrong} wrong", flush=True)
         if course.violation():
             wrong += 1
             print(f"\nseed {seed}: {described(course)}", flush=True)
