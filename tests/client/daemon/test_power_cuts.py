@@ -22,7 +22,7 @@ from swarm_shared.identity.keys import Identity
 
 pytestmark = pytest.mark.process
 
-MORE_SEEDS = range(100, 200)
+MORE_SEEDS = range(100, 130)
 TODAY = datetime.date(2026, 11, 23)
 
 every_seed = pytest.mark.parametrize(

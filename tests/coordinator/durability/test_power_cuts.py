@@ -85,7 +85,7 @@ def test_the_run_of_these_tests_is_whole(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "every"),
-    [((SYNCED_ONLY, 2), 9), pytest.param((100, 101, 102), 1, marks=pytest.mark.nightly)],
+    [((SYNCED_ONLY, 2), 9), pytest.param((100, 101, 102), 5, marks=pytest.mark.nightly)],
     ids=["few", "all"],
 )
 def test_a_run_is_made_whole_or_not_at_all(
