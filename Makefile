@@ -97,6 +97,7 @@ check: setup-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m mypy --config-file .ci/mypy_tests.ini
 	.venv/bin/lint-imports
 
 format: setup-dev

@@ -20,55 +20,7 @@ pytestmark = pytest.mark.lab
 
 PORT = 4001
 START_SECONDS = 30.0
-
-OBSERVERS = """
-import json, sys, time, trio
-from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.invite import Invite
-from swarm_shared.protocol import Neighbour
-from swarm_shared.network import open_node
-from swarm_shared.probe.server import answer_members_only, serve_probe
-from swarm_shared.identity.probe_pass import sign_probe_pass
-
-RUN = "ab" * 32
-organiser = Identity.from_seed(b"o" * 32)
-volunteer = Identity.from_seed(b"v" * 32)
-
-def no_member(remote, run, certificate):
-    raise AssertionError("nobody here has one")
-
-async def main(role, own, other):
-    def coordinator(remote, hello):
-        neighbour = Neighbour(peer=volunteer.peer_id, addresses=(f"/ip4/{other}/tcp/4000",))
-        return DoctorWelcome(
-            probe_pass=sign_probe_pass(organiser, remote, RUN, time.time()),
-            neighbours=(neighbour,),
-        )
-    identity = organiser if role == "coordinator" else volunteer
-    judge = coordinator if role == "coordinator" else answer_members_only(
-        RUN, organiser.peer_id, no_member)
-    async with open_node(identity, [f"/ip4/{own}/tcp/4000"]) as node:
-        serve_probe(node, judge)
-        print(Invite(coordinator=organiser.peer_id, addresses=(f"/ip4/{own}/tcp/4000",),
-                     run_id=RUN, organiser=organiser.peer_id).encode(), flush=True)
-        await trio.sleep_forever()
-
-trio.run(main, *sys.argv[1:])
-"""
-CHECK = """
-import json, sys, trio
-from pathlib import Path
-from swarm_client.doctor.checkup import Checkup, DoctorOptions
-from swarm_shared.identity.invite import Invite
-
-async def main(invite, home):
-    checkup = Checkup(DoctorOptions(home=Path(home)))
-    with trio.move_on_after(25):
-        await checkup.check_network(Invite.decode(invite), None, False)
-    print(json.dumps({check.id: check.model_dump() for check in checkup.results.all()}))
-
-trio.run(main, *sys.argv[1:])
-"""
+PROGRAM = Path(__file__).parent / "doctor_program.py"
 
 
 class Outside:
@@ -82,7 +34,7 @@ class Outside:
             ("coordinator", self.coordinator, log),
             ("volunteer", volunteer, folder / "volunteer.out"),
         ):
-            words = [sys.executable, "-c", OBSERVERS, role, host.ipv4, volunteer.ipv4]
+            words = [sys.executable, str(PROGRAM), role, host.ipv4, volunteer.ipv4]
             host.start(role, words, out)
             wait_until(
                 lambda out=out: out.exists() and "swarm1" in out.read_text(),  # type: ignore[misc]
@@ -95,7 +47,7 @@ class Outside:
         home = self._folder / "home"
         home.mkdir(exist_ok=True)
         (home / "port").write_text(f"{PORT}\n")
-        words = [sys.executable, "-c", CHECK, self.invite, str(home)]
+        words = [sys.executable, str(PROGRAM), "check", self.invite, str(home)]
         found: dict[str, Any] = json.loads(host.run(words, timeout_seconds=60))
         return found
 

@@ -88,7 +88,7 @@ async def workers_of(
     opened: dict[int, StageWorker] = {}
     done = trio.Event()
 
-    async def keep_open(position: int, task_status: trio.TaskStatus[None]) -> None:
+    async def keep_open(position: int, task_status: trio.TaskStatus[None]) -> None:  # type: ignore[name-defined]
         async with open_worker(
             manifest,
             StageIndex(stages[position]),

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import trio
+from libp2p.abc import INetStream
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
@@ -245,7 +246,7 @@ async def test_nonsense_from_either_end_ends_the_attempt_and_nothing_else(
     monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
 
-    async def answer_nonsense(stream: object) -> None:
+    async def answer_nonsense(stream: INetStream) -> None:
         await stream.write(garbage)
 
     async with a_relay() as relay, a_node() as target, a_node() as attacker:

@@ -252,8 +252,8 @@ async def test_one_peer_gets_so_many_circuits_at_either_end() -> None:
             await hold_slot(target, relay)
         sources = [await stack.enter_async_context(a_node()) for _ in range(2)]
         assert await says_hello(sources[0], targets[0])
-        for source, target in ((0, 1), (1, 0)):
-            asked = await ask_circuit(sources[source], relay, targets[target].peer_id)
+        for calling, called in ((0, 1), (1, 0)):
+            asked = await ask_circuit(sources[calling], relay, targets[called].peer_id)
             assert asked.status == Status.RESOURCE_LIMIT_EXCEEDED
         assert await says_hello(sources[1], targets[1])
 

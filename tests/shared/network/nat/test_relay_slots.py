@@ -10,6 +10,8 @@ from hashlib import sha256
 
 import pytest
 import trio
+import trio.testing
+from libp2p.abc import INetStream
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Reservation, Status
 from multiaddr import Multiaddr
 
@@ -238,7 +240,7 @@ async def test_a_relay_whose_address_is_too_long_for_messages_is_not_passed_on()
     "answer", [b"", b"\x00", b"\xff\xff\x7f", b"\x02\x08\x01", b"\x02\x08\x02"]
 )
 async def test_a_relay_that_talks_nonsense_is_no_relay(answer: bytes) -> None:
-    async def nonsense(stream: object) -> None:
+    async def nonsense(stream: INetStream) -> None:
         await read_message(stream, HopMessage)
         await stream.write(answer)
         await stream.close()

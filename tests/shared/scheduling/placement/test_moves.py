@@ -313,8 +313,8 @@ def test_where_one_move_or_exchange_helps_something_that_helps_is_done(
     for one, other in itertools.combinations([p for p in peers if p.may_move], 2):
         both = stages[one.stage].memory_bytes + stages[other.stage].memory_bytes
         if min(one.memory_bytes, other.memory_bytes) >= both:
-            there = {one.peer: other.stage, other.peer: one.stage}
-            moved = [replace(p, stage=there.get(p.peer, p.stage)) for p in peers]
+            exchanged = {one.peer: other.stage, other.peer: one.stage}
+            moved = [replace(p, stage=exchanged.get(p.peer, p.stage)) for p in peers]
             best = max(best, min(stage_rates(stages, moved)))
     decision = choose_moves(stages, peers, FREE)
     if best > now * (1 + 1e-6):
