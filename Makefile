@@ -97,7 +97,7 @@ check: setup-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m mypy --config-file .ci/mypy_tests.ini
+	$(PY) -m mypy --config-file tests/mypy.ini
 	.venv/bin/lint-imports
 
 format: setup-dev
