@@ -94,7 +94,7 @@ def connect(location: PostgresqlLocation) -> psycopg.Connection[tuple[Any, ...]]
                 "SELECT set_config('synchronous_commit', 'on', false) "
                 "WHERE current_setting('synchronous_commit') IN ('off', 'local')"
             )
-            # A frozen coordinator must not keep its lock on `leadership`.
+            # A frozen command must not keep its lock on `leadership`.
             milliseconds = int(location.lease_seconds * 1000)
             raw.execute(f"SET idle_in_transaction_session_timeout = {milliseconds}")
     except BaseException:
@@ -235,6 +235,15 @@ AND EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = backend AND backend_start
 """
 """The holder of a valid lease. A lease ends when it expires, or with its holder's connection:
 without that connection the holder cannot write, and a coordinator that has lost it ends."""
+
+END_FORMER_LEADER = """
+SELECT pg_terminate_backend(pid) FROM leadership JOIN pg_stat_activity
+ON pid = backend AND backend_start = backend_started
+WHERE expires_at <= clock_timestamp() AND pid <> pg_backend_pid()
+"""
+"""Ends the connection of a leader whose lease has expired, and with it a transaction that a frozen
+leader left open. The limit on idle transactions does not see all of those: a pipeline that lacks
+its last message counts as active."""
 
 
 class LeaderWatch:

@@ -19,6 +19,7 @@ import psycopg
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import (
+    END_FORMER_LEADER,
     LEADER_QUERY,
     PostgresqlConnection,
     connect,
@@ -120,7 +121,8 @@ class PostgresqlStore(Store):
         holder = f"{socket.gethostname()} (process {os.getpid()})"
 
         def lead(connection: Connection) -> int:
-            # Waits for a transaction of the former leader; the server ends a frozen session.
+            connection.execute(END_FORMER_LEADER)
+            # Waits until the transaction of the former leader has ended.
             highest = connection.execute("SELECT generation FROM leadership FOR UPDATE").fetchone()
             leader = connection.execute(LEADER_QUERY).fetchone()
             if leader is not None and not self._generation:

@@ -117,6 +117,33 @@ def test_a_leader_in_the_middle_of_a_commit_is_waited_for_and_a_frozen_one_is_no
     frozen.close()
 
 
+def test_a_leader_frozen_between_two_rows_of_one_statement_is_not_waited_for(
+    postgresql: Server,
+) -> None:
+    """The server waits for the next row, a state to which its limit on idle transactions is blind.
+
+    psycopg sends the rows of one `executemany` so: as a pipeline that a last message ends.
+    """
+    run = postgresql.place(lease_seconds=1.0)
+    frozen, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
+    frozen.next_generation()
+    expire(run)
+    assert frozen._database is not None
+    frozen._database.begin()
+    server = frozen._database.connection.raw.pgconn
+    server.enter_pipeline_mode()
+    server.send_query_params(b"INSERT INTO notes (text, written_at) VALUES ('half', 1.0)", None)
+    server.send_flush_request()
+    while server.flush():
+        pass
+    while server.is_busy():
+        server.consume_input()  # the row is in, the transaction open, and nothing follows
+    assert successor.next_generation() == 2
+    assert history(run).notes == ()
+    successor.close()
+    frozen.close()
+
+
 def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlLocation) -> None:
     killed, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
     killed.next_generation()
