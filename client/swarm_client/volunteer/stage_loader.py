@@ -14,8 +14,12 @@ from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.snapshots import SnapshotStore
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.base.units import size_text
 from swarm_shared.protocol import AssignStage
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes
 from swarm_shared.volunteer_rules.stage_account import StageAccount
 
 GRAPH_SHARE = 0.5
@@ -55,7 +59,7 @@ class StageLoader:
         )  # fmt: skip
 
     async def load(self, worker: StageWorker, assignment: AssignStage, *, is_fresh: bool) -> str:
-        """Bring the worker to the assigned version; return the digest of the stage's parameters.
+        """Bring the worker to the assigned version; return the digest of the stage's state.
 
         `is_fresh`: the worker is as it was started.
         """
@@ -64,6 +68,7 @@ class StageLoader:
                 return worker.configured.digest
             return (await worker.reinitialise(assignment.version)).digest
         context, member = self._context, self._membership.now
+        check_file_size(member.manifest, assignment)
         context.disk.claim(assignment.bytes)
         path = await self._snapshots.fetch(
             context.node, assignment, member.certificate, member.run,
@@ -84,3 +89,13 @@ class StageLoader:
         sign = receipt_signer(self._context.identity, self._membership, worker.stage)
         staleness = self._membership.now.manifest.training.staleness
         return LoadedStage(worker, StageAccount(worker.stage, version, staleness, sign))
+
+
+def check_file_size(manifest: Manifest, assignment: AssignStage) -> None:
+    """ProtocolError for a file that cannot be the stage's state, before any of it is fetched."""
+    state_bytes = stage_sizes(manifest)[assignment.stage].state_bytes
+    if not is_size_of_state_file(assignment.bytes, state_bytes):
+        raise ProtocolError(
+            f"the state of stage {assignment.stage} has {size_text(state_bytes)}, and a file of "
+            f"{size_text(assignment.bytes)} is offered; another source is needed"
+        )

@@ -19,7 +19,6 @@ from swarm_shared.protocol import (
     Heartbeat,
     Hello,
     PeerRecord,
-    SnapshotReady,
 )
 
 SessionNumber = NewType("SessionNumber", int)
@@ -272,14 +271,18 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
-    """Fetch one stage's snapshot for a checkpoint from its holder.
+    """Fetch one stage's snapshot for a checkpoint from those who announced it.
 
     The shell answers CheckpointStored once all stages of the version are in the folder, and
     CheckpointFailed if one cannot be fetched.
     """
 
-    holder: PeerRecord
-    snapshot: SnapshotReady
+    version: Version
+    stage: StageIndex
+    holders: tuple[PeerRecord, ...]
+    item: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,12 +276,10 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, SyncFailed):
         state_transfer.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
-        checkpoints.snapshot_ready(run, peer, message)
+        checkpoints.snapshot_ready(run, peer, message, now)
         state_transfer.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
-        pending = run.checkpoints.pending
-        if pending is not None and pending.holders.get(message.stage) == peer.peer:
-            checkpoints.store_failed(run, message.version, message.reason, now)
+        checkpoints.snapshot_failed(run, peer, message, now)
     elif isinstance(message, Leaving) and not peer.leaving:
         run.peers.set_leaving(peer, now)
         run.roster.dirty = True

@@ -72,7 +72,7 @@ class CheckpointFetcher:
         Another version, or a stage requested again, means that the core gave up the fetch in
         progress: two fetches must not write the same file.
         """
-        version, stage = command.snapshot.version, command.snapshot.stage
+        version, stage = command.version, command.stage
         current = self._current
         if current is None or current.version != version or stage in current.requested:
             self.cancel()
@@ -94,7 +94,6 @@ class CheckpointFetcher:
 
     async def fetch_stage(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         """Fetch one stage; the last stage to arrive completes the checkpoint."""
-        snapshot = command.snapshot
         with trio.CancelScope() as scope:
             checkpoint.scopes.append(scope)
             if checkpoint.cancelled:
@@ -102,25 +101,22 @@ class CheckpointFetcher:
             try:
                 await self._fetch(command, checkpoint)
             except SwarmError as error:
-                log.warning(
-                    "stage %d of checkpoint %d: %s", snapshot.stage, snapshot.version, error
-                )
+                log.warning("stage %d of checkpoint %d: %s", command.stage, command.version, error)
                 if self._current is not checkpoint:
                     return
                 self.cancel()
                 with trio.CancelScope(shield=True):
-                    await _in_thread(self.folder.discard_partial, snapshot.version)
-                    await self.put(CheckpointFailed(snapshot.version, str(error)))
+                    await _in_thread(self.folder.discard_partial, command.version)
+                    await self.put(CheckpointFailed(command.version, str(error)))
 
     async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
-        snapshot, holder = command.snapshot, command.holder
-        path = await _in_thread(self.folder.partial_path, snapshot.version, snapshot.stage)
+        path = await _in_thread(self.folder.partial_path, command.version, command.stage)
         await fetch(
-            self.node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
-            snapshot.bytes,
-            snapshot.sha256, path, self.certificate(), self.run,
+            self.node,
+            [TransferSource(holder.peer, holder.addresses) for holder in command.holders],
+            command.item, command.bytes, command.sha256, path, self.certificate(), self.run,
         )  # fmt: skip
-        checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)
+        checkpoint.files[command.stage] = (command.bytes, command.sha256)
         if len(checkpoint.files) == self.stages:
             record = await _in_thread(self.folder.complete, checkpoint.version, checkpoint.files)
             await self.put(CheckpointStored(record.version, record.stages))

@@ -289,22 +289,20 @@ class Swarm:
         self.deliver(SessionLost(volunteer.session, volunteer.peer))
 
     def _fetch(self, command: FetchSnapshot) -> None:
-        """Fetch one stage of a checkpoint into the organiser's folder over its holder's uplink."""
-        snapshot = command.snapshot
-        holder = self.volunteers.get(PeerId(command.holder.peer))
-        if holder is None:
+        """Fetch one stage of a checkpoint into the organiser's folder over its holders' uplinks."""
+        found = [self.volunteers.get(PeerId(holder.peer)) for holder in command.holders]
+        uplinks = [holder.hardware.up_bytes_per_second for holder in found if holder is not None]
+        if not uplinks:
             self.event_heap.later(
-                1.0, lambda: self.deliver(CheckpointFailed(snapshot.version, "its holder is gone"))
+                1.0, lambda: self.deliver(CheckpointFailed(command.version, "its holders are gone"))
             )
             return
-        seconds = snapshot.bytes / min(
-            holder.hardware.up_bytes_per_second / 2, self.options.coordinator_up_bytes_per_second
+        seconds = command.bytes / min(
+            sum(uplinks) / 2, self.options.coordinator_up_bytes_per_second
         )
-        stored = StoredStage(
-            snapshot.stage, f"checkpoint/{snapshot.version}/{snapshot.stage}", snapshot.bytes,
-            snapshot.sha256,
-        )  # fmt: skip
-        self.event_heap.later(seconds, lambda: self._stored(snapshot.version, stored))
+        item = f"checkpoint/{command.version}/{command.stage}"
+        stored = StoredStage(command.stage, item, command.bytes, command.sha256)
+        self.event_heap.later(seconds, lambda: self._stored(command.version, stored))
 
     def _stored(self, version: Version, stored: StoredStage) -> None:
         files = self._fetched.setdefault(version, {})

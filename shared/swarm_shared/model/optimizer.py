@@ -25,8 +25,12 @@ _GOLDEN = -7046029254386353131
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A digest and a norm of all parameters. `digest` is equal if and (practically) only if all
-    parameters are equal to the bit; `norm` lets unlike devices be compared within a tolerance."""
+    """A digest of a stage's whole state and a norm of its parameters.
+
+    `digest` is equal if and (practically) only if all parameters, and AdamW's moments and steps
+    where they were given, are equal to the bit; `norm` lets unlike devices be compared within a
+    tolerance.
+    """
 
     digest: str
     norm: float
@@ -108,23 +112,24 @@ def apply_step(
         optimizer.step(list(layout.views(flat_mean_gradient)), learning_rate)
 
 
-def fingerprint(stage: Stage) -> Fingerprint:
-    """Return digest and norm of all parameters.
+def fingerprint(stage: Stage, optimizer: AdamW | None = None) -> Fingerprint:
+    """Return the digest of all parameters, moments and steps, and the norm of the parameters.
 
-    Per parameter: two sums of the bit patterns as integers, one plain and one weighted by position,
+    Per tensor: two sums of the bit patterns as integers, one plain and one weighted by position,
     modulo 2^64; exact, so neither device nor order of summation matters. It detects accidents, not
     malice: sums can be forged.
     """
-    sums: list[Tensor] = []
-    squares: list[Tensor] = []
-    names: list[str] = []
+    named = list(stage.all_parameters())
+    tensors: list[tuple[str, Tensor]] = [(name, parameter) for name, parameter in named]
+    if optimizer is not None:
+        state = (optimizer.first_moments, optimizer.second_moments, optimizer.steps)
+        for (name, _), *of_one in zip(named, *state, strict=True):
+            tensors += [(f"{kind}.{name}", t) for kind, t in zip("mvt", of_one, strict=True)]
+    names = [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
     with torch.no_grad():
         weights = _position_weights(stage.device)
-        for name, parameter in stage.all_parameters():
-            names.append(f"{name}:{tuple(parameter.shape)}")
-            flat = parameter.view(-1)
-            sums.append(_bit_sums(flat, weights))
-            squares.append(ordered_sum_of_squares(flat))
+        sums = [_bit_sums(tensor.view(-1), weights) for _, tensor in tensors]
+        squares = [ordered_sum_of_squares(parameter.view(-1)) for _, parameter in named]
         exact = torch.stack(sums).tolist()
         norm = math.sqrt(math.fsum(torch.stack(squares).tolist()))
     text = ";".join(

@@ -93,7 +93,7 @@ async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: Run
     assert checkpoints.versions() == [4, 2]
     assert checkpoints.latest_valid() == found.restored.checkpoint
     content = checkpoints.stage_files(4)[1].read_bytes()
-    assert content == snapshot_content(4, 1)
+    assert content == snapshot_content(run.manifest, 4, 1)
     status = json.loads(folder.status.read_text())
     assert (status["phase"], status["running"], status["version"]) == ("finished", False, 4)
     assert {link["protocol"] for link in status["links"]} >= {"/test/link/1"}

@@ -57,6 +57,7 @@ from swarm_shared.protocol import (
     parse,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
 LIMITS = FrameLimits(max_header_bytes=2**24)
@@ -233,7 +234,7 @@ class Volunteer:
 
     def _snapshot(self, message: SaveSnapshot) -> SnapshotReady:
         item = f"state/{message.version}/{message.stage}"
-        content = snapshot_content(message.version, message.stage)
+        content = snapshot_content(self.manifest, message.version, message.stage)
         (self.folder / item.replace("/", "-")).write_bytes(content)
         return SnapshotReady(
             version=message.version, stage=message.stage, item=item, bytes=len(content),
@@ -272,8 +273,11 @@ def loss_of(step: int) -> float:
     return 5.0 - step / 8
 
 
-def snapshot_content(version: int, stage: int) -> bytes:
-    return f"state of stage {stage} at {version} ".encode() * 1000
+def snapshot_content(manifest: Manifest, version: int, stage: int) -> bytes:
+    """A file as large as the stage's state."""
+    size = stage_sizes(manifest)[stage].state_bytes
+    text = f"state of stage {stage} at {version} ".encode()
+    return (text * (size // len(text) + 1))[:size]
 
 
 def receipt_for(identity: Identity, receipt: Receipt) -> str:

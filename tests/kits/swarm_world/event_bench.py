@@ -58,6 +58,7 @@ from swarm_shared.protocol import (
     StageRequest,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 MessageT = TypeVar("MessageT")
 RecordT = TypeVar("RecordT")
@@ -245,13 +246,17 @@ class Bench:
             commands += self.apply(peer)
         return commands
 
-    def save(self, peer: str) -> list[Command]:
+    def state_bytes(self, stage: int) -> int:
+        return stage_sizes(self.manifest)[stage].state_bytes
+
+    def save(self, peer: str, sha: str = SHA) -> list[Command]:
         """The peer has saved the snapshot of its stage at the run's version."""
         stage, version = self.run.peers[PeerId(peer)].stage, self.run.history.version
         assert stage is not None
         saved = SnapshotReady(
-            version=version, stage=stage, item=f"item-{stage}", bytes=5, sha256=SHA
-        )
+            version=version, stage=stage, item=f"item-{stage}", bytes=self.state_bytes(stage),
+            sha256=sha,
+        )  # fmt: skip
         return self.send(peer, saved)
 
     def stored(self, version: int, sha: str = SHA) -> list[Command]:
@@ -262,8 +267,9 @@ class Bench:
         """Every requested holder saves; the shell fetches and stores."""
         pending = self.run.checkpoints.pending
         assert pending is not None
-        for holder in list(pending.holders.values()):
-            self.save(holder)
+        for snapshots in pending.stages.values():
+            for holder in list(snapshots.asked):
+                self.save(holder)
         assert self.commands(FetchSnapshot)
         return self.stored(pending.version)
 

@@ -33,6 +33,7 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     SnapshotReady,
 )
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.stage_account import Counted, StageAccount
 from swarm_shared.volunteer_rules.stage_tenure import Load
@@ -263,7 +264,8 @@ class Stage:
             return partial(close.failed, number, "elsewhere by now, or no space")
         item, sha = f"snapshot/{version}/{stage}", sha_of(self.worker.params, stage)
         peer.snapshots[item] = (sha, self.worker.params)
-        answer = SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha)
+        size = stage_sizes(peer.world.manifest)[stage].state_bytes
+        answer = SnapshotReady(version=version, stage=stage, item=item, bytes=size, sha256=sha)
         return partial(close.saved, number, answer)
 
 

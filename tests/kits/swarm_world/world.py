@@ -375,22 +375,26 @@ class World:
         link.peer.later(self.delay(), lambda: link.peer.link_lost(link))
 
     def _fetch(self, command: events.FetchSnapshot) -> None:
-        """The shell fetches one stage of a checkpoint from its holder into the run folder."""
-        snapshot, holder = command.snapshot, self.peers[command.holder.peer]
-        found = holder.snapshots.get(snapshot.item) if holder.alive else None
-        if found is None or found[0] != snapshot.sha256 or self.now < self.disk_full_until:
-            self.fetched.pop(snapshot.version, None)
-            self.deliver(events.CheckpointFailed(snapshot.version, "not to be had"))
+        """The shell fetches one stage of a checkpoint from its holders into the run folder."""
+        version = command.version
+        holders = [self.peers[record.peer] for record in command.holders]
+        served = [
+            p.snapshots[command.item] for p in holders if p.alive and command.item in p.snapshots
+        ]
+        found = next((file for file in served if file[0] == command.sha256), None)
+        if found is None or self.now < self.disk_full_until:
+            self.fetched.pop(version, None)
+            self.deliver(events.CheckpointFailed(version, "not to be had"))
             return
-        files = self.fetched.setdefault(snapshot.version, {})
-        files[snapshot.stage] = found
+        files = self.fetched.setdefault(version, {})
+        files[command.stage] = found
         if len(files) == self.options.stages:
-            self.disk[snapshot.version] = self.fetched.pop(snapshot.version)
+            self.disk[version] = self.fetched.pop(version)
             stages = tuple(
-                events.StoredStage(StageIndex(s), checkpoint_item(snapshot.version, s), 1, sha)
+                events.StoredStage(StageIndex(s), checkpoint_item(version, s), 1, sha)
                 for s, (sha, _) in sorted(files.items())
             )
-            self.deliver(events.CheckpointStored(snapshot.version, stages))
+            self.deliver(events.CheckpointStored(version, stages))
 
     # ---- between peers
 

@@ -102,6 +102,20 @@ def test_one_changed_bit_anywhere_changes_the_digest():
         assert fingerprint(model).digest != reference
 
 
+def test_one_changed_bit_in_a_moment_or_a_step_count_changes_the_digest():
+    model = stage()
+    optimizer = run_steps(model, 2)
+    reference = fingerprint(model, optimizer)
+    for tensors in (optimizer.first_moments, optimizer.second_moments, optimizer.steps):
+        for tensor in tensors:
+            bits = tensor.view(-1).view(torch.int32)
+            bits[-1] ^= 1
+            assert fingerprint(model, optimizer).digest != reference.digest
+            bits[-1] ^= 1
+    assert fingerprint(model, optimizer) == reference
+    assert fingerprint(model).norm == reference.norm
+
+
 def test_swapped_values_and_swapped_parameters_change_the_digest():
     reference = fingerprint(stage()).digest
     model = stage()

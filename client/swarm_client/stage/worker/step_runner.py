@@ -55,7 +55,7 @@ class StepRunner:
         self._optimizer = make_optimizer(runner.stage, runner.manifest.optimizer)
 
     def fingerprint(self) -> Fingerprint:
-        return fingerprint(self._runner.stage)
+        return fingerprint(self._runner.stage, self._optimizer)
 
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
         """Copy the accumulated sums out; microbatches that arrive later do not change the copy."""

@@ -1,17 +1,25 @@
 """Checkpoints: when they are made, and from which peers; the shell fetches and writes them.
 
-Part of the pure core (design: durability). One peer per stage saves its state at one version while
-training goes on.
+Part of the pure core (design: durability). Several peers per stage save their state at one version
+while training goes on; which of their files is fetched is decided in
+`swarm_coordinator.core.rules.snapshots`.
 """
 
 from __future__ import annotations
 
 from swarm_coordinator.core.events import CheckpointRecord, CheckpointStored, FetchSnapshot, Persist
-from swarm_coordinator.core.state.checkpoints import CheckpointFailures, PendingCheckpoint
-from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
+from swarm_coordinator.core.rules import membership, snapshots
+from swarm_coordinator.core.state.checkpoints import (
+    CheckpointFailures,
+    PendingCheckpoint,
+    SnapshotFile,
+    StageSnapshots,
+)
+from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import StageIndex, Version
-from swarm_shared.protocol import SaveSnapshot, SnapshotReady
+from swarm_shared.protocol import SnapshotFailed, SnapshotReady
 
 CHECKPOINT_TIMEOUT_SECONDS = 600.0
 """Seconds after which an unfinished checkpoint is given up; the next one is made as usual."""
@@ -50,7 +58,7 @@ def refused(run: RunState) -> bool:
 
 
 def request(run: RunState, now: float) -> bool:
-    """Request a snapshot from one peer per stage; True while there is something to wait for.
+    """Request snapshots of every stage; True while there is something to wait for.
 
     A pending checkpoint of an older version is given up.
     """
@@ -62,40 +70,87 @@ def request(run: RunState, now: float) -> bool:
     failed, failures = run.checkpoints.failed, run.checkpoints.failures_of(run.history.version)
     if failed is not None and failures and now < failed.retry_at:
         return True
-    holders: dict[StageIndex, PeerState] = {}
-    for stage in run.stage_indices:
-        ready = sorted(
-            run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
-        )
-        if not ready:
-            return False
-        # After a failure the next holder is asked: the failure may be due to the holder.
-        holders[StageIndex(stage)] = ready[failures % len(ready)]
-    pending = run.checkpoints.pending = PendingCheckpoint(run.history.version, now)
-    for stage_index, holder in holders.items():
-        _ask(run, pending, stage_index, holder)
+    # After a failure the next holders are asked: the failure may be due to the holders.
+    holders = {
+        StageIndex(stage): _holders(run, StageIndex(stage), failures) for stage in run.stage_indices
+    }
+    if not all(holders.values()):
+        return False
+    version = run.history.version
+    pending = run.checkpoints.pending = PendingCheckpoint(version, now)
+    for stage, of_stage in holders.items():
+        pending.stages[stage] = snapshots.request(run, stage, version, of_stage, now)
     return True
 
 
-def _ask(run: RunState, pending: PendingCheckpoint, stage: StageIndex, holder: PeerState) -> None:
-    pending.holders[stage] = holder.peer
-    pending.sessions[stage] = holder.session
-    run.send(holder.peer, SaveSnapshot(version=pending.version, stage=stage))
+def _holders(run: RunState, stage: StageIndex, failures: int) -> list[PeerState]:
+    ready = sorted(
+        run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
+    )
+    first = failures % len(ready) if ready else 0
+    return (ready[first:] + ready[:first])[: snapshots.SNAPSHOT_HOLDERS]
 
 
-def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> None:
-    """Have the shell fetch a requested snapshot."""
+def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
+    """Record a holder's snapshot; have the shell fetch the stage's once it is known which."""
     pending = run.checkpoints.pending
+    asked = pending.stages.get(message.stage) if pending is not None else None
     if (
-        pending is None
-        or message.version != pending.version
-        or pending.holders.get(message.stage) != peer.peer
-        or peer.stage != message.stage
-        or message.stage in pending.fetched
+        pending is not None
+        and asked is not None
+        and peer.stage == message.stage
+        and snapshots.announced(run, asked, peer, message, now)
     ):
+        _fetch_when_chosen(run, pending, asked, now)
+
+
+def _fetch_when_chosen(
+    run: RunState, pending: PendingCheckpoint, asked: StageSnapshots, now: float
+) -> None:
+    found = snapshots.chosen(run, asked, now, run.manifest.limits.lease_seconds)
+    if found is None or asked.stage in pending.fetched:
         return
-    pending.fetched[message.stage] = message.sha256
-    run.commands.append(FetchSnapshot(run.peers.record_of(peer), message))
+    file, holders = found
+    present = [peer for p in holders if (peer := run.peers.get(p)) is not None]
+    if not present:
+        return
+    pending.fetched[asked.stage] = file.sha256
+    records = tuple(run.peers.record_of(peer) for peer in present)
+    run.commands.append(FetchSnapshot(pending.version, asked.stage, records, *file))
+    _resync_others(run, asked, file, now)
+
+
+def _resync_others(run: RunState, asked: StageSnapshots, file: SnapshotFile, now: float) -> None:
+    """Flag and sync anew the holders whose file differs from the one of the majority.
+
+    Unlike devices may hold different states. A peer whose state has been equal to the majority's
+    before is like it, so that a later difference is attributed to this peer alone.
+    """
+    if 2 * sum(f == file for f in asked.ready.values()) <= len(asked.ready):
+        return
+    for peer_id, other in list(asked.ready.items()):
+        peer = run.peers.get(peer_id)
+        if other == file or peer is None or not peer.matched_majority:
+            continue
+        if peer.session == asked.asked[peer_id] and peer.stage == asked.stage:
+            reason = f"its snapshot of stage {asked.stage} differs from the majority's"
+            run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
+            membership.resync(run, peer, reason, now)
+
+
+def snapshot_failed(run: RunState, peer: PeerState, message: SnapshotFailed, now: float) -> None:
+    """Do without a holder's snapshot; without any the checkpoint has failed."""
+    pending = run.checkpoints.pending
+    asked = pending.stages.get(message.stage) if pending is not None else None
+    if pending is None or asked is None or message.version != pending.version:
+        return
+    if asked.asked.get(peer.peer) != peer.session or asked.stage in pending.fetched:
+        return
+    snapshots.failed(asked, peer)
+    if asked.asked:
+        _fetch_when_chosen(run, pending, asked, now)
+    else:
+        store_failed(run, pending.version, message.reason, now)
 
 
 def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
@@ -130,30 +185,22 @@ def store_failed(run: RunState, version: Version, reason: str, now: float) -> No
 
 
 def check(run: RunState, now: float) -> None:
-    """Replace holders that were lost before they answered, and give up after the timeout."""
+    """Replace holders that were lost before any answered, and give up after the timeout."""
     pending = run.checkpoints.pending
     if pending is None:
         return
     if now - pending.asked_at > CHECKPOINT_TIMEOUT_SECONDS:
         store_failed(run, pending.version, "it took too long", now)
         return
-    for stage, holder in list(pending.holders.items()):
-        if stage in pending.fetched or _can_answer(run, pending, stage):
+    for stage, asked in pending.stages.items():
+        if stage in pending.fetched:
             continue
-        ready = run.peers.ready(stage) if pending.version == run.history.version else ()
-        if not ready:
-            reason = f"{short(holder)} of stage {stage} is gone"
+        _fetch_when_chosen(run, pending, asked, now)
+        if stage in pending.fetched or snapshots.outstanding(run, asked):
+            continue
+        holders = _holders(run, stage, 0) if pending.version == run.history.version else []
+        if not holders:
+            reason = f"every holder of stage {stage} that was asked is gone"
             store_failed(run, pending.version, reason, now)
             return
-        _ask(run, pending, stage, ready[0])
-
-
-def _can_answer(run: RunState, pending: PendingCheckpoint, stage: StageIndex) -> bool:
-    """Whether the holder is still attached in the same session, with the requested state."""
-    peer = run.peers.get(pending.holders[stage])
-    return (
-        peer is not None
-        and peer.session == pending.sessions[stage]
-        and peer.stage == stage
-        and peer.phase is PeerPhase.READY
-    )
+        pending.stages[stage] = snapshots.request(run, stage, pending.version, holders, now)

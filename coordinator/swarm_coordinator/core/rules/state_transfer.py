@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Literal
 
-from swarm_coordinator.core.state.checkpoints import StageSnapshots
+from swarm_coordinator.core.rules import snapshots
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -22,14 +22,9 @@ from swarm_shared.protocol import (
     AssignStage,
     PeerRecord,
     Ready,
-    SaveSnapshot,
     SnapshotReady,
     SyncFailed,
 )
-
-SNAPSHOT_HOLDERS = 3
-"""Holders requested at once to serve one joining peer: enough home uplinks to fill a home
-downlink."""
 
 MAX_SNAPSHOT_HOLDERS = 32
 """Largest number of holders requested at once; below it there are as many as downloading peers."""
@@ -178,55 +173,71 @@ def _from_replicas(
     holders = [p for p in run.peers.ready(stage) if p is not peer]
     if not holders:
         return
-    snapshots = run.checkpoints.snapshots.get(stage)
+    asked = run.checkpoints.snapshots.get(stage)
     if (
-        snapshots is None
-        or snapshots.version != run.history.version
-        or not (snapshots.asked & {p.peer for p in holders})
-        or (not snapshots.ready and now - snapshots.asked_at > SNAPSHOT_RETRY_SECONDS)
+        asked is None
+        or asked.version != run.history.version
+        or not (asked.asked.keys() & {p.peer for p in holders})
+        or (not asked.ready and now - asked.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
-        snapshots = run.checkpoints.snapshots[stage] = StageSnapshots(run.history.version, now)
         waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
-        for holder in holders[: min(MAX_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
-            snapshots.asked.add(holder.peer)
-            run.send(holder.peer, SaveSnapshot(version=run.history.version, stage=stage))
+        most = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
+        run.checkpoints.snapshots[stage] = snapshots.request(
+            run, stage, run.history.version, holders[:most], now
+        )
         return
-    present = {h.peer: h for h in holders if h.peer in snapshots.ready}
-    outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
-    if not present or (outstanding and now < snapshots.first_at + SNAPSHOT_GATHER_SECONDS):
+    gathering = now < asked.first_at + SNAPSHOT_GATHER_SECONDS
+    found = snapshots.chosen(run, asked, now, SNAPSHOT_GATHER_SECONDS)
+    if found is None or (gathering and snapshots.outstanding(run, asked)):
         return
-    if not queue.try_start(stage, len(present)):
-        return
-    # Replicas are bitwise equal, and so are their files; the majority's hash is fetched.
-    item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
-    records = tuple(
-        run.peers.record_of(h) for p, h in present.items() if snapshots.ready[p] == item
-    )
-    _assign_from(run, peer, transfer, "snapshot", records, item, now)
+    file, announcers = found
+    records = tuple(run.peers.record_of(h) for h in holders if h.peer in announcers)
+    if records and queue.try_start(stage, len(records)):
+        transfer.sources = announcers
+        _assign_from(run, peer, transfer, "snapshot", records, file, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
     """Record a holder's snapshot as a source."""
-    snapshots = run.checkpoints.snapshots.get(message.stage)
+    asked = run.checkpoints.snapshots.get(message.stage)
     if (
-        snapshots is not None
-        and snapshots.version == message.version == run.history.version
-        and peer.peer in snapshots.asked
+        asked is not None
+        and asked.version == run.history.version
         and peer.stage == message.stage
+        and snapshots.announced(run, asked, peer, message, now)
     ):
-        snapshots.ready[peer.peer] = (message.item, message.bytes, message.sha256)
-        snapshots.first_at = min(snapshots.first_at, now)
         find_sources(run, now)
 
 
-def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
-    """Whether the downloaded state differs from that of the stage's holders; flags the peer."""
+def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
+    """Whether the downloaded state differs from that of the stage's holders."""
     known = run.history.fingerprints.get(message.stage)
-    if known is None or message.version != run.history.version or message.digest in known:
-        return False
-    reason = f"its download of stage {message.stage} differs from what its holders have"
-    run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
-    return True
+    return (
+        known is not None and message.version == run.history.version and message.digest not in known
+    )
+
+
+def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
+    """Flag the ends of a download with a wrong fingerprint, and do without a single source.
+
+    A file that several holders announced is the stage's state, so the peer misreports what it has
+    loaded. With a single source nothing shows which end is at fault.
+    """
+    asked = run.checkpoints.snapshots.get(transfer.stage)
+    ends = [peer]
+    if len(transfer.sources) == 1 and (source := run.peers.get(transfer.sources[0])) is not None:
+        ends.append(source)
+    for end in ends:
+        reason = f"a download of stage {transfer.stage} differs from what the stage's holders have"
+        run.flag(end, Rejection.OTHER_PARAMETERS, reason)
+        if asked is not None:
+            snapshots.failed(asked, end)
+    run.peers.lose_source(peer, transfer)
+    transfer.ask_not_before = now + SYNC_RETRY_SECONDS
+    if asked is not None and not asked.asked:
+        del run.checkpoints.snapshots[transfer.stage]
+    if peer.moving is not None:
+        delay_close(run, transfer, now)
 
 
 def _answered(peer: PeerState, stage: StageIndex, version: Version) -> StageTransfer | None:
@@ -248,8 +259,8 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
         _start_over(run, peer, transfer, now)
         if not moves:
             find_sources(run, now)
-    elif _has_wrong_fingerprint(run, peer, message):
-        _fail(run, peer, transfer, now)
+    elif _has_wrong_fingerprint(run, message):
+        _reject_download(run, peer, transfer, now)
     else:
         if version > 0:
             _note_download(run, peer, transfer, now)

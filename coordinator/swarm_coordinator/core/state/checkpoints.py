@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from swarm_coordinator.core.events import CheckpointRecord, SessionNumber
 from swarm_shared.base.types import PeerId, StageIndex, Version
 
 
+class SnapshotFile(NamedTuple):
+    """A stage's state as a file that a holder serves."""
+
+    item: str
+    bytes: int
+    sha256: str
+
+
 @dataclass(slots=True)
 class StageSnapshots:
-    """Holders that were requested to save one stage's snapshot for joining peers."""
+    """The snapshots of one stage and version: who was asked to save one, and who announced which
+    file."""
 
+    stage: StageIndex
     version: Version
     asked_at: float
-    asked: set[PeerId] = field(default_factory=set)
-    ready: dict[PeerId, tuple[str, int, str]] = field(default_factory=dict)
-    """peer → (item, bytes, sha256)"""
+    asked: dict[PeerId, SessionNumber] = field(default_factory=dict)
+    """The session in which each holder was asked; the request is lost with it."""
+    ready: dict[PeerId, SnapshotFile] = field(default_factory=dict)
     first_at: float = math.inf
     """When the first snapshot was ready."""
 
@@ -31,9 +42,7 @@ class PendingCheckpoint:
 
     version: Version
     asked_at: float
-    holders: dict[StageIndex, PeerId] = field(default_factory=dict)
-    sessions: dict[StageIndex, SessionNumber] = field(default_factory=dict)
-    """The session in which each holder was requested; the request is lost with the session."""
+    stages: dict[StageIndex, StageSnapshots] = field(default_factory=dict)
     fetched: dict[StageIndex, str] = field(default_factory=dict)
     """stage → sha256 of the snapshot that the shell fetches."""
 

@@ -256,6 +256,7 @@ class PeerTable(dict[PeerId, PeerState]):
     def lose_source(self, peer: PeerState, transfer: StageTransfer) -> None:
         """Record that a peer needs another source, or the state of another version."""
         transfer.source_assigned = transfer.ready = False
+        transfer.sources = ()
         self._index(peer)
 
     def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:

@@ -96,6 +96,8 @@ class StageTransfer:
     """Earliest time for the next source after a failed one."""
     asked_at: float = 0.0
     """When the peer was sent the source of the state."""
+    sources: tuple[PeerId, ...] = ()
+    """The holders whose snapshot it was sent; empty for the coordinator's own file."""
     close_delays: int = 0
     """Number of closes that it may have delayed."""
     close_delayed_until: float = 0.0

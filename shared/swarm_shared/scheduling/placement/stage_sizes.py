@@ -13,6 +13,9 @@ STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
 """Bytes of the weight and AdamW's two moments; a snapshot holds nothing else per weight, except the
 weight of the version before where gradients lag a step behind."""
 
+MAX_STATE_HEADER_BYTES = 1 << 20
+"""Bytes of a state file beyond its tensors at most: names, shapes and offsets of its tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
@@ -46,6 +49,11 @@ class StageSizes:
     def gradient_bytes(self) -> int:
         """Bytes that the stage's peers average at the end of a step."""
         return FLOAT_BYTES * self.parameters
+
+
+def is_size_of_state_file(file_bytes: int, state_bytes: int) -> bool:
+    """Whether a file of this size can hold a state of `state_bytes`; nothing larger is fetched."""
+    return 0 <= file_bytes - state_bytes <= MAX_STATE_HEADER_BYTES
 
 
 def layer_parameters(config: ModelConfig) -> int:

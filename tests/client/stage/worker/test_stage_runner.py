@@ -380,6 +380,14 @@ def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
     assert digests[:2] == digests[2:]
 
 
+def test_the_fingerprint_of_a_stage_covers_the_moments_of_its_optimizer() -> None:
+    _, steps, _ = closed(make_manifest(2))[0]
+    before = steps.fingerprint()
+    steps._optimizer.second_moments[0].view(-1)[0] = 1.0
+    assert steps.fingerprint().digest != before.digest
+    assert steps.fingerprint().norm == before.norm
+
+
 def test_a_result_that_is_not_finite_is_reported_and_never_applied() -> None:
     manifest = make_manifest(2)
     runner, steps, result = closed(manifest)[0]

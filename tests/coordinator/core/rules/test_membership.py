@@ -34,7 +34,6 @@ from swarm_shared.protocol import (
     Roster,
     SaveSnapshot,
     SnapshotFailed,
-    SnapshotReady,
     StageRequest,
     SyncFailed,
     Welcome,
@@ -232,8 +231,7 @@ def test_the_majority_s_file_is_the_one_to_fetch_and_only_its_holders_are_named(
     bench.send("d0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("c0")
-    odd = SnapshotReady(version=1, stage=0, item="item-0", bytes=5, sha256="b" * 64)
-    bench.send("b0", odd)
+    bench.save("b0", sha="b" * 64)
     [assigned] = bench.sent("d0", AssignStage)
     assert assigned.sha256 == SHA
     assert [h.peer for h in assigned.holders] == ["a0", "c0"]

@@ -17,7 +17,6 @@ from swarm_shared.protocol import (
     Heartbeat,
     Ready,
     SaveSnapshot,
-    SnapshotReady,
     StageRequest,
 )
 from swarm_shared.scheduling.placement import MovePolicy
@@ -60,8 +59,7 @@ def fetch_beside(bench: Bench, mover: str) -> AssignStage:
     """Send the moving peer its source for the next stage, whose holder has saved the state."""
     (asked,) = bench.sent("d", SaveSnapshot, bench.log)
     assert asked.stage == 1
-    ready = SnapshotReady(version=asked.version, stage=asked.stage, item="x", bytes=10, sha256=SHA)
-    (assigned,) = bench.sent(mover, AssignStage, bench.send("d", ready))
+    (assigned,) = bench.sent(mover, AssignStage, bench.save("d"))
     return assigned
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from swarm_coordinator.core.events import (
     CheckpointFailed,
     CheckpointRecord,
     CloseSession,
+    Command,
     EvaluationRecord,
     FetchSnapshot,
     Persist,
@@ -22,17 +24,20 @@ from swarm_coordinator.core.events import (
     ShutDown,
     StopRequested,
 )
+from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_coordinator.status.status_file import encode_document
-from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
     SnapshotFailed,
+    SnapshotReady,
     StageRequest,
 )
+from swarm_shared.scheduling.placement.stage_sizes import MAX_STATE_HEADER_BYTES
 
 ALL = ("a0", "b0", "a1", "b1")
 
@@ -40,15 +45,15 @@ ALL = ("a0", "b0", "a1", "b1")
 # ---- checkpoints
 
 
-def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes_on() -> None:
+def test_a_checkpoint_that_is_due_is_fetched_from_all_who_announce_one_file() -> None:
     bench = Bench.trained(2, checkpoint_steps=2)
-    assert bench.savers() == ["a0", "a1"]
+    assert bench.savers() == ["a0", "a1", "b0", "b1"]
     assert bench.run.phase is RunPhase.COLLECT
-    bench.save("a0")
-    [fetch] = bench.commands(FetchSnapshot)
-    assert (fetch.holder.peer, fetch.snapshot.sha256) == ("a0", SHA)
-    assert not bench.commands(FetchSnapshot, bench.save("b0")), "nobody asked b0"
-    assert bench.commands(FetchSnapshot, bench.save("a1"))
+    assert not bench.commands(FetchSnapshot, bench.save("a0")), "b0 may still differ"
+    [fetch] = bench.commands(FetchSnapshot, bench.save("b0"))
+    assert ([h.peer for h in fetch.holders], fetch.sha256) == (["a0", "b0"], SHA)
+    bench.save("a1")
+    assert bench.commands(FetchSnapshot, bench.save("b1"))
     bench.one_step()
     bench.stored(2)
     assert bench.records(CheckpointRecord) == [Bench.checkpoint_of(2, 2)]
@@ -57,8 +62,8 @@ def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes
 
 def test_a_pending_checkpoint_is_not_given_up_because_the_next_one_is_due() -> None:
     bench = Bench.trained(2, checkpoint_steps=2)
-    bench.save("a0")
-    bench.save("a1")
+    for peer in ALL:
+        bench.save(peer)
     bench.one_step()
     assert not bench.savers(bench.one_step())
     bench.stored(2)
@@ -71,24 +76,87 @@ def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
     if word == "the shell's":
         bench.event(CheckpointFailed(Version(2), "the disk is full"))
     else:
-        reason = "the disk is full"
-        bench.send("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
+        for holder in ("a0", "b0"):
+            assert bench.run.checkpoints.pending is not None, "one holder is enough"
+            bench.send(holder, no_space(2))
     assert bench.run.checkpoints.pending is None
     assert not bench.savers(bench.tick(10.0))
     bench.one_step()
     assert bench.savers(bench.one_step()), "the next one is tried as usual"
 
 
-def test_a_holder_that_dies_before_it_answers_is_replaced() -> None:
+def no_space(version: int) -> SnapshotFailed:
+    return SnapshotFailed(version=Version(version), stage=StageIndex(0), reason="the disk is full")
+
+
+@pytest.mark.parametrize("end", ["lost", "fails"])
+def test_a_holder_that_is_lost_or_fails_before_it_answers_is_done_without(end: str) -> None:
     bench = Bench.trained(2, checkpoint_steps=2)
-    assert bench.savers(bench.lose("a0")) == ["b0"]
     bench.save("b0")
-    assert [c.holder.peer for c in bench.commands(FetchSnapshot)] == ["b0"]
+    commands = bench.lose("a0") if end == "lost" else bench.send("a0", no_space(2))
+    [fetch] = bench.commands(FetchSnapshot, commands)
+    assert [h.peer for h in fetch.holders] == ["b0"]
 
 
-def test_a_holder_that_lost_its_link_before_the_request_is_asked_again() -> None:
+def test_holders_that_are_lost_before_any_answers_are_replaced() -> None:
     bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
     assert bench.savers(bench.attach("a0", stage=0, version=2)) == ["a0"]
+    [fetch] = bench.commands(FetchSnapshot, bench.save("a0"))
+    assert [h.peer for h in fetch.holders] == ["a0"]
+
+
+def test_a_silent_holder_delays_a_checkpoint_for_the_time_of_an_answer_only() -> None:
+    bench = Bench.trained(2, checkpoint_steps=2)
+    bench.save("a0")
+    assert not bench.commands(FetchSnapshot, bench.tick(1.0))
+    limit = bench.manifest.limits.lease_seconds
+    assert bench.commands(FetchSnapshot, bench.tick(limit))
+
+
+def three_holders() -> Bench:
+    names = ("a0", "b0", "c0", "a1")
+    return Bench.trained(2, names=names, checkpoint_steps=2)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("a0", "b0", "c0"))))
+def test_one_holder_of_three_cannot_put_another_state_into_the_checkpoint(
+    order: tuple[str, ...],
+) -> None:
+    bench = three_holders()
+    log: list[Command] = []
+    for holder in order:
+        log += bench.save(holder, "b" * 64 if holder == "a0" else SHA)
+    [fetch] = bench.commands(FetchSnapshot, log)
+    assert (fetch.sha256, [h.peer for h in fetch.holders]) == (SHA, ["b0", "c0"])
+
+
+def test_the_odd_one_of_three_that_was_like_the_others_is_flagged_and_synced_anew() -> None:
+    bench = three_holders()
+    for holder in ("b0", "a0", "c0"):
+        bench.save(holder, "b" * 64 if holder == "a0" else SHA)
+    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+    assert list(bench.run.statistics.flags) == ["a0"]
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.READY
+
+
+def test_of_two_that_differ_the_one_that_was_there_first_is_the_source() -> None:
+    bench = Bench(checkpoint_steps=2)
+    bench.sessions["b0"] = 9
+    bench.join_all(*ALL)
+    bench.one_step()
+    bench.one_step()
+    bench.save("b0", "b" * 64)
+    [fetch] = bench.commands(FetchSnapshot, bench.save("a0"))
+    assert (fetch.sha256, [h.peer for h in fetch.holders]) == (SHA, ["a0"])
+
+
+@pytest.mark.parametrize("surplus", [-1, MAX_STATE_HEADER_BYTES + 1])
+def test_a_snapshot_that_is_not_as_large_as_the_stage_is_no_source(surplus: int) -> None:
+    bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    size = bench.state_bytes(0) + surplus
+    saved = SnapshotReady(version=2, stage=0, item="item-0", bytes=size, sha256=SHA)
+    assert not bench.commands(FetchSnapshot, bench.send("a0", saved))
+    assert list(bench.run.statistics.flags) == ["a0"]
 
 
 def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None:
@@ -153,12 +221,13 @@ def test_an_evaluation_that_failed_is_leased_again() -> None:
 
 
 def test_the_last_checkpoint_is_tried_again_with_another_holder() -> None:
-    bench = Bench.trained(1, steps=1)
-    assert bench.savers() == ["a0", "a1"]
+    names = ("a0", "b0", "c0", "d0", "a1")
+    bench = Bench.trained(1, names=names, steps=1)
+    assert bench.savers() == ["a0", "a1", "b0", "c0"]
     bench.event(CheckpointFailed(Version(1), "the disk is full"))
-    assert bench.savers(bench.tick(6.0)) == ["b0", "b1"]
-    bench.save("b0")
-    bench.save("b1")
+    assert bench.savers(bench.tick(6.0)) == ["a1", "b0", "c0", "d0"]
+    for peer in ("b0", "c0", "d0", "a1"):
+        bench.save(peer)
     bench.stored(1)
     assert bench.records(RunFinished) == [RunFinished(Version(1))]
 
@@ -228,7 +297,7 @@ def test_a_stop_in_mid_step_writes_a_checkpoint_of_the_version_and_says_goodbye(
     bench = Bench.trained(1)
     bench.report("a0", 0)
     commands = bench.event(StopRequested())
-    assert bench.savers(commands) == ["a0", "a1"]
+    assert bench.savers(commands) == ["a0", "a1", "b0", "b1"]
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 1)]
     assert all(not m.finished for p in ALL for m in bench.sent(p, Goodbye, commands))

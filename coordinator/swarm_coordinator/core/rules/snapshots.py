@@ -1,0 +1,98 @@
+"""Snapshots of a stage's state: which holders save one, and which announced file is the right one.
+
+Part of the pure core. A snapshot becomes the state of joining peers, a checkpoint, and in the end
+the exported model, so it must not depend on one peer's statement. Equal states make equal files:
+several holders save the same version, each announces the size and hash of its file, and the file
+that most of them announced is used. The size of a state follows from the manifest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from swarm_coordinator.core.state.checkpoints import SnapshotFile, StageSnapshots
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import SaveSnapshot, SnapshotReady
+from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file
+
+SNAPSHOT_HOLDERS = 3
+"""Holders that save a snapshot at once: the fewest of which two outvote one, and enough home
+uplinks to fill a home downlink."""
+
+
+def request(
+    run: RunState, stage: StageIndex, version: Version, holders: Iterable[PeerState], now: float
+) -> StageSnapshots:
+    """Request a snapshot of the stage from each of the holders."""
+    snapshots = StageSnapshots(stage, version, now)
+    for holder in holders:
+        snapshots.asked[holder.peer] = holder.session
+        run.send(holder.peer, SaveSnapshot(version=version, stage=stage))
+    return snapshots
+
+
+def announced(
+    run: RunState, snapshots: StageSnapshots, peer: PeerState, message: SnapshotReady, now: float
+) -> bool:
+    """Record a holder's announcement of its file; False if it does not answer the request."""
+    if message.version != snapshots.version or snapshots.asked.get(peer.peer) != peer.session:
+        return False
+    state_bytes = run.rebalancing.stages[snapshots.stage].state_bytes
+    if not is_size_of_state_file(message.bytes, state_bytes):
+        reason = (
+            f"its snapshot of stage {snapshots.stage} has {message.bytes} bytes, the state "
+            f"has {state_bytes}"
+        )
+        run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
+        failed(snapshots, peer)
+        return False
+    snapshots.ready[peer.peer] = SnapshotFile(message.item, message.bytes, message.sha256)
+    snapshots.first_at = min(snapshots.first_at, now)
+    return True
+
+
+def failed(snapshots: StageSnapshots, peer: PeerState) -> None:
+    """A holder announces that it has no such snapshot."""
+    snapshots.asked.pop(peer.peer, None)
+    snapshots.ready.pop(peer.peer, None)
+
+
+def outstanding(run: RunState, snapshots: StageSnapshots) -> bool:
+    """Whether a holder that has not answered may still do so: it is attached as when it was asked.
+
+    The request is lost with the session.
+    """
+    return any(
+        peer.session == session and peer.stage == snapshots.stage and peer.phase is PeerPhase.READY
+        for peer_id, session in snapshots.asked.items()
+        if peer_id not in snapshots.ready and (peer := run.peers.get(peer_id)) is not None
+    )
+
+
+def chosen(
+    run: RunState, snapshots: StageSnapshots, now: float, patience_seconds: float
+) -> tuple[SnapshotFile, tuple[PeerId, ...]] | None:
+    """Return the file that most holders announced, and those holders; None while that is open.
+
+    It is open while nothing is announced and, for `patience_seconds` after the first announcement,
+    while silent holders could still outvote the file.
+    """
+    counts = Counter(snapshots.ready.values())
+    if not counts:
+        return None
+    majority = 2 * max(counts.values()) > len(snapshots.asked)
+    in_time = now < snapshots.first_at + patience_seconds
+    if not majority and in_time and outstanding(run, snapshots):
+        return None
+    most = [file for file, count in counts.items() if count == max(counts.values())]
+    file = most[0]
+    if len(most) > 1:
+        # Nobody outvotes anybody: the file of the holder that has been attached longest. A newcomer
+        # cannot replace the state of a stage.
+        oldest = min(snapshots.ready, key=snapshots.asked.__getitem__)
+        file = snapshots.ready[oldest]
+    return file, tuple(sorted(p for p, f in snapshots.ready.items() if f == file))
