@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from swarm_coordinator.core.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.core.rules import (
@@ -21,7 +22,7 @@ from swarm_coordinator.core.rules import (
     state_transfer,
 )
 from swarm_coordinator.core.rules.release import Release, release
-from swarm_coordinator.core.state.close import CloseState, Round
+from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -37,10 +38,6 @@ MAX_FAILED_ATTEMPTS = 3
 
 MAX_CARRIER_FAILURES = 4
 """Attempts of one step that may fail through a carrier before a failure is attributed to a peer."""
-
-NORM_TOLERANCE = 1e-6
-"""Relative difference allowed between members' gradient norms. Members average to the same bits,
-but unlike devices sum the squares in different orders."""
 
 FINGERPRINT_NORM_TOLERANCE = 1e-5
 """Relative difference of parameter norms allowed between unlike devices; like devices agree
@@ -160,7 +157,7 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         _clear_unaccumulated(run, step, peer, peer.stage, message)
         _attempt_failed(run, step, found, peer, message, now)
     else:
-        found.reports[peer.peer] = (message.own_squared, message.tied_squared)
+        found.reports[peer.peer] = SquaredNorms(message.own_squared, message.tied_squared)
         found.awaited.discard(peer.peer)
         if not found.awaited:
             advance_close(run, now)
@@ -176,7 +173,7 @@ def advance_close(run: RunState, now: float) -> None:
         return
     for found in closing.each_round():
         if not found.awaited and not found.averaged:
-            _check_agreement(run, found, now)
+            _check_agreement(run, step, found, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
         _decide(run, step, closing, now)
 
@@ -303,21 +300,49 @@ def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: fl
         _count_failure(run, step, late, peer, MAX_FAILED_ATTEMPTS, now)
 
 
-def _check_agreement(run: RunState, found: Round, now: float) -> None:
-    """Accept a round whose members have all averaged to the same norms; abort it otherwise."""
-    of_stage: dict[StageIndex, dict[PeerId, tuple[float, float]]] = {}
-    for peer, squares in found.reports.items():
-        stage = found.members.get(peer, found.kept.get(peer))
-        if stage is not None:
-            of_stage.setdefault(stage, {})[peer] = squares
-    for stage, reported in sorted(of_stage.items()):
-        own, tied = max(reported.values())
-        if not all(_norms_agree(own, s[0]) and _norms_agree(tied, s[1]) for s in reported.values()):
-            _flag_minority_norms(run, reported)
-            reason = f"replicas of stage {stage} averaged to different gradients"
-            round_membership.abort(run, found, reason, now)
-            return
-    found.squares = {stage: max(reported.values()) for stage, reported in of_stage.items()}
+def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -> None:
+    """Accept a round whose members have all averaged to the same norms.
+
+    A member that differs from the others of its stage is excluded from the step. Where no norms
+    have a majority the round is averaged once more, since most accidents do not recur; after that
+    the members decide that agree with the one that has been attached longest.
+    """
+    of_stage: dict[StageIndex, dict[PeerId, SquaredNorms]] = {}
+    for member, squares in found.reports.items():
+        of = found.members.get(member, found.kept.get(member))
+        if of is not None:
+            of_stage.setdefault(of, {})[member] = squares
+    agreed = {stage: _norms_of_most(reported) for stage, reported in sorted(of_stage.items())}
+    split = [stage for stage, norms in agreed.items() if norms is None]
+    if split and not step.disagreements:
+        step.disagreements += 1
+        reason = f"replicas of stage {split[0]} averaged to different gradients"
+        round_membership.abort(run, found, reason, now)
+        return
+    for stage, reported in of_stage.items():
+        decided = agreed[stage] or reported[_attached_longest(run, reported)]
+        found.squares[stage] = decided
+        for peer_id, norms in reported.items():
+            peer = run.peers.get(peer_id)
+            if norms != decided and peer is not None and peer_id in found.members:
+                reason = "it averaged to a different gradient than the rest of its stage"
+                run.flag(peer, Rejection.OTHER_AVERAGE, reason)
+                release(run, peer, Release.STEP, now)
+
+
+def _norms_of_most(reported: dict[PeerId, SquaredNorms]) -> SquaredNorms | None:
+    """Return what more than half of a stage's members report, if anything.
+
+    Equal sums give equal norms to the bit on any device: the squares are added in a fixed order.
+    """
+    norms, count = Counter(reported.values()).most_common(1)[0]
+    return norms if 2 * count > len(reported) else None
+
+
+def _attached_longest(run: RunState, peers: Iterable[PeerId]) -> PeerId:
+    """Return the peer with the earliest session; one that has left since counts as the last."""
+    sessions = {peer: run.peers[peer].session for peer in peers if peer in run.peers}
+    return min(peers, key=lambda peer: (sessions.get(peer, math.inf), peer))
 
 
 def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
@@ -347,20 +372,6 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
                 learning_rate=applied.learning_rate,
             ),
         )
-
-
-def _flag_minority_norms(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
-    """Flag the members whose gradient norms differ from those of the majority of their stage."""
-    usual, count = Counter(squares.values()).most_common(1)[0]
-    for peer_id, own in squares.items():
-        peer = run.peers.get(peer_id)
-        if peer is not None and own != usual and 2 * count > len(squares):
-            reason = "it averaged to a different gradient than the rest of its stage"
-            run.flag(peer, Rejection.OTHER_AVERAGE, reason)
-
-
-def _norms_agree(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
 
 
 def _applied_step(

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from swarm_shared.base.types import PeerId, StageIndex
+
+
+class SquaredNorms(NamedTuple):
+    """The squared norms of a stage's average."""
+
+    own: float
+    tied: float
 
 
 @dataclass(slots=True, eq=False)
@@ -26,14 +34,14 @@ class Round:
     switching: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Members that hold another stage after this step; they average that stage too, contributing
     zero."""
-    reports: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
-    """Squared norms (own part, tied part) of the members that have averaged."""
+    reports: dict[PeerId, SquaredNorms] = field(default_factory=dict)
+    """The norms of the members that have averaged."""
     awaited: set[PeerId] = field(default_factory=set)
     """Members that have not reported yet."""
     kept: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Former members whose gradient is in the sum, by stage; their cells still count."""
-    squares: dict[StageIndex, tuple[float, float]] = field(default_factory=dict)
-    """Squared norms (own part, tied part) by stage, once all members have averaged and agree."""
+    squares: dict[StageIndex, SquaredNorms] = field(default_factory=dict)
+    """The agreed norms by stage, once all members have averaged."""
 
     def __post_init__(self) -> None:
         self.awaited.update(self.members)

@@ -32,6 +32,8 @@ class StepState:
     """Failed attempts of this step attributed to each peer."""
     carrier_failures: int = 0
     """Attempts of this step that failed through a carrier and were attributed to no peer."""
+    disagreements: int = 0
+    """Attempts of this step that failed because a stage's members averaged to different norms."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
     speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)

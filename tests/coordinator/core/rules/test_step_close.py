@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -253,29 +254,58 @@ def test_an_attempt_s_number_is_used_once_in_the_life_of_a_run() -> None:
     assert restarted.step().attempt not in numbers
 
 
-def test_replicas_that_average_to_different_gradients_apply_nothing() -> None:
+def averaged_to(bench: Bench, norms: dict[str, float], part: str = "own") -> None:
+    for peer, norm in norms.items():
+        bench.averaged(peer, **{part: norm})
+
+
+def test_two_replicas_that_average_to_different_gradients_average_once_more() -> None:
     bench = closing()
-    for peer, own in (("a0", 1.0), ("b0", 1.001), ("a1", 1.0)):
-        bench.averaged(peer, own=own)
-    bench.averaged("b1", own=1.0)
+    averaged_to(bench, {"a0": 1.0, "b0": 1.0 + 1e-9, "a1": 1.0, "b1": 1.0})
     assert bench.run.phase is RunPhase.COLLECT
     assert not bench.records(AppliedStep)
-
-
-def test_replicas_may_add_up_their_squares_in_another_order() -> None:
-    bench = closing()
-    for peer, own in (("a0", 1.0), ("b0", 1.0 + 1e-8), ("a1", 1.0), ("b1", 1.0)):
-        bench.averaged(peer, own=own)
+    closed_again(bench)
+    averaged_to(bench, {"a0": 1.0, "b0": 1.0, "a1": 1.0, "b1": 1.0})
     assert len(bench.records(AppliedStep)) == 1
+    assert not bench.run.statistics.flags
 
 
-def test_tied_parts_that_differ_between_members_apply_nothing() -> None:
-    bench = Bench(stages=2, tied=True)
-    bench.join_all("a0", "b0", "a1")
+def test_a_replica_that_never_agrees_with_the_other_one_does_not_stop_the_run() -> None:
+    """Nothing shows which of two is right; the one that has been attached longest stays."""
+    bench = Bench()
+    bench.sessions["a0"] = 9
+    bench.join_all(*ALL)
+    for step in (1, 2):
+        bench.fill()
+        averaged_to(bench, {"a0": 1.5, "b0": 1.0, "a1": 1.0, "b1": 1.0})
+        closed_again(bench)
+        averaged_to(bench, {"a0": 1.5, "b0": 1.0, "a1": 1.0, "b1": 1.0})
+        assert bench.closing() == ["b0", "a1", "b1"]
+        applied(bench)
+        assert [s.step for s in bench.records(AppliedStep)] == list(range(1, step + 1))
+        assert bench.records(AppliedStep)[-1].global_norm == pytest.approx(math.sqrt(2.0))
+        assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+        bench.save("b0")
+        bench.tick(2.0)
+        bench.ready("a0")
+    assert list(bench.run.statistics.flags) == ["a0"]
+
+
+@pytest.mark.parametrize("part", ["own", "tied"])
+@pytest.mark.parametrize("liar", ["a0", "b0", "c0"])
+def test_the_odd_one_of_three_is_excluded_and_the_step_ends_at_once(part: str, liar: str) -> None:
+    bench = Bench(tied=part == "tied")
+    bench.join_all("a0", "b0", "c0", "a1")
     bench.fill()
-    for peer, tied in (("a0", 1.0), ("b0", 2.0), ("a1", 1.0)):
-        bench.averaged(peer, tied=tied)
-    assert not bench.records(AppliedStep)
+    norms = {peer: 1.0 + 1e-9 * (peer == liar) for peer in ("a0", "b0", "c0", "a1")}
+    averaged_to(bench, norms, part)
+    (record,) = bench.records(AppliedStep)
+    assert sum(share.microbatches for share in record.shares if share.stage == 0) == 2
+    assert liar not in bench.closing()
+    assert list(bench.run.statistics.flags) == [liar]
+    applied(bench)
+    assert bench.run.peers[PeerId(liar)].phase is PeerPhase.SYNCING
+    assert bench.run.history.version == 1
 
 
 def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> None:

@@ -93,7 +93,7 @@ def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None
     bench.fill()
     for peer in bench.closing():
         bench.averaged(peer, own=3.0 if peer == "b0" else 1.0)
-    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.run.phase is RunPhase.APPLYING
     assert set(marked(bench)) == {"b0"}
 
 
