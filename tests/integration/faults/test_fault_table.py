@@ -64,10 +64,10 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.NAN, P.APPLY, 0, says="is flagged: it could not apply"),
         Case(A.CORRUPT, P.NORM, 1, peers=3, says="is flagged: it averaged to a different gradient"),
         Case(A.CORRUPT, P.APPLY, 0, peers=3, says="is flagged: its parameters"),
-        Case(A.CORRUPT, P.CHECKPOINT, 0, anybody=True, says="could not be stored"),
+        Case(A.CORRUPT, P.CHECKPOINT, 0, anybody=True, says="is stored"),
         Case(A.DISK_FULL, P.RECEIPT, 0, 3.0),
         Case(A.DISK_FULL, P.APPLY, 1, 3.0),
-        Case(A.DISK_FULL, P.CHECKPOINT, 0, 3.0, anybody=True, says="could not be stored"),
+        Case(A.DISK_FULL, P.CHECKPOINT, 0, 3.0, anybody=True, says="is stored"),
         Case(A.DISK_FULL, P.STATE_DOWNLOAD, 1, 3.0, newcomer=True, says="could not be fetched"),
         Case(
             A.CORRUPT, P.STATE_DOWNLOAD, 0, newcomer=True, says="differs from what its holders have"
