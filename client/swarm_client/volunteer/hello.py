@@ -41,6 +41,7 @@ def hello(
         wanted_stage=options.wanted_stage,
         stage=holding.stage if holding is not None else None,
         version=holding.version if holding is not None else Version(0),
+        digest=holding.worker.digest if holding is not None else "",
         averaged_attempt=holding.close.averaged_attempt if holding is not None else None,
         receipts=holding.account.receipts() if holding is not None else (),
     )

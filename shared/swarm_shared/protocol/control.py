@@ -73,6 +73,8 @@ class Hello(FrozenModel):
     stage: StageIndex | None = None
     """The stage this client already holds, at `version`; None for a joining peer."""
     version: Version = Version(0)
+    digest: Annotated[str, Field(max_length=64)] = ""
+    """The fingerprint's digest of that state; who does not hold the state cannot know it."""
     averaged_attempt: int | None = None
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: tuple[Envelope, ...] = Field(default=(), max_length=65_536)

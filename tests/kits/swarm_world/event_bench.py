@@ -132,7 +132,7 @@ class Bench:
         carrier = CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
             "run": RunId("run"), "software": "0", "addresses": (), "carrier": carrier,
-            "device": "cpu", "memory_bytes": 1000, "name": peer,
+            "device": "cpu", "memory_bytes": 1000, "name": peer, "digest": "d",
         }  # fmt: skip
         return self.event(
             PeerAttached(

@@ -151,6 +151,7 @@ class SimPeer:
             device="cpu", memory_bytes=self.memory_bytes,
             stage=None if holding is None else holding.index,
             version=0 if holding is None else holding.account.version,
+            digest="" if holding is None else holding.worker.digest,
             averaged_attempt=close.averaged_attempt if close is not None else None,
         )  # fmt: skip
         return hello, holding.account.receipts() if holding is not None else ()

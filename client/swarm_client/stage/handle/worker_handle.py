@@ -63,6 +63,7 @@ class StageWorker:
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
         self._configured: messages.StageConfigured | None = None
+        self._digest = ""
 
     # ---- status
 
@@ -71,6 +72,11 @@ class StageWorker:
         """Names and sizes of the worker's shared memory."""
         assert self._configured is not None
         return self._configured
+
+    @property
+    def digest(self) -> str:
+        """The digest of the state's fingerprint at the worker's version."""
+        return self._digest
 
     @property
     def own_elements(self) -> int:
@@ -166,7 +172,9 @@ class StageWorker:
         request = messages.ApplyUpdate(
             step=step, step_tokens=step_tokens, global_norm=global_norm, learning_rate=learning_rate
         )
-        return await self._rpc.call(request, messages.UpdateApplied)
+        done = await self._rpc.call(request, messages.UpdateApplied)
+        self._digest = done.digest
+        return done
 
     async def save_state(self, path: Path, version: Version) -> int:
         """Write parameters and optimizer state atomically; returns the number of bytes written."""
@@ -176,12 +184,18 @@ class StageWorker:
     async def load_state(self, path: Path, version: Version) -> messages.StageStateLoaded:
         """Load parameters and optimizer state."""
         request = messages.LoadStageState(path=str(path), version=version)
-        return await self._rpc.call(request, messages.StageStateLoaded)
+        return await self._loaded(request)
 
     async def reinitialise(self, version: Version) -> messages.StageStateLoaded:
         """Start again from the manifest's seed."""
-        request = messages.ReinitialiseStage(version=version)
-        return await self._rpc.call(request, messages.StageStateLoaded)
+        return await self._loaded(messages.ReinitialiseStage(version=version))
+
+    async def _loaded(
+        self, request: messages.LoadStageState | messages.ReinitialiseStage
+    ) -> messages.StageStateLoaded:
+        loaded = await self._rpc.call(request, messages.StageStateLoaded)
+        self._digest = loaded.digest
+        return loaded
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
         """Limit the worker's use of its device from now on."""
@@ -291,6 +305,7 @@ class StageWorker:
             slot_count=self.slot_count, namespace=namespace,
         )  # fmt: skip
         self._configured = await self._rpc.call(request, messages.StageConfigured)
+        self._digest = self._configured.digest
 
     def _attach(self, attached: list[shared_memory.Segment]) -> None:
         configured = self.configured

@@ -40,7 +40,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     run.peers[event.peer] = peer
     held = hello.stage if hello.stage in run.stage_indices else None
     missed = None if held is None else _missed_step(run, held, hello)
-    if missed is None and not _is_current(run, event):
+    if missed is None and held is not None and not _is_current(run, event, held):
         held = None
     run.send(
         event.peer,
@@ -63,6 +63,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         }
     elif held is not None:
         run.peers.hold(peer, held, hello.version)
+        run.peers.claim(peer, hello.digest)
         run.roster.dirty = True
         run.note(f"{display(peer)} is back with stage {held}", peer.peer)
         round_membership.rejoin(run, peer.peer, held, hello.averaged_attempt)
@@ -73,14 +74,19 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 
 
-def _is_current(run: RunState, event: PeerAttached) -> bool:
+def _is_current(run: RunState, event: PeerAttached, stage: StageIndex) -> bool:
     """Whether the peer's state is that of the run's version.
 
-    That is so after either side has restarted or lost the connection.
+    That is so after either side has restarted or lost the connection. The digest proves it, where
+    holders have reported theirs since the coordinator's start.
     """
     # After a roll-back the same version number may denote a state of the abandoned history.
     same_history = not run.history.rolled_back or event.peer in run.history.members
-    return event.hello.version == run.history.version and same_history
+    return (
+        event.hello.version == run.history.version
+        and same_history
+        and run.history.may_be(stage, event.hello.digest)
+    )
 
 
 def _missed_step(run: RunState, stage: StageIndex, hello: Hello) -> AppliedStep | None:

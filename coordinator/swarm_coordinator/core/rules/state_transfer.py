@@ -211,10 +211,8 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
     """Whether the downloaded state differs from that of the stage's holders."""
-    known = run.history.fingerprints.get(message.stage)
-    return (
-        known is not None and message.version == run.history.version and message.digest not in known
-    )
+    current = message.version == run.history.version
+    return current and not run.history.may_be(message.stage, message.digest)
 
 
 def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:

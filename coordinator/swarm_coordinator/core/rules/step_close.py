@@ -43,6 +43,8 @@ FINGERPRINT_NORM_TOLERANCE = 1e-5
 """Relative difference of parameter norms allowed between unlike devices; like devices agree
 bitwise."""
 
+_OTHER_STATE = "it does not hold the state that it claims"
+
 
 def start_close(run: RunState, step: StepState, now: float) -> None:
     """Open rounds for the stages without one, and send each member its group and commit set."""
@@ -415,9 +417,12 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         run.peers.set_version(peer, version)
         closing.applied[peer.peer] = (message.digest, message.norm)
         _finish_when_applied(run, closing, now)
+    elif late and transfer is not None and not run.history.may_be(transfer.stage, message.digest):
+        membership.resync(run, peer, _OTHER_STATE, now)
     elif late and transfer is not None:
         # It missed the Apply while the coordinator was unavailable.
         run.peers.hold(peer, transfer.stage, version)
+        run.peers.claim(peer, message.digest)
         microbatches.commit_early_receipts(run, peer)
         run.history.members.add(peer.peer)
         run.roster.dirty = True
@@ -438,9 +443,17 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
         _compare_replicas(run, stage, of_stage, now)
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):
-        if peer.phase is PeerPhase.READY and peer.version != run.history.version:
+        claimed, peer.claimed_digest = peer.claimed_digest, None
+        if peer.phase is not PeerPhase.READY or peer.stage is None:
+            continue
+        if peer.version != run.history.version:
             # It attached during the close, was excluded, or did not apply in time.
             membership.resync(run, peer, f"it missed step {run.history.version}", now)
+        elif claimed is None or peer.peer in closing.members:
+            continue
+        elif not run.history.may_be(peer.stage, claimed):
+            run.flag(peer, Rejection.OTHER_PARAMETERS, _OTHER_STATE)
+            membership.resync(run, peer, _OTHER_STATE, now)
 
 
 def _compare_replicas(

@@ -29,6 +29,11 @@ class RunHistory:
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage without a holder lost its last one."""
 
+    def may_be(self, stage: StageIndex, digest: str) -> bool:
+        """Whether this can be the digest of the stage's state at the version, as far as known."""
+        known = self.fingerprints.get(stage)
+        return known is None or digest in known
+
     def apply(self, step: AppliedStep) -> None:
         """Advance to the version that a durable step leads to."""
         self.version, self.last_applied = Version(step.step), step

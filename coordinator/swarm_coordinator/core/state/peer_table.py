@@ -268,6 +268,11 @@ class PeerTable(dict[PeerId, PeerState]):
         peer.phase = PeerPhase.READY
         self._index(peer)
 
+    def claim(self, peer: PeerState, digest: str) -> None:
+        """Keep the digest of a returning peer's state until its stage's fingerprint is known."""
+        known = peer.stage is not None and peer.stage in self._history.fingerprints
+        peer.claimed_digest = None if known else digest
+
     def cancel_move(self, peer: PeerState) -> None:
         """Let a mover stay at its stage."""
         self._unindex(peer)

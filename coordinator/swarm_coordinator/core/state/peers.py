@@ -152,6 +152,9 @@ class PeerState:
     matched_majority: bool = False
     """Whether its parameters have once been bitwise equal to those of most replicas of its
     stage."""
+    claimed_digest: str | None = None
+    """Digest of the state that it claims to hold, while the fingerprint of its stage at this
+    version is not known."""
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """Its published roster record; None after a change of one of its fields."""
 

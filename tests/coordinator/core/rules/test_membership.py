@@ -6,6 +6,7 @@ import pytest
 
 from kits.swarm_world.event_bench import SHA, Bench
 from swarm_coordinator.core.events import (
+    AppliedStep,
     CloseSession,
     Command,
     HeartbeatsReceived,
@@ -499,3 +500,40 @@ def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
     assert late.phase is PeerPhase.SYNCING
     bench.save("a0")
     assert bench.run.peers.syncing[PeerId("b0")].source_assigned
+
+
+# ---- proof of the state that a returning peer claims
+
+
+def test_a_peer_that_claims_a_stage_without_its_digest_has_to_download_it() -> None:
+    bench = training()
+    bench.attach("ghost", stage=0, version=1, digest="made up")
+    assert not bench.sent("ghost", Welcome)[0].keep
+    assert bench.run.peers[PeerId("ghost")].stage is None
+    bench.attach("replica", stage=0, version=1, digest="d")
+    assert bench.sent("replica", Welcome)[0].keep
+    assert bench.run.peers[PeerId("replica")].phase is PeerPhase.READY
+
+
+def test_a_claim_during_the_apply_is_checked_when_the_holders_have_reported() -> None:
+    """Until then the digest of the new version is not known."""
+    bench = training()
+    bench.fill()
+    bench.average_all()
+    members = bench.closing()
+    for peer, digest in (("ghost", "made up"), ("replica", "d2")):
+        bench.attach(peer, stage=0, version=2, digest=digest)
+        assert bench.run.peers[PeerId(peer)].phase is PeerPhase.READY
+    for peer in members:
+        bench.apply(peer, digest="d2")
+    assert bench.run.peers[PeerId("ghost")].phase is PeerPhase.SYNCING
+    assert bench.run.peers[PeerId("replica")].phase is PeerPhase.READY
+    assert list(bench.run.statistics.flags) == ["ghost"]
+
+
+def test_a_late_apply_with_another_digest_holds_no_stage() -> None:
+    bench = training()
+    attempt = bench.records(AppliedStep)[-1].attempt
+    bench.attach("ghost", stage=0, version=0, averaged_attempt=attempt)
+    bench.send("ghost", Applied(step=Step(1), digest="made up", norm=1.0))
+    assert bench.run.peers[PeerId("ghost")].phase is PeerPhase.SYNCING
