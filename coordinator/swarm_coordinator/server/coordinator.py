@@ -11,11 +11,13 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import anyio.to_thread
 import trio
 
 from swarm_coordinator.admission.authority import AdmissionAuthority
+from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.core.events import (
     AppliedStep,
@@ -76,7 +78,21 @@ REVOKED_LINGER_SECONDS = 2.0
 
 
 async def serve(service: CoordinatorContext) -> None:
-    """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on."""
+    """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on.
+
+    A peer whose message the core fails on is banned, and the run continues from the store, as after
+    a crash: a failed event may have left the state half-changed.
+    """
+    while True:
+        try:
+            await _serve_once(service)
+            return
+        except CoreFailure as failure:
+            service.report(f"{failure}; the run is started again without that peer")
+            service = replace(service, verified=None)
+
+
+async def _serve_once(service: CoordinatorContext) -> None:
     coordinator = Coordinator(service)
     try:
         async with trio.open_nursery() as nursery:
@@ -103,6 +119,10 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
             if isinstance(leaf, kind):
                 return leaf
     return found[0]
+
+
+class CoreFailure(SwarmError):
+    """The core failed on an event of one peer, which is banned."""
 
 
 class Coordinator:
@@ -241,7 +261,11 @@ class Coordinator:
         elif isinstance(event, CheckpointStored) and not self._fetcher.is_current(event.version):
             log.info("the checkpoint of step %d was abandoned", event.version)
             return False
-        commands = transition(self._state, event, self._service.clock())
+        try:
+            commands = transition(self._state, event, self._service.clock())
+        except Exception as error:
+            await self._ban_author(event, error)
+            raise
         for command in commands:
             if isinstance(command, Send):
                 # By far the most frequent command; it never waits.
@@ -254,6 +278,16 @@ class Coordinator:
         self._publish_news(event)
         self._queue.complete(event, commands)
         return False
+
+    async def _ban_author(self, event: Event, error: Exception) -> None:
+        """Ban the peer whose event the core failed on; CoreFailure. Returns if there is none."""
+        author = getattr(event, "peer", None)
+        if author is None:
+            return
+        log.exception("the core failed on %s of %s", type(event).__name__, author)
+        reason = f"the coordinator failed on its {type(event).__name__}"
+        await self._admission.write(PeerBanned(author, reason))
+        raise CoreFailure(f"{reason}: {author} is banned, see the log for the cause") from error
 
     def _publish_news(self, event: Event) -> None:
         """Send due run news, after the event's commands: a joining peer has its Welcome by then."""

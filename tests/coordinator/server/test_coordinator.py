@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from kits.coordinator.coordinator_lab import lasting_crew
 from kits.coordinator.shell_world import (
     Volunteer,
     checkpoint_of,
@@ -28,14 +29,16 @@ from kits.coordinator.shell_world import (
     snapshot_content,
     train_to_the_end,
 )
+from swarm_coordinator.core.events import Command, Event, PeerAttached
+from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server import control_protocol
+from swarm_coordinator.server import control_protocol, coordinator
 from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt, check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -184,6 +187,44 @@ async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> 
         await honest.send(MaskRequest(request=7, step=Step(1), microbatch=MicrobatchIndex(0)))
         while (await honest.receive()).kind != "mask":
             pass
+
+
+async def test_a_peer_on_whose_message_the_core_fails_is_banned_and_the_run_ends_as_ever(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is put into the core: no message is known on which it fails."""
+    attacker = Identity.generate()
+    sound = coordinator.transition
+
+    def fails(run: RunState, event: Event, now: float) -> list[Command]:
+        if isinstance(event, PeerAttached) and event.peer == attacker.peer_id:
+            run.history.version = Version(99)  # half-changed
+            raise OverflowError("a number that no list can have")
+        return sound(run, event, now)
+
+    async def attack(step: Step) -> None:
+        if step == 2 and not run.store.admission().bans:
+            async with client(run.invite, attacker) as one:
+                await one.send(hello_for(run.invite))
+                with pytest.raises(LinkClosed):
+                    await one.receive()
+        elif step == 3:
+            await checkpoint_of(folder, 2)
+
+    monkeypatch.setattr(coordinator, "transition", fails)
+    async with served(folder) as run:
+        volunteers = lasting_crew(run.invite, run.manifest, folder.path)
+        volunteers[0].before_closing = attack
+        async with trio.open_nursery() as nursery:
+            for volunteer in volunteers:
+                nursery.start_soon(volunteer.come_back)
+        await run.ended.wait()
+        assert [line for line in run.lines if f"{attacker.peer_id} is banned" in line]
+        assert list(run.store.admission().bans) == [attacker.peer_id]
+    found = history(folder.database)
+    assert [(s.step, s.loss) for s in found.steps] == [(n, loss_of(n)) for n in range(1, 5)]
+    assert found.restored.finished
+    assert found.restored.generation == 2
 
 
 async def test_a_receipt_of_another_run_is_refused(folder: RunFolder) -> None:
