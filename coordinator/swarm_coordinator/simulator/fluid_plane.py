@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
+from swarm_coordinator.simulator.loaded_stage import LoadedStage
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
 
@@ -180,6 +180,10 @@ class FluidPlane:
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
 
+    def accumulated(self, held: LoadedStage) -> tuple[MicrobatchIndex, ...]:
+        """What is committed: a flow loses nothing and counts nothing twice."""
+        return held.committed
+
     # ---- the flow
 
     def _window(self) -> float:
@@ -268,23 +272,15 @@ class FluidPlane:
 
     def _report(self, microbatches: list[MicrobatchIndex]) -> None:
         swarm = self._swarm
-        manifest = swarm.manifest
-        last = manifest.stage_count - 1
         step = self._step
         for microbatch in microbatches:
             leased = self._completed.pop(microbatch, None)
             if leased is None or step != self._step:
                 continue
             receipts = tuple(
-                Receipt(
-                    run=RunId("simulated"), generation=Generation(1), step=step,
-                    microbatch=microbatch, stage=stage, peer=peer,
-                    samples=manifest.training.sequences_per_microbatch,
-                    tokens=manifest.tokens_per_microbatch,
-                    loss_sum=1.0 if stage == last else None,
-                )
+                swarm.receipt_form.filled(peer, stage, step, microbatch)
                 for stage, peer in leased.cells
-            )  # fmt: skip
+            )
             trainer = leased.trainer
             swarm.deliver(
                 LeaseResolved(

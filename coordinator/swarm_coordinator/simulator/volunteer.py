@@ -1,9 +1,11 @@
 """A simulated volunteer: the client's side of the control protocol, on the virtual clock.
 
-It owns the answers to the coordinator, which are the real messages, and their timing; computing
-belongs to the data plane, averaging to `all_reduce_time`. Downloads are limited by its own downlink
-and by its sources' uplinks, of which each source gives at most half, because the other half carries
-activations.
+It drives the rules of a real volunteer (`swarm_shared.volunteer_rules`): a stage is taken, moved
+and given up by `stage_tenure`, a step closed by `step_close`. Modelled is the time: of loading
+here, of closing in `close_times`, of computing in the data plane. Downloads are limited by its own
+downlink and by its sources' uplinks, of which each source gives at most half, because the other
+half carries activations. A volunteer that has to attach again begins anew, without the stage that
+it held.
 """
 
 from __future__ import annotations
@@ -24,26 +26,42 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
+from swarm_coordinator.simulator.loaded_stage import LoadedStage, ReceiptForm, load_stage
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex
 from swarm_shared.protocol import (
+    AbortRound,
+    Apply,
     AssignStage,
     ClientMessage,
+    Close,
+    CoordinatorMessage,
     Heartbeat,
     Hello,
     Lease,
     Leaving,
     Mask,
-    Ready,
     Roster,
     SaveSnapshot,
-    SnapshotReady,
     StageRequest,
     Welcome,
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
+from swarm_shared.volunteer_rules.stage_tenure import (
+    EndTenure,
+    Install,
+    Load,
+    PreparedLost,
+    PreparedReady,
+    Reload,
+    Send,
+    StageTenures,
+    StartTenure,
+    TenureNumber,
+)
+from swarm_shared.volunteer_rules.step_close import CloseOrder
 
 CONNECT_SECONDS = 2.0
 """Seconds for connecting, the handshake and a first measurement of the links."""
@@ -51,13 +69,8 @@ CONNECT_SECONDS = 2.0
 LOAD_SECONDS = 3.0
 """Seconds from a file on disk to a stage on the device; the same for a fresh start."""
 
-DISK_BYTES_PER_SECOND = 200e6
-"""Rate of writing and hashing a snapshot."""
-
 SHARED_UPLINK_FRACTION = 0.5
 """Fraction of an uplink that serves state to other peers."""
-
-SNAPSHOT_SHA256 = "0" * 64
 
 
 class DownloadTimes(Protocol):
@@ -65,6 +78,12 @@ class DownloadTimes(Protocol):
 
     def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float: ...
     def end(self, message: AssignStage) -> None: ...
+
+
+class CloseWork(Protocol):
+    """How long the work of a step close takes."""
+
+    def carry_out(self, volunteer: SimulatedVolunteer, held: LoadedStage) -> None: ...
 
 
 class CandidateMeter(Protocol):
@@ -94,6 +113,7 @@ class DataPlane(Protocol):
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
     def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+    def accumulated(self, held: LoadedStage) -> tuple[MicrobatchIndex, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +144,7 @@ class SwarmView(Protocol):
     """Floating-point operations of a microbatch, per stage."""
     sizes: tuple[StageSizes, ...]
     table_bytes: int
+    receipt_form: ReceiptForm
     coordinator: PeerId
     mean_latency_seconds: float
     heartbeat_seconds: float
@@ -131,6 +152,8 @@ class SwarmView(Protocol):
 
     @property
     def plane(self) -> DataPlane: ...
+    @property
+    def closes(self) -> CloseWork: ...
     @property
     def downloads(self) -> DownloadTimes: ...
     @property
@@ -142,6 +165,7 @@ class SwarmView(Protocol):
     def stops(self, volunteer: SimulatedVolunteer) -> None: ...
     def changed(self, volunteer: SimulatedVolunteer) -> None: ...
     def takes_part(self, volunteer: SimulatedVolunteer) -> bool: ...
+    def rejoin(self, volunteer: SimulatedVolunteer) -> None: ...
 
 
 class SimulatedVolunteer:
@@ -154,22 +178,27 @@ class SimulatedVolunteer:
         self.alive = True
         self.attached = False
         self.leaving = False
-        self.stage: StageIndex | None = None
+        self.held: LoadedStage | None = None
         """The stage that it serves."""
-        self.version = Version(0)
-        self.prepared: StageIndex | None = None
-        """The stage that it holds in addition, at the same version."""
+        self.prepared: LoadedStage | None = None
+        """The stage that it has loaded in addition, for a move."""
         self.uploads = 0
         """Number of downloads that it currently serves."""
         self.noise = 1.0
         self._measured_up = 0.0
         self._swarm = swarm
-        self._assignment: AssignStage | None = None
+        self._tenures = StageTenures()
+        self._loading: dict[TenureNumber, AssignStage] = {}
+        self._loaded: dict[TenureNumber, LoadedStage] = {}
 
     @property
-    def assignment(self) -> AssignStage | None:
-        """The assignment that it currently downloads, or starts fresh with."""
-        return self._assignment
+    def stage(self) -> StageIndex | None:
+        return None if self.held is None else self.held.account.stage
+
+    @property
+    def loading(self) -> tuple[AssignStage, ...]:
+        """The assignments that it is loading."""
+        return tuple(self._loading.values())
 
     # ---- rates
 
@@ -216,8 +245,9 @@ class SimulatedVolunteer:
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
 
     def disconnect(self) -> None:
-        self._drop_assignment()
         self.alive = False
+        self._tenures.drop()
+        self._carry_out_tenures()
 
     def leave(self) -> None:
         """Announce that it leaves, and go when the coordinator agrees."""
@@ -235,11 +265,12 @@ class SimulatedVolunteer:
         swarm = self._swarm
         if self.attached:
             rate = up = 0.0
-            if self.stage is not None:
+            stage = self.stage
+            if stage is not None:
                 noise = swarm.options.measurement_noise
                 self.noise = swarm.rng.lognormvariate(0.0, noise)
-                rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
-                if self._uplink_is_limit(self.stage):
+                rate = self.hardware.flops_per_second / swarm.works[stage] * self.noise
+                if self._uplink_is_limit(stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
@@ -253,68 +284,124 @@ class SimulatedVolunteer:
 
     # ---- messages of the coordinator
 
-    def welcomed(self, message: Welcome) -> None:
+    def receive(self, message: CoordinatorMessage) -> None:
+        if not self.alive:
+            return
+        swarm = self._swarm
+        match message:
+            case Close() | Apply() | AbortRound() | SaveSnapshot():
+                self._order(message)
+            case Roster():
+                swarm.plane.roster(self, message)
+            case Lease():
+                swarm.plane.lease(self, message)
+            case Mask():
+                swarm.plane.mask(self, message)
+            case AssignStage():
+                self._tenures.assigned(message)
+                self._carry_out_tenures()
+            case Welcome():
+                self._welcomed(message)
+
+    def _welcomed(self, message: Welcome) -> None:
         try:
             stage = most_underserved_stage(message.stages, self.hardware.memory_bytes)
         except CapacityError:
             stage = StageIndex(0)  # the coordinator refuses it with the reason
         self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
 
-    def assigned(self, message: AssignStage) -> None:
-        """Download a stage, in place of the held one or beside it."""
-        if not message.prepare:
-            self._swarm.stops(self)
-            self.stage = None
-        self.prepared = None
-        self._drop_assignment()
-        self._assignment = message
-        seconds = LOAD_SECONDS
-        if message.source == "snapshot":
-            seconds += self._swarm.downloads.begin(self, message)
-        self._later(seconds, lambda: self._download_finished(message))
+    def _order(self, message: CloseOrder) -> None:
+        held = self.held
+        if held is not None:
+            if isinstance(message, Close):
+                held.committed = message.committed
+            held.close.order(message)
+            self._swarm.closes.carry_out(self, held)
 
-    def _drop_assignment(self) -> None:
-        """Release the sources of a finished or abandoned download."""
-        if self._assignment is not None:
-            self._swarm.downloads.end(self._assignment)
-        self._assignment = None
+    # ---- tenures of stages
 
-    def _download_finished(self, message: AssignStage) -> None:
-        if self._assignment is not message:
-            return
-        self._drop_assignment()
-        if message.prepare:
-            if self.version == message.version:
-                self.prepared = message.stage
-        else:
-            self.stage, self.version = message.stage, message.version
-        self.send(Ready(stage=message.stage, version=message.version, digest=""))
-        if not message.prepare and self._swarm.takes_part(self):
-            self._swarm.serves(self)
-
-    def save(self, message: SaveSnapshot) -> None:
-        size = self._swarm.sizes[message.stage].state_bytes
-        item = f"snapshot/{message.version}/{message.stage}"
-        ready = SnapshotReady(
-            version=message.version,
-            stage=message.stage,
-            item=item,
-            bytes=size,
-            sha256=SNAPSHOT_SHA256,
-        )
-        self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.send(ready))
-
-    def apply(self, step: int, *, switches: bool) -> None:
-        """Apply a step: switch to the prepared stage, or discard it as outdated."""
-        if switches and self.prepared is not None:
-            self._swarm.stops(self)
-            self.stage, self.version = self.prepared, Version(step)
-            self._swarm.serves(self)
-        self.version = Version(step)
-        self.prepared = None
-        if self._assignment is not None and self._assignment.prepare:
-            self._drop_assignment()
+    def step_applied(self) -> None:
+        self._tenures.step_applied()
         self._swarm.plane.step_changed(self)
+
+    def drop_outdated(self) -> None:
+        """Give up the prepared stage: a step was applied without it."""
+        self._tenures.prepared_outdated()
+        self._carry_out_tenures()
+
+    def switch_to_prepared(self) -> None:
+        self._tenures.switched()
+        self._carry_out_tenures()
+
+    def _carry_out_tenures(self) -> None:
+        while actions := self._tenures.take_actions():
+            for action in actions:
+                match action:
+                    case StartTenure(load) | Reload(load):
+                        self._load(load)
+                    case EndTenure(tenure):
+                        self._end(tenure)
+                        self._tenures.ended(tenure)
+                    case Install(tenure, switched):
+                        self._install(self._loaded[tenure], switched=switched)
+                    case PreparedReady(tenure):
+                        self._prepare(self._loaded[tenure])
+                    case PreparedLost():
+                        self._prepare(None)
+                    case Send(message):
+                        self.send(message)
+                    case _:
+                        pass  # it keeps no snapshots, and its workers do not die alone
+
+    def _load(self, load: Load) -> None:
+        """Download a stage and load it."""
+        tenure, assignment = load.tenure, load.assignment
+        self._end(tenure)
+        self._loading[tenure] = assignment
+        seconds = LOAD_SECONDS
+        if assignment.source == "snapshot":
+            seconds += self._swarm.downloads.begin(self, assignment)
+
+        def loaded() -> None:
+            if self._loading.get(tenure) is assignment:
+                self._end(tenure)
+                staleness = self._swarm.manifest.training.staleness
+                stage = load_stage(assignment, staleness, self._swarm.receipt_form, self.peer)
+                self._loaded[tenure] = stage
+                self._tenures.loaded(load, "")
+                self._carry_out_tenures()
+                # The coordinator may have answered that the version is outdated.
+                if self.held is stage and self._swarm.takes_part(self):
+                    self._swarm.serves(self)
+
+        self._later(seconds, loaded)
+
+    def _end(self, tenure: TenureNumber) -> None:
+        """Release what is loaded or being loaded."""
+        assignment, loaded = self._loading.pop(tenure, None), self._loaded.pop(tenure, None)
+        if assignment is not None:
+            self._swarm.downloads.end(assignment)
+        if loaded is not None and loaded is self.held:
+            self._swarm.stops(self)
+            self.held = None
+
+    def _install(self, loaded: LoadedStage, *, switched: bool) -> None:
+        if switched:
+            self._swarm.stops(self)
+            self.prepared = None
+        self.held = loaded
+        if switched:
+            self._swarm.serves(self)
+
+    def _prepare(self, loaded: LoadedStage | None) -> None:
+        self.prepared, held = loaded, self.held
+        if held is None:
+            return
+        if loaded is None:
+            held.close.prepared_lost()
+        else:
+            held.close.stage_prepared(loaded.account)
+        self._swarm.closes.carry_out(self, held)
 
     # ---- sending
 

@@ -52,7 +52,7 @@ def test_an_uplink_serves_only_downloads_that_are_still_awaited(
     model = churn_model("home:on_hours=0.05,crash=0.7")
     swarm = simulated(manifest, model.changes(names, HOURS, random.Random(seed)), seed)
     assert swarm.downloads.bytes > 0
-    waited_for = {id(v.assignment) for v in swarm.volunteers.values() if v.alive}
+    waited_for = {id(one) for v in swarm.volunteers.values() if v.alive for one in v.loading}
     assert swarm.downloads.under_way() <= waited_for
     served = sum(v.uploads for v in swarm.volunteers.values())
     assert served <= 32 * len(swarm.downloads.under_way())
