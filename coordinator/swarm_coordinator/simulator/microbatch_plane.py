@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from swarm_coordinator.core.events import Event, LeaseResolved, MessageReceived, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
-from swarm_coordinator.simulator.loaded_stage import LoadedStage
+from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
@@ -296,7 +296,7 @@ class _Node:
     """The data plane of one volunteer while it holds its stage."""
 
     def __init__(
-        self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer, loaded: LoadedStage
+        self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer, loaded: LoadedStage[Receipt]
     ) -> None:
         self.volunteer = volunteer
         self.loaded, self.account = loaded, loaded.account
@@ -500,9 +500,6 @@ class MicrobatchPlane:
         answer = self._masks.pop((volunteer.peer, message.request), None)
         if answer is not None and volunteer.peer in self._nodes:
             answer(message.accumulate)
-
-    def accumulated(self, held: LoadedStage) -> tuple[MicrobatchIndex, ...]:
-        return held.accumulated.microbatches()
 
     # ---- from peer to peer
 

@@ -30,12 +30,11 @@ from swarm_coordinator.core.events import (
     Tick,
 )
 from swarm_coordinator.core.transition import begin, transition
-from swarm_coordinator.simulator.close_times import CloseTimes
+from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
 from swarm_coordinator.simulator.downloads import Downloads
 from swarm_coordinator.simulator.efficiency import EfficiencyMeter
 from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import Hardware
-from swarm_coordinator.simulator.loaded_stage import ReceiptForm
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import DataPlane, SimulatedVolunteer, SwarmOptions
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -76,7 +75,6 @@ class Swarm:
         self.works = [stage.work_flops or 1.0 for stage in manifest.stages]
         self.sizes = stage_sizes(manifest)
         self.table_bytes = 4 * manifest.model.vocabulary_size * manifest.model.hidden_size
-        self.receipt_form = ReceiptForm(self.manifest)
         self.coordinator = COORDINATOR
         self.mean_latency_seconds = sum(h.latency_seconds for h in fleet) / len(fleet)
         self.heartbeat_seconds = max(options.heartbeat_seconds, len(fleet) / 100)
@@ -92,7 +90,7 @@ class Swarm:
         self._sessions = itertools.count(1)
         self._fetched: dict[Version, dict[StageIndex, StoredStage]] = {}
         self.meter = EfficiencyMeter(self, self._cost_shares())
-        self.closes = CloseTimes(self)
+        self.averages = AllReduceTimes(self)
         self.downloads = Downloads(self)
         self.plane = plane(self)
         self.run = begin(

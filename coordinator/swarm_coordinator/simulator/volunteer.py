@@ -1,17 +1,16 @@
 """A simulated volunteer: the client's side of the control protocol, on the virtual clock.
 
-It drives the rules of a real volunteer (`swarm_shared.volunteer_rules`): a stage is taken, moved
-and given up by `stage_tenure`, a step closed by `step_close`. Modelled is the time: of loading
-here, of closing in `close_times`, of computing in the data plane. Downloads are limited by its own
+It drives the rules of a real volunteer: those of its stages in `stage_holder`, those of its
+microbatches in the fine data plane. Modelled is the time: of loading and applying here, of
+averaging in `all_reduce_time`, of computing in the data plane. Downloads are limited by its own
 downlink and by its sources' uplinks, of which each source gives at most half, because the other
-half carries activations. A volunteer that has to attach again begins anew, without the stage that
-it held.
+half carries activations. A volunteer that has to attach again begins anew, without the stage that it held.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -26,9 +25,9 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
-from swarm_coordinator.simulator.loaded_stage import LoadedStage, ReceiptForm, load_stage
-from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex
+from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder, first_request
+from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
     AbortRound,
     Apply,
@@ -43,25 +42,12 @@ from swarm_shared.protocol import (
     Mask,
     Roster,
     SaveSnapshot,
-    StageRequest,
     Welcome,
 )
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
-from swarm_shared.volunteer_rules.stage_tenure import (
-    EndTenure,
-    Install,
-    Load,
-    PreparedLost,
-    PreparedReady,
-    Reload,
-    Send,
-    StageTenures,
-    StartTenure,
-    TenureNumber,
-)
-from swarm_shared.volunteer_rules.step_close import CloseOrder
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, SaveState, Uncommit, Work
 
 CONNECT_SECONDS = 2.0
 """Seconds for connecting, the handshake and a first measurement of the links."""
@@ -72,6 +58,20 @@ LOAD_SECONDS = 3.0
 SHARED_UPLINK_FRACTION = 0.5
 """Fraction of an uplink that serves state to other peers."""
 
+RECONCILE_SECONDS = 0.2
+"""Seconds for copying the gradient and for the norm of the result, with the first all-reduce of a
+lane; the same for the removal of microbatches."""
+
+MEMORY_BYTES_PER_SECOND = 50e9
+"""Memory bandwidth; applying a step reads and writes parameters, gradient and moments once."""
+APPLY_BYTES_PER_PARAMETER = 28
+"""Bytes read and written per parameter by an apply."""
+APPLY_SECONDS = 0.1
+"""Seconds for the rest of an apply, the fingerprint included."""
+
+DISK_BYTES_PER_SECOND = 200e6
+"""Rate of writing and hashing a snapshot."""
+
 
 class DownloadTimes(Protocol):
     """How long state takes from its sources, over shared uplinks."""
@@ -80,10 +80,13 @@ class DownloadTimes(Protocol):
     def end(self, message: AssignStage) -> None: ...
 
 
-class CloseWork(Protocol):
-    """How long the work of a step close takes."""
+class AverageTimes(Protocol):
+    """How long an average takes its group."""
 
-    def carry_out(self, volunteer: SimulatedVolunteer, held: LoadedStage) -> None: ...
+    def join(
+        self, volunteer: SimulatedVolunteer, held: LoadedStage[Receipt], stage: StageIndex,
+        work: Reduce,
+    ) -> None: ...  # fmt: skip
 
 
 class CandidateMeter(Protocol):
@@ -113,7 +116,6 @@ class DataPlane(Protocol):
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
     def queued(self, volunteer: SimulatedVolunteer) -> int: ...
-    def accumulated(self, held: LoadedStage) -> tuple[MicrobatchIndex, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,6 @@ class SwarmView(Protocol):
     """Floating-point operations of a microbatch, per stage."""
     sizes: tuple[StageSizes, ...]
     table_bytes: int
-    receipt_form: ReceiptForm
     coordinator: PeerId
     mean_latency_seconds: float
     heartbeat_seconds: float
@@ -153,7 +154,7 @@ class SwarmView(Protocol):
     @property
     def plane(self) -> DataPlane: ...
     @property
-    def closes(self) -> CloseWork: ...
+    def averages(self) -> AverageTimes: ...
     @property
     def downloads(self) -> DownloadTimes: ...
     @property
@@ -168,37 +169,21 @@ class SwarmView(Protocol):
     def rejoin(self, volunteer: SimulatedVolunteer) -> None: ...
 
 
-class SimulatedVolunteer:
+class SimulatedVolunteer(StageHolder[Receipt]):
     """One machine, from joining to leaving."""
 
     def __init__(self, swarm: SwarmView, name: str, hardware: Hardware, session: int) -> None:
-        self.peer = PeerId(name)
+        super().__init__(PeerId(name), RunId("simulated"), swarm.manifest, swarm.sizes)
         self.hardware = hardware
         self.session = SessionNumber(session)
         self.alive = True
         self.attached = False
         self.leaving = False
-        self.held: LoadedStage | None = None
-        """The stage that it serves."""
-        self.prepared: LoadedStage | None = None
-        """The stage that it has loaded in addition, for a move."""
         self.uploads = 0
         """Number of downloads that it currently serves."""
-        self.noise = 1.0
+        self._heartbeats = HeartbeatDelta(swarm.heartbeat_seconds)
         self._measured_up = 0.0
         self._swarm = swarm
-        self._tenures = StageTenures()
-        self._loading: dict[TenureNumber, AssignStage] = {}
-        self._loaded: dict[TenureNumber, LoadedStage] = {}
-
-    @property
-    def stage(self) -> StageIndex | None:
-        return None if self.held is None else self.held.account.stage
-
-    @property
-    def loading(self) -> tuple[AssignStage, ...]:
-        """The assignments that it is loading."""
-        return tuple(self._loading.values())
 
     # ---- rates
 
@@ -229,7 +214,7 @@ class SimulatedVolunteer:
     # ---- joining and leaving
 
     def connect(self) -> None:
-        self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
+        self.later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
 
     def _attach(self) -> None:
         hello = Hello(
@@ -241,13 +226,12 @@ class SimulatedVolunteer:
         self._swarm.attached(self)
         largest = max(size.state_bytes for size in self._swarm.sizes)
         seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
-        self._later(seconds, lambda: self._swarm.meter.add_candidate(self))
+        self.later(seconds, lambda: self._swarm.meter.add_candidate(self))
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
 
     def disconnect(self) -> None:
         self.alive = False
-        self._tenures.drop()
-        self._carry_out_tenures()
+        self.drop_stages()
 
     def leave(self) -> None:
         """Announce that it leaves, and go when the coordinator agrees."""
@@ -262,25 +246,25 @@ class SimulatedVolunteer:
         """Report the measured rate and the queue length."""
         if not self.alive:
             return
-        swarm = self._swarm
+        swarm, stage = self._swarm, self.stage
         if self.attached:
             rate = up = 0.0
-            stage = self.stage
             if stage is not None:
                 noise = swarm.options.measurement_noise
-                self.noise = swarm.rng.lognormvariate(0.0, noise)
-                rate = self.hardware.flops_per_second / swarm.works[stage] * self.noise
+                rate = self.hardware.flops_per_second / swarm.works[stage]
+                rate *= swarm.rng.lognormvariate(0.0, noise)
                 if self._uplink_is_limit(stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
                 up = self._measured_up
-            queued = swarm.plane.queued(self)
-            self.send(
-                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
-            )
-        self._later(swarm.heartbeat_seconds, self.send_heartbeat)
+            present = HeartbeatSnapshot(
+                rate, swarm.plane.queued(self), up, (), (), paused=False, computed=0,
+                busy_seconds=0.0,
+            )  # fmt: skip
+            self.send(self._heartbeats.heartbeat(present, len(swarm.volunteers)))
+        self.later(swarm.heartbeat_seconds, self.send_heartbeat)
 
     # ---- messages of the coordinator
 
@@ -290,7 +274,7 @@ class SimulatedVolunteer:
         swarm = self._swarm
         match message:
             case Close() | Apply() | AbortRound() | SaveSnapshot():
-                self._order(message)
+                self.ordered(message)
             case Roster():
                 swarm.plane.roster(self, message)
             case Lease():
@@ -298,110 +282,53 @@ class SimulatedVolunteer:
             case Mask():
                 swarm.plane.mask(self, message)
             case AssignStage():
-                self._tenures.assigned(message)
-                self._carry_out_tenures()
+                self.assigned(message)
             case Welcome():
-                self._welcomed(message)
+                request = first_request(message, self.hardware.memory_bytes)
+                self.later(self._round_trip(), lambda: self.send(request))
 
-    def _welcomed(self, message: Welcome) -> None:
-        try:
-            stage = most_underserved_stage(message.stages, self.hardware.memory_bytes)
-        except CapacityError:
-            stage = StageIndex(0)  # the coordinator refuses it with the reason
-        self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
+    # ---- its stages, as `stage_holder` asks
 
-    def _order(self, message: CloseOrder) -> None:
-        held = self.held
-        if held is not None:
-            if isinstance(message, Close):
-                held.committed = message.committed
-            held.close.order(message)
-            self._swarm.closes.carry_out(self, held)
+    def sign(self, receipt: Receipt) -> Receipt:
+        return receipt
 
-    # ---- tenures of stages
+    def begin_load(self, assignment: AssignStage) -> float:
+        if assignment.source != "snapshot":
+            return LOAD_SECONDS
+        return LOAD_SECONDS + self._swarm.downloads.begin(self, assignment)
 
-    def step_applied(self) -> None:
-        self._tenures.step_applied()
-        self._swarm.plane.step_changed(self)
+    def end_load(self, assignment: AssignStage) -> None:
+        self._swarm.downloads.end(assignment)
 
-    def drop_outdated(self) -> None:
-        """Give up the prepared stage: a step was applied without it."""
-        self._tenures.prepared_outdated()
-        self._carry_out_tenures()
+    def work_seconds(self, work: Work, stage: StageIndex) -> float:
+        sizes = self._swarm.sizes[stage]
+        match work:
+            case ApplyStep():
+                size = sizes.parameters * APPLY_BYTES_PER_PARAMETER
+                return APPLY_SECONDS + size / MEMORY_BYTES_PER_SECOND
+            case SaveState():
+                return sizes.state_bytes / DISK_BYTES_PER_SECOND
+            case Uncommit():
+                return RECONCILE_SECONDS
+            case _:
+                return 0.0
 
-    def switch_to_prepared(self) -> None:
-        self._tenures.switched()
-        self._carry_out_tenures()
+    def average(self, held: LoadedStage[Receipt], stage: StageIndex, work: Reduce) -> None:
+        self._swarm.averages.join(self, held, stage, work)
 
-    def _carry_out_tenures(self) -> None:
-        while actions := self._tenures.take_actions():
-            for action in actions:
-                match action:
-                    case StartTenure(load) | Reload(load):
-                        self._load(load)
-                    case EndTenure(tenure):
-                        self._end(tenure)
-                        self._tenures.ended(tenure)
-                    case Install(tenure, switched):
-                        self._install(self._loaded[tenure], switched=switched)
-                    case PreparedReady(tenure):
-                        self._prepare(self._loaded[tenure])
-                    case PreparedLost():
-                        self._prepare(None)
-                    case Send(message):
-                        self.send(message)
-                    case _:
-                        pass  # it keeps no snapshots, and its workers do not die alone
-
-    def _load(self, load: Load) -> None:
-        """Download a stage and load it."""
-        tenure, assignment = load.tenure, load.assignment
-        self._end(tenure)
-        self._loading[tenure] = assignment
-        seconds = LOAD_SECONDS
-        if assignment.source == "snapshot":
-            seconds += self._swarm.downloads.begin(self, assignment)
-
-        def loaded() -> None:
-            if self._loading.get(tenure) is assignment:
-                self._end(tenure)
-                staleness = self._swarm.manifest.training.staleness
-                stage = load_stage(assignment, staleness, self._swarm.receipt_form, self.peer)
-                self._loaded[tenure] = stage
-                self._tenures.loaded(load, "")
-                self._carry_out_tenures()
-                # The coordinator may have answered that the version is outdated.
-                if self.held is stage and self._swarm.takes_part(self):
-                    self._swarm.serves(self)
-
-        self._later(seconds, loaded)
-
-    def _end(self, tenure: TenureNumber) -> None:
-        """Release what is loaded or being loaded."""
-        assignment, loaded = self._loading.pop(tenure, None), self._loaded.pop(tenure, None)
-        if assignment is not None:
-            self._swarm.downloads.end(assignment)
-        if loaded is not None and loaded is self.held:
-            self._swarm.stops(self)
-            self.held = None
-
-    def _install(self, loaded: LoadedStage, *, switched: bool) -> None:
-        if switched:
-            self._swarm.stops(self)
-            self.prepared = None
-        self.held = loaded
-        if switched:
+    def serves(self, *, switched: bool) -> None:
+        # The coordinator may have answered that the version is outdated.
+        if switched or self._swarm.takes_part(self):
             self._swarm.serves(self)
 
-    def _prepare(self, loaded: LoadedStage | None) -> None:
-        self.prepared, held = loaded, self.held
-        if held is None:
-            return
-        if loaded is None:
-            held.close.prepared_lost()
-        else:
-            held.close.stage_prepared(loaded.account)
-        self._swarm.closes.carry_out(self, held)
+    def stops(self) -> None:
+        self._swarm.stops(self)
+
+    def step_applied(self) -> None:
+        self._swarm.plane.step_changed(self)
+
+    def rejoin(self) -> None:
+        self._swarm.rejoin(self)
 
     # ---- sending
 
@@ -418,5 +345,5 @@ class SimulatedVolunteer:
     def _round_trip(self) -> float:
         return 2 * (self.hardware.latency_seconds + self._swarm.options.coordinator_latency_seconds)
 
-    def _later(self, seconds: float, action: object) -> None:
-        self._swarm.event_heap.later(seconds, lambda: self.alive and action())  # type: ignore[operator]
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._swarm.event_heap.later(seconds, lambda: self.alive and action())
