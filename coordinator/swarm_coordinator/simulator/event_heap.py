@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 
 Action = Callable[[], object]
 
 
 class EventHeap:
-    """Actions in the order of their time; at equal times, in the order of their scheduling.
-
-    The heap has each time once: what thousands of members do at the same time costs one entry.
-    """
+    """Actions in the order of their time; at equal times, in the order of their scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.done = 0
-        self._times: list[float] = []
-        self._due: dict[float, list[Action]] = {}
+        self._heap: list[tuple[float, int, Action]] = []
+        self._order = itertools.count()
 
     def at(self, seconds: float, action: Action) -> None:
-        seconds = max(self.now, seconds)
-        actions = self._due.get(seconds)
-        if actions is None:
-            self._due[seconds] = [action]
-            heapq.heappush(self._times, seconds)
-        else:
-            actions.append(action)
+        heapq.heappush(self._heap, (max(self.now, seconds), next(self._order), action))
 
     def later(self, delay_seconds: float, action: Action) -> None:
         self.at(self.now + delay_seconds, action)
 
     def run_until(self, end_seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Run the actions up to and including `end_seconds`, or until `stopped`."""
-        while self._times and self._times[0] <= end_seconds:
-            self.now = self._times[0]
-            for action in self._due[self.now]:  # which may append to the same list
-                if stopped():
-                    return
-                self.done += 1
-                action()
-            del self._due[heapq.heappop(self._times)]
-        self.now = max(self.now, end_seconds)
+        while self._heap and self._heap[0][0] <= end_seconds and not stopped():
+            self.now, _, action = heapq.heappop(self._heap)
+            self.done += 1
+            action()
+        if not stopped():
+            self.now = max(self.now, end_seconds)

@@ -22,11 +22,11 @@ from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
-from swarm_coordinator.simulator.stage_holder import LoadedStage
+from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Lease, Roster
+from swarm_shared.protocol import Close, Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
 
 REPORT_SECONDS = 5.0
@@ -185,6 +185,12 @@ class FluidPlane:
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
 
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
+        """Let the peer hold what is committed: a flow loses nothing and counts nothing twice."""
+        held.accumulated.clear()
+        for microbatch in close.committed:
+            held.accumulated.add(microbatch, INPUTS)
+
     # ---- the flow
 
     def _window(self) -> float:
@@ -278,14 +284,11 @@ class FluidPlane:
             leased = self._completed.pop(microbatch, None)
             if leased is None or step != self._step:
                 continue
-            receipts = (
-                loaded.count(loaded.account.begin(step, microbatch, leased.accumulate))
-                for loaded in leased.counted_by
-            )
+            receipts = tuple(loaded.receipt(step, microbatch) for loaded in leased.counted_by)
             trainer = leased.trainer
             swarm.deliver(
                 LeaseResolved(
                     trainer.session, trainer.peer, step, microbatch, leased.lease, True, "",
-                    tuple(filter(None, receipts)), None, 0,
+                    receipts, None, 0,
                 )
             )  # fmt: skip

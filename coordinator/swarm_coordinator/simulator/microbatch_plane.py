@@ -28,6 +28,7 @@ from swarm_coordinator.simulator.volunteer import (
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
+    Close,
     Lease,
     LeaseResult,
     Mask,
@@ -500,6 +501,9 @@ class MicrobatchPlane:
         answer = self._masks.pop((volunteer.peer, message.request), None)
         if answer is not None and volunteer.peer in self._nodes:
             answer(message.accumulate)
+
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
+        """Ignored: `_Serving` has counted what the peer holds."""
 
     # ---- from peer to peer
 

@@ -15,7 +15,14 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+)
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import AssignStage, ClientMessage, SnapshotReady, StageRequest, Welcome
 from swarm_shared.run.manifest import Manifest
@@ -23,7 +30,7 @@ from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 from swarm_shared.volunteer_rules import stage_tenure, step_close
 from swarm_shared.volunteer_rules.accumulated_set import AccumulatedSet
-from swarm_shared.volunteer_rules.stage_account import Computation, Counted, StageAccount
+from swarm_shared.volunteer_rules.stage_account import Computation, StageAccount
 
 DIGEST = "d"
 """Digest of every stage's parameters: what is simulated never differs."""
@@ -39,7 +46,7 @@ class _Inputs:
     nbytes: int = 0
 
 
-_INPUTS = _Inputs()
+INPUTS = _Inputs()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +55,8 @@ class LoadedStage(Generic[ReceiptT]):
 
     account: StageAccount[ReceiptT]
     close: step_close.StepClose[ReceiptT]
-    tokens: int
-    loss_sum: float | None
-    """Of every microbatch that it computes."""
+    receipt: Callable[[Step, MicrobatchIndex], ReceiptT]
+    """Returns the receipt of a microbatch that it has counted."""
     accumulated: AccumulatedSet[_Inputs] = field(default_factory=lambda: AccumulatedSet(0))
 
     def count(self, computation: Computation) -> ReceiptT | None:
@@ -60,10 +66,8 @@ class LoadedStage(Generic[ReceiptT]):
             index, computation.accumulate
         )
         if added:
-            self.accumulated.add(index, _INPUTS)
-        return account.finish(
-            computation, added=added, tokens=self.tokens, loss_sum=self.loss_sum
-        )  # fmt: skip
+            self.accumulated.add(index, INPUTS)
+        return account.finish(computation, added=added, tokens=0, loss_sum=None)
 
 
 def first_request(welcome: Welcome, memory_bytes: int) -> StageRequest:
@@ -208,15 +212,12 @@ class StageHolder(ABC, Generic[ReceiptT]):
         if self._loading.get(tenure) is not assignment:
             return
         self._unload(tenure)
+        receipt = self._receipts(assignment.stage)
         account = StageAccount(
             assignment.stage, assignment.version, self._manifest.training.staleness,
-            lambda counted: self.sign(self._receipt(assignment.stage, counted)),
+            lambda counted: receipt(counted.step, counted.microbatch),
         )  # fmt: skip
-        last = assignment.stage == self._manifest.stage_count - 1
-        stage = self._loaded[tenure] = LoadedStage(
-            account, step_close.StepClose(account), self._manifest.tokens_per_microbatch,
-            1.0 if last else None,
-        )  # fmt: skip
+        stage = self._loaded[tenure] = LoadedStage(account, step_close.StepClose(account), receipt)
         self._tenures.loaded(load, DIGEST)
         self._carry_out()
         if self.held is stage:
@@ -231,13 +232,21 @@ class StageHolder(ABC, Generic[ReceiptT]):
             self.stops()
             self.held = None
 
-    def _receipt(self, stage: StageIndex, counted: Counted) -> Receipt:
-        return Receipt(
-            run=self._run, generation=Generation(1), step=counted.step,
-            microbatch=counted.microbatch, stage=stage, peer=self.peer,
-            samples=self._manifest.training.sequences_per_microbatch, tokens=counted.tokens,
-            loss_sum=counted.loss_sum,
-        )  # fmt: skip
+    def _receipts(self, stage: StageIndex) -> Callable[[Step, MicrobatchIndex], ReceiptT]:
+        """Return what signs the stage's receipts."""
+        training, tokens = self._manifest.training, self._manifest.tokens_per_microbatch
+        run, peer, samples = self._run, self.peer, training.sequences_per_microbatch
+        loss_sum = 1.0 if stage == self._manifest.stage_count - 1 else None
+
+        def receipt(step: Step, microbatch: MicrobatchIndex) -> ReceiptT:
+            return self.sign(
+                Receipt(
+                    run=run, generation=Generation(1), step=step, microbatch=microbatch,
+                    stage=stage, peer=peer, samples=samples, tokens=tokens, loss_sum=loss_sum,
+                )
+            )  # fmt: skip
+
+        return receipt
 
     # ---- the step close
 

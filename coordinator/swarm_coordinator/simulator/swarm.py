@@ -44,6 +44,7 @@ from swarm_shared.protocol import (
     Lease,
     PeerRecord,
     Refused,
+    Roster,
     RosterChange,
 )
 from swarm_shared.run.manifest import Manifest
@@ -260,6 +261,8 @@ class Swarm:
         volunteer = self.volunteers.get(peer)
         # A message to an earlier session is lost.
         if volunteer is None or not (volunteer.alive and volunteer.attached):
+            return
+        if isinstance(message, Roster) and not self.plane.FOLLOWS_ROSTERS:
             return
         if isinstance(message, Lease):
             self.meter.start()

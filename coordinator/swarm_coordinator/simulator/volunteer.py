@@ -4,7 +4,8 @@ It drives the rules of a real volunteer: those of its stages in `stage_holder`, 
 microbatches in the fine data plane. Modelled is the time: of loading and applying here, of
 averaging in `all_reduce_time`, of computing in the data plane. Downloads are limited by its own
 downlink and by its sources' uplinks, of which each source gives at most half, because the other
-half carries activations. A volunteer that has to attach again begins anew, without the stage that it held.
+half carries activations. A volunteer that has to attach again begins anew, without the stage that
+it held.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
-from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, SaveState, Uncommit, Work
 
 CONNECT_SECONDS = 2.0
@@ -116,6 +117,7 @@ class DataPlane(Protocol):
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
     def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +261,10 @@ class SimulatedVolunteer(StageHolder[Receipt]):
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
                 up = self._measured_up
-            present = HeartbeatSnapshot(
-                rate, swarm.plane.queued(self), up, (), (), paused=False, computed=0,
-                busy_seconds=0.0,
-            )  # fmt: skip
-            self.send(self._heartbeats.heartbeat(present, len(swarm.volunteers)))
+            queued = swarm.plane.queued(self)
+            self.send(
+                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
+            )
         self.later(swarm.heartbeat_seconds, self.send_heartbeat)
 
     # ---- messages of the coordinator
@@ -274,6 +275,8 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         swarm = self._swarm
         match message:
             case Close() | Apply() | AbortRound() | SaveSnapshot():
+                if isinstance(message, Close) and self.held is not None:
+                    swarm.plane.closing(self.held, message)
                 self.ordered(message)
             case Roster():
                 swarm.plane.roster(self, message)
