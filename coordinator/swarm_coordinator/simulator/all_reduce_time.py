@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.volunteer import (
     RECONCILE_SECONDS,
     SimulatedVolunteer,
-    SwarmView,
 )
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Reduction
 from swarm_shared.scheduling.placement import round_seconds
 from swarm_shared.volunteer_rules.step_close import Reduce, WorkNumber
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 LATENCIES_PER_ALL_REDUCE = 4
 """Consecutive latencies: both halves of the all-reduce, each with a hello and its answer."""
@@ -40,7 +43,7 @@ class _Group:
 class AllReduceTimes:
     """The averages of all stages."""
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._forming: dict[StageIndex | None, _Group] = {}
         """The latest group of each stage, and of the tied part (None), until it is complete."""

@@ -18,16 +18,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
 from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Close, Lease, Roster
+from swarm_shared.protocol import Close, Heartbeat, Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 REPORT_SECONDS = 5.0
 """Seconds between batches of results to the coordinator; real trainers report every half second."""
@@ -89,7 +92,7 @@ class FluidPlane:
     TICK_SECONDS: ClassVar[float] = 1.0
     FOLLOWS_ROSTERS: ClassVar[bool] = False
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         stages = len(swarm.works)
         self._shares = [_Shares() for _ in range(stages)]
@@ -168,7 +171,13 @@ class FluidPlane:
             self._waiting[item.microbatch] = _Leased(lease.lease, volunteer, item.accumulate, [])
         self._rates_changed()
 
-    def queued(self, volunteer: SimulatedVolunteer) -> int:
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat:
+        """Return the whole state: what has changed is not worth the time to find out."""
+        return Heartbeat(
+            microbatches_per_second=rate, queued=self._queued(volunteer), up_bytes_per_second=up
+        )
+
+    def _queued(self, volunteer: SimulatedVolunteer) -> int:
         """The peer's share of the microbatches in flight; those not in service wait at a
         bottleneck."""
         shares = self._shares_of(volunteer)

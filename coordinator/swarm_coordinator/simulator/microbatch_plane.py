@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import Event, LeaseResolved, MessageReceived, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
@@ -23,12 +23,12 @@ from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
-    SwarmView,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
     Close,
+    Heartbeat,
     Lease,
     LeaseResult,
     Mask,
@@ -45,8 +45,12 @@ from swarm_shared.volunteer_rules.delivery import (
     OpenEdge,
     Transmit,
 )
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch
 from swarm_shared.volunteer_rules.stage_account import Computation
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 FORWARD_SHARE = 1 / 3
 SMALL_BYTES = 256 * 1024
@@ -264,6 +268,7 @@ class _Serving:
 
     def _computed(self, computation: Computation, receipts: tuple[Receipt, ...]) -> None:
         node, began_at = self.node, self._began_at or 0.0
+        node.computed += 1
         own = node.loaded.count(computation)
         if own is not None:
             receipts = (*receipts, own)
@@ -305,6 +310,9 @@ class _Node:
         self.microbatch_seconds = plane.work(self.stage) / volunteer.hardware.flops_per_second
         self.open = True
         self.in_flight = 0
+        self.computed, self.busy_seconds = 0, 0.0
+        """Since the last heartbeat."""
+        self.heartbeats = HeartbeatDelta(plane.heartbeat_seconds)
         self.leases = LeaseQueue()
         if volunteer.leaving:
             self.leases.leave()
@@ -349,6 +357,7 @@ class _Node:
 
     def _finished(self, task: _Compute) -> None:
         self._busy = False
+        self.busy_seconds += task.seconds
         if not task.serving.ended:
             task.done()
         self._next()
@@ -360,7 +369,7 @@ class MicrobatchPlane:
     TICK_SECONDS: ClassVar[float] = 0.25
     FOLLOWS_ROSTERS: ClassVar[bool] = True
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
@@ -371,6 +380,7 @@ class MicrobatchPlane:
         self.last_stage = len(swarm.works) - 1
         self.edge_credits = swarm.manifest.limits.edge_credits
         self.stage_queue = swarm.manifest.limits.stage_queue
+        self.heartbeat_seconds = swarm.heartbeat_seconds
         self.completed = 0
         swarm.event_heap.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
 
@@ -429,9 +439,16 @@ class MicrobatchPlane:
         if node is not None:
             node.learn(self._members)
 
-    def queued(self, volunteer: SimulatedVolunteer) -> int:
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat:
         node = self._nodes.get(volunteer.peer)
-        return 0 if node is None else node.in_flight
+        if node is None:
+            return Heartbeat(microbatches_per_second=rate, queued=0, up_bytes_per_second=up)
+        present = HeartbeatSnapshot(
+            rate, node.in_flight, up, (), (), paused=False, computed=node.computed,
+            busy_seconds=node.busy_seconds,
+        )  # fmt: skip
+        node.computed, node.busy_seconds = 0, 0.0
+        return node.heartbeats.heartbeat(present, len(self._nodes))
 
     # ---- the trainer's side
 

@@ -10,10 +10,9 @@ it held.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     Event,
@@ -24,7 +23,6 @@ from swarm_coordinator.core.events import (
     SessionNumber,
 )
 from swarm_coordinator.core.state.moves import RebalancingSettings
-from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
 from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder, first_request
 from swarm_shared.base.types import PeerId, RunId, StageIndex
@@ -45,10 +43,10 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     Welcome,
 )
-from swarm_shared.run.manifest import Manifest
-from swarm_shared.scheduling.placement.stage_sizes import StageSizes
-from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, SaveState, Uncommit, Work
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 CONNECT_SECONDS = 2.0
 """Seconds for connecting, the handshake and a first measurement of the links."""
@@ -74,28 +72,6 @@ DISK_BYTES_PER_SECOND = 200e6
 """Rate of writing and hashing a snapshot."""
 
 
-class DownloadTimes(Protocol):
-    """How long state takes from its sources, over shared uplinks."""
-
-    def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float: ...
-    def end(self, message: AssignStage) -> None: ...
-
-
-class AverageTimes(Protocol):
-    """How long an average takes its group."""
-
-    def join(
-        self, volunteer: SimulatedVolunteer, held: LoadedStage[Receipt], stage: StageIndex,
-        work: Reduce,
-    ) -> None: ...  # fmt: skip
-
-
-class CandidateMeter(Protocol):
-    """What the swarm's throughput is compared with; it counts who could take part."""
-
-    def add_candidate(self, volunteer: SimulatedVolunteer) -> None: ...
-
-
 class DataPlane(Protocol):
     """The path of leased microbatches."""
 
@@ -106,7 +82,7 @@ class DataPlane(Protocol):
     completed: int
     """Number of completed microbatches, repeated ones included."""
 
-    def __init__(self, swarm: SwarmView) -> None: ...
+    def __init__(self, swarm: Swarm) -> None: ...
 
     def serves(self, volunteer: SimulatedVolunteer) -> None: ...
     def changed(self, volunteer: SimulatedVolunteer) -> None: ...
@@ -116,7 +92,7 @@ class DataPlane(Protocol):
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
-    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat: ...
     def closing(self, held: LoadedStage[Receipt], close: Close) -> None: ...
 
 
@@ -137,44 +113,10 @@ class SwarmOptions:
     coordinator_latency_seconds: float = 0.005
 
 
-class SwarmView(Protocol):
-    """The part of the simulated swarm that volunteers, data planes and meters use."""
-
-    event_heap: EventHeap
-    rng: random.Random
-    options: SwarmOptions
-    manifest: Manifest
-    works: list[float]
-    """Floating-point operations of a microbatch, per stage."""
-    sizes: tuple[StageSizes, ...]
-    table_bytes: int
-    coordinator: PeerId
-    mean_latency_seconds: float
-    heartbeat_seconds: float
-    volunteers: dict[PeerId, SimulatedVolunteer]
-
-    @property
-    def plane(self) -> DataPlane: ...
-    @property
-    def averages(self) -> AverageTimes: ...
-    @property
-    def downloads(self) -> DownloadTimes: ...
-    @property
-    def meter(self) -> CandidateMeter: ...
-    def deliver(self, event: Event) -> None: ...
-    def attached(self, volunteer: SimulatedVolunteer) -> None: ...
-    def gone(self, volunteer: SimulatedVolunteer) -> None: ...
-    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
-    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
-    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
-    def takes_part(self, volunteer: SimulatedVolunteer) -> bool: ...
-    def rejoin(self, volunteer: SimulatedVolunteer) -> None: ...
-
-
 class SimulatedVolunteer(StageHolder[Receipt]):
     """One machine, from joining to leaving."""
 
-    def __init__(self, swarm: SwarmView, name: str, hardware: Hardware, session: int) -> None:
+    def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
         super().__init__(PeerId(name), RunId("simulated"), swarm.manifest, swarm.sizes)
         self.hardware = hardware
         self.session = SessionNumber(session)
@@ -183,7 +125,6 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         self.leaving = False
         self.uploads = 0
         """Number of downloads that it currently serves."""
-        self._heartbeats = HeartbeatDelta(swarm.heartbeat_seconds)
         self._measured_up = 0.0
         self._swarm = swarm
 
@@ -261,10 +202,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
                 up = self._measured_up
-            queued = swarm.plane.queued(self)
-            self.send(
-                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
-            )
+            self.send(swarm.plane.heartbeat(self, rate, up))
         self.later(swarm.heartbeat_seconds, self.send_heartbeat)
 
     # ---- messages of the coordinator
