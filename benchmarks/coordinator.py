@@ -4,10 +4,10 @@
 
 The coordinator is the one that `start` runs: shell, core, database and status file. Simulated
 volunteers send real control messages over in-memory streams on the same core; their cost, except
-signing, is part of the figures. Then a smaller number of volunteers uses sockets, from other
-processes. One volunteer dies and one joins every three seconds. Latency is the time from sending a
-message until the core has acted on it. In memory, time is that of a dedicated core
-(`dedicated_clock`), because the machine may be shared; over sockets it is wall-clock time.
+parsing, counting and signing, is part of the figures. Then a smaller number of volunteers uses
+sockets, from other processes. One volunteer dies and one joins every three seconds. Latency is the
+time from sending a message until the core has acted on it. In memory, time is that of a dedicated
+core (`dedicated_clock`), because the machine may be shared; over sockets it is wall-clock time.
 `heartbeats_since_due` counts from the time a heartbeat was due: in memory the coordinator may have
 occupied the core that the volunteers need for sending it. `--holds` reports what occupied it.
 

@@ -61,7 +61,7 @@ class SocketVolunteer(SimulatedVolunteer):
         )
         said = self.heart.beats[Heart.place(self.beaten)]
         self.beaten += 1
-        self.say(said.model_copy(update={"changed_links": (*said.changed_links, stamp)}))
+        self.send(said.model_copy(update={"changed_links": (*said.changed_links, stamp)}))
 
 
 class Outbox:

@@ -1,54 +1,57 @@
 """Simulated volunteers that send real control messages and compute nothing.
 
-Each implements enough of the protocol to join, hold a stage, drive microbatches with signed
-receipts, and close and apply steps. It parses no more of a message than necessary, because it runs
-on the measured core. Only signing is excluded from the measured time.
+Each drives the rules that ship, as the simulator's volunteers do (`stage_holder`), and signs its
+receipts. It runs on the measured core; parsing, counting and signing are excluded from the measured
+time, and rosters are not read.
 """
 
 from __future__ import annotations
 
 import base64
 import heapq
-import json
 import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import trio
 
 from benchmarks.coordinator_heartbeats import Heart, hearts
+from swarm_coordinator.simulator.stage_holder import StageHolder, first_request
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import (
-    Generation,
-    MicrobatchIndex,
-    PeerId,
-    RunId,
-    StageIndex,
-    Step,
-    Version,
-)
+from swarm_shared.base.types import PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
-    Applied,
+    AbortRound,
+    Apply,
+    AssignStage,
+    Close,
     Hello,
+    Lease,
+    LeasedMicrobatch,
     LeaseResult,
-    Ready,
     Receipts,
-    RoundReport,
-    SnapshotReady,
-    StageRequest,
+    Refused,
+    SaveSnapshot,
+    Welcome,
+    coordinator_messages,
     encode,
+    parse,
 )
 from swarm_shared.protocol.framing import Frame
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
+from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
+from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, Work
 
-STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
+ROSTER = re.compile(rb'{"kind":"roster')
+MEMORY_BYTES = 2**34
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
 AGAIN_SHARE = 0.1
@@ -123,9 +126,10 @@ class World:
         limits = manifest.limits
         # The heartbeat interval of a large run; volunteers of a small one use it as well.
         self.hearts = hearts(members, max(limits.heartbeat_seconds, limits.dead_after_seconds / 2))
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
         self.manifest = manifest
+        self.sizes = stage_sizes(manifest)
         self.step_seconds = step_seconds
         self.rng = random.Random(1)
         self.ready: list[dict[PeerId, SimulatedVolunteer]] = [{} for _ in manifest.stages]
@@ -133,7 +137,13 @@ class World:
         self.refused = 0
         self.said = 0
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def server(self, stage: StageIndex, step: Step) -> SimulatedVolunteer | None:
+        """Return a peer that works on the step in this stage, if there is one."""
+        peers = self.ready[stage].values()
+        able = [peer for peer in peers if peer.held and peer.held.account.works_on(step)]
+        return self.rng.choice(able) if able else None
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._number += 1
         heapq.heappush(self._agenda, (trio.current_time() + seconds, self._number, action))
 
@@ -146,11 +156,10 @@ class World:
             await trio.sleep(0.005)
 
 
-class SimulatedVolunteer:
+class SimulatedVolunteer(StageHolder[str]):
     def __init__(self, world: World, identity: Identity) -> None:
+        super().__init__(identity.peer_id, world.run, world.manifest, world.sizes)
         self.identity = identity
-        self.peer = identity.peer_id
-        self.stage: StageIndex | None = None
         self.beats: deque[tuple[float, float]] = deque()
         """Times due and sent of the heartbeats that the coordinator has not handled yet."""
         self.words: deque[float] = deque()
@@ -159,162 +168,139 @@ class SimulatedVolunteer:
         self.alive = True
         self.attached = False
         """True after its hello; from then on it sends heartbeats."""
-        self._world = world
         self.heart: Heart = world.rng.choice(world.hearts)
         self.beaten = 0
-        self._attempt = 0
-        self._unreported: list[str] = []
+        self._world = world
+        self._leases = LeaseQueue()
+        self._reporting = False
         self.stream: Any = MemoryStream(self.peer, self.hear)
 
-    def hello(self) -> Hello:
-        return Hello(
-            run=self._world.run, software=SOFTWARE_VERSION, device="simulated",
-            addresses=("/ip4/192.0.2.1/tcp/4711",), memory_bytes=2**34,
-        )  # fmt: skip
-
     def attach(self) -> None:
-        self.stream.push(encode(self.hello()))
+        hello = Hello(
+            run=self._world.run, software=SOFTWARE_VERSION, device="simulated",
+            addresses=("/ip4/192.0.2.1/tcp/4711",), memory_bytes=MEMORY_BYTES,
+        )  # fmt: skip
+        self.stream.push(encode(hello))
         self.attached = True
-
-    def say(self, message: FrozenModel) -> None:
-        if self.alive:
-            self.words.append(self._world.clock.current_time())
-            self._push(encode(message))
-
-    def _push(self, header: bytes) -> None:
-        self._world.said += 1
-        self.stream.push(header)
 
     def beat(self, due: float) -> None:
         self.beats.append((due, self._world.clock.current_time()))
         self._push(self.heart.encoded[Heart.place(self.beaten)])
         self.beaten += 1
 
+    def _push(self, header: bytes) -> None:
+        self._world.said += 1
+        self.stream.push(header)
+
     def die(self) -> None:
         self.alive = False
+        self.stops()
+        self.stream.cut()
+
+    # ---- its stages, as `stage_holder` asks
+
+    def send(self, message: FrozenModel) -> None:
+        if self.alive:
+            self.words.append(self._world.clock.current_time())
+            self._push(encode(message))
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._world.later(seconds, lambda: self.alive and action())
+
+    def sign(self, receipt: Receipt) -> str:
+        return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
+
+    def begin_load(self, assignment: AssignStage) -> float:
+        return 0.0 if assignment.source == "fresh" else DOWNLOAD_SECONDS
+
+    def work_seconds(self, work: Work, stage: StageIndex) -> float:
+        most = {Reduce: CLOSE_SECONDS, ApplyStep: APPLY_SECONDS}.get(type(work), 0.0)
+        return self._world.rng.uniform(0.5, 1.0) * most
+
+    def serves(self, *, switched: bool) -> None:
+        if self.stage is not None:
+            self._world.ready[self.stage][self.peer] = self
+
+    def stops(self) -> None:
         if self.stage is not None:
             self._world.ready[self.stage].pop(self.peer, None)
-        self.stream.cut()
+
+    def step_applied(self) -> None:
+        if self.held is not None:
+            self._world.applied = max(self._world.applied, self.held.account.version)
+        self._start_leased()
+
+    def rejoin(self) -> None:
+        self.die()
 
     # ---- messages from the coordinator
 
     def hear(self, header: bytes) -> None:
-        kind = header[9 : header.index(b'"', 9)]
-        if kind in (b"roster", b"roster_change", b"abort_round"):
+        if ROSTER.match(header) or not self.alive:
             return
-        if kind == b"close":
-            self._close(header)
-        elif kind == b"apply":
-            self._apply(header)
-        elif kind == b"lease":
-            self._leased(json.loads(header))
-        elif kind == b"welcome":
-            # As the real client: the stage with the fewest peers announced to the joining peer.
-            welcome = json.loads(header)
-            self.beat_seconds = welcome["heartbeat_seconds"] or self.beat_seconds
-            rows = welcome["stages"]
-            stage = min(rows, key=lambda row: (row["peers"], row["stage"]))["stage"]
-            self.say(StageRequest(stage=stage))
-        elif kind == b"assign_stage":
-            self._assigned(json.loads(header))
-        elif kind == b"save_snapshot":
-            self._save(json.loads(header))
-        elif kind == b"refused":
-            self._world.refused += 1
+        with self._world.clock.elsewhere():
+            message = parse(coordinator_messages, header)
+        match message:
+            case Close() | Apply() | AbortRound() | SaveSnapshot():
+                self.ordered(message)
+            case Lease():
+                for refused in self._leases.take(message):
+                    self.send(refused)
+                self._start_leased()
+            case AssignStage():
+                self.assigned(message)
+            case Welcome():
+                self.beat_seconds = message.heartbeat_seconds or self.beat_seconds
+                self.send(first_request(message, MEMORY_BYTES))
+            case Refused():
+                self._world.refused += 1
 
-    def _assigned(self, message: dict[str, Any]) -> None:
-        if message["prepare"]:
-            return  # the move never completes: another benchmark measures moves
-        stage, version = StageIndex(message["stage"]), Version(message["version"])
+    # ---- microbatches
 
-        def ready() -> None:
-            self.stage = stage
-            self.say(Ready(stage=stage, version=version, digest="d"))
-            self._world.ready[stage][self.peer] = self
-
-        if message["source"] == "fresh":
-            ready()
-        else:
-            self._world.later(DOWNLOAD_SECONDS, ready)
-
-    def _save(self, message: dict[str, Any]) -> None:
-        self.say(
-            SnapshotReady(
-                version=Version(message["version"]), stage=StageIndex(message["stage"]),
-                item="snapshot", bytes=1000, sha256="0" * 64,
-            )
-        )  # fmt: skip
-
-    def _close(self, header: bytes) -> None:
-        found = STEP_AND_ATTEMPT.search(header, 0, 100)
-        assert found is not None
-        step, attempt = Step(int(found[1])), int(found[2])
-        self._attempt = attempt
-        report = RoundReport(step=step, attempt=attempt, ok=True, own_squared=1.0)
-        wait = self._world.rng.uniform(0.5, 1.0) * CLOSE_SECONDS
-        self._world.later(wait, lambda: self._report(report))
-
-    def _report(self, report: RoundReport) -> None:
-        if report.attempt == self._attempt:
-            self.say(report)
-
-    def _apply(self, header: bytes) -> None:
-        found = STEP_AND_ATTEMPT.search(header, 0, 100)
-        assert found is not None
-        self._world.applied = max(self._world.applied, int(found[1]))
-        done = Applied(step=Step(int(found[1])), digest="d", norm=1.0)
-        self._world.later(self._world.rng.uniform(0.5, 1.0) * APPLY_SECONDS, lambda: self.say(done))
-
-    def _leased(self, lease: dict[str, Any]) -> None:
-        for item in lease["microbatches"]:
-            wait = self._world.rng.uniform(0.1, 1.0) * self._world.step_seconds
-            if len(item["accumulate"]) < self._world.manifest.stage_count:
+    def _start_leased(self) -> None:
+        world, held = self._world, self.held
+        now, step = world.clock.current_time(), None if held is None else held.account.step
+        for started in self._leases.start(step, now):
+            wait = world.rng.uniform(0.1, 1.0) * world.step_seconds
+            if len(started.leased.accumulate) < world.manifest.stage_count:
                 wait *= AGAIN_SHARE  # a repeated item is alone, the first lease had many
-            self._world.later(wait, lambda item=item: self._drive(lease, item))  # type: ignore[misc]
+            self.later(wait, partial(self._drive, started))
 
-    def _drive(self, lease: dict[str, Any], item: dict[str, Any]) -> None:
+    def _drive(self, started: StartedMicrobatch) -> None:
         """Complete a microbatch: its peers send their receipts and its trainer the result."""
-        if not self.alive:
-            return
-        step, microbatch = Step(lease["step"]), MicrobatchIndex(item["microbatch"])
-        receipts: list[str] = []
-        for stage in item["accumulate"]:
-            members = list(self._world.ready[stage].values())
-            if not members:
-                return
-            server = self._world.rng.choice(members)
-            with self._world.clock.elsewhere():
-                receipts.append(server.receipt(step, microbatch))
-            server.report(receipts[-1])
-        self.say(
-            LeaseResult(
-                step=step, microbatch=microbatch, lease=lease["lease"], ok=True,
-                receipts=tuple(receipts),
-            )
-        )  # fmt: skip
+        world, lease, leased = self._world, started.lease, started.leased
+        counting = [world.server(stage, lease.step) for stage in leased.accumulate]
+        ok = None not in counting
+        self._leases.finished(started, world.clock.current_time(), ok=ok)
+        if ok:
+            receipts = (peer.count(lease.step, leased) for peer in counting if peer is not None)
+            self.send(
+                LeaseResult(
+                    step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
+                    receipts=tuple(filter(None, receipts)),
+                )
+            )  # fmt: skip
+        else:
+            self.send(handed_back(lease, leased, "a stage has no peer"))
+        self._start_leased()
 
-    def report(self, receipt: str) -> None:
-        """Send the receipt within a reporting interval, together with all others collected."""
-        if not self._unreported:
+    def count(self, step: Step, leased: LeasedMicrobatch) -> str | None:
+        """Count a microbatch, and report it within an interval, with all others until then."""
+        if self.held is None:
+            return None
+        with self._world.clock.elsewhere():
+            account = self.held.account
+            receipt = self.held.count(account.begin(step, leased.microbatch, leased.accumulate))
+        if not self._reporting:
+            self._reporting = True
             interval = self._world.manifest.limits.receipt_interval_seconds
-            self._world.later(self._world.rng.uniform(0, interval), self._report_receipts)
-        self._unreported.append(receipt)
+            self.later(self._world.rng.uniform(0, interval), self._report_receipts)
+        return receipt
 
     def _report_receipts(self) -> None:
-        told, self._unreported = self._unreported, []
-        self.say(Receipts(receipts=tuple(told)))
-
-    def receipt(self, step: Step, microbatch: MicrobatchIndex) -> str:
-        manifest = self._world.manifest
-        assert self.stage is not None
-        last = self.stage == manifest.stage_count - 1
-        receipt = Receipt(
-            run=self._world.run, generation=Generation(1), step=step, microbatch=microbatch,
-            stage=self.stage, peer=self.peer,
-            samples=manifest.training.sequences_per_microbatch,
-            tokens=manifest.tokens_per_microbatch, loss_sum=1.0 if last else None,
-        )  # fmt: skip
-        return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
+        self._reporting = False
+        if self.held is not None and (receipts := self.held.account.take_unreported()):
+            self.send(Receipts(receipts=receipts))
 
 
 async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:

@@ -4,8 +4,9 @@ What is production code, and what is a model:
 
     production   the coordinator's core (`core.transition` and all it imports: membership, leases,
                  close, apply, recovery, rebalancing), the stage choice of a joining peer
-                 (`placement`), and at the fine level the routing of every sender (`routing`).
-                 Volunteers and coordinator exchange the real messages.
+                 (`placement`), and the volunteers' rules (`volunteer_rules`): of stages and step
+                 closes at both levels, of microbatches at the fine one. Volunteers and coordinator
+                 exchange the real messages.
     model        the volunteers' hardware and links (`fleet`), their arrivals and departures
                  (`trace`, `churn_models`), and the time that computing, sending, downloading and
                  averaging take.

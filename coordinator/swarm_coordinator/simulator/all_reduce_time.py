@@ -1,80 +1,78 @@
-"""The time that closing and applying a step take, and the members' reports about them.
+"""The time that averaging takes.
 
-The all-reduce of a group is a reduce-scatter and an all-gather: the traffic of a member follows
-from the share of the gradient that it sums, and the group waits for its slowest link.
+The all-reduce of a group begins with its last member and ends for all of them together. It is a
+reduce-scatter and an all-gather: the traffic of a member follows from the share of the gradient
+that it sums, and the group waits for its slowest link. With a member that is lost meanwhile it does
+not end: the coordinator detects the loss and aborts the round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
-from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
+from swarm_coordinator.simulator.stage_holder import LoadedStage
+from swarm_coordinator.simulator.volunteer import (
+    RECONCILE_SECONDS,
+    SimulatedVolunteer,
+)
+from swarm_shared.base.types import StageIndex
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Reduction
 from swarm_shared.scheduling.placement import round_seconds
+from swarm_shared.volunteer_rules.step_close import Reduce, WorkNumber
 
-RECONCILE_SECONDS = 0.2
-"""Seconds for checking the commit set, copying the gradient, and the norm."""
-
-MEMORY_BYTES_PER_SECOND = 50e9
-"""Memory bandwidth; applying a step reads and writes parameters, gradient and moments once."""
-APPLY_BYTES_PER_PARAMETER = 28
-"""Bytes read and written per parameter by an apply."""
-APPLY_SECONDS = 0.1
-"""Seconds for the rest of an apply, the fingerprint included."""
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 LATENCIES_PER_ALL_REDUCE = 4
 """Consecutive latencies: both halves of the all-reduce, each with a hello and its answer."""
 
 
-_Group = tuple[int, StageIndex, StageIndex | None]
-"""Key of members that finish at the same time: attempt, stage, and the stage switched to."""
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The members of one all-reduce that have begun it."""
+
+    attempt: int
+    members: list[tuple[SimulatedVolunteer, LoadedStage[Receipt], WorkNumber]] = field(
+        default_factory=list
+    )
 
 
 class AllReduceTimes:
-    """Schedules the reports and applies of the members of every averaging round."""
+    """The averages of all stages."""
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        self._reports: dict[_Group, list[SimulatedVolunteer]] = {}
-        self._applies: dict[tuple[int, StageIndex], list[tuple[SimulatedVolunteer, bool]]] = {}
-        self._switching: dict[PeerId, int] = {}
-        """The attempt with which each switching member changes stage."""
-        self.aborted = 0
+        self._forming: dict[StageIndex | None, _Group] = {}
+        """The latest group of each stage, and of the tied part (None), until it is complete."""
 
-    def close(self, volunteer: SimulatedVolunteer, message: Close) -> None:
-        assert volunteer.stage is not None
-        prepared = volunteer.prepared if message.moving else None
-        if message.moving and prepared is None:
-            self._swarm.event_heap.later(
-                RECONCILE_SECONDS,
-                lambda: volunteer.send(
-                    RoundReport(
-                        step=message.step, attempt=message.attempt, ok=False,
-                        reason="nothing is prepared",
-                    )
-                ),
-            )  # fmt: skip
-            return
-        if prepared is not None:
-            self._switching[volunteer.peer] = message.attempt
-        key = (message.attempt, volunteer.stage, prepared)
-        waiting = self._reports.get(key)
-        if waiting is not None:
-            waiting.append(volunteer)
-            return
-        self._reports[key] = [volunteer]
-        seconds = self._seconds(message.reductions, volunteer.stage)
-        if prepared is not None:
-            seconds = max(seconds, self._seconds(message.moving, prepared))
-        self._swarm.event_heap.later(
-            RECONCILE_SECONDS + seconds, lambda: self._report(message, key)
-        )
+    def join(
+        self, volunteer: SimulatedVolunteer, held: LoadedStage[Receipt], stage: StageIndex,
+        work: Reduce,
+    ) -> None:  # fmt: skip
+        reduction = work.reduction
+        key = None if reduction.part == "tied" else stage
+        group = self._forming.get(key)
+        if group is None or group.attempt < work.attempt:
+            group = self._forming[key] = _Group(work.attempt)
+        if group.attempt > work.attempt:
+            return  # the abort of this attempt is on its way
+        group.members.append((volunteer, held, work.work))
+        if len(group.members) == len(reduction.members):
+            del self._forming[key]
+            seconds = self._seconds(reduction, stage)
+            if reduction.part == "own":
+                seconds += RECONCILE_SECONDS
+            self._swarm.event_heap.later(seconds, partial(self._averaged, group))
 
-    def _seconds(self, reductions: Sequence[Reduction], stage: StageIndex) -> float:
-        return sum(self._reduce_seconds(reduction, stage) for reduction in reductions)
+    def _averaged(self, group: _Group) -> None:
+        if all(volunteer.alive for volunteer, _, _ in group.members):
+            for volunteer, held, work in group.members:
+                volunteer.finish(held, partial(held.close.averaged, work))
 
-    def _reduce_seconds(self, reduction: Reduction, stage: StageIndex) -> float:
+    def _seconds(self, reduction: Reduction, stage: StageIndex) -> float:
         swarm = self._swarm
         there = swarm.volunteers
         weights = reduction.weights or (1,) * len(reduction.members)
@@ -93,43 +91,3 @@ class AllReduceTimes:
         latency = 2 * max(link.latency_seconds for link, _ in links)
         shares = [weight / total for _, weight in links]
         return round_seconds(size, rates, shares) + LATENCIES_PER_ALL_REDUCE * latency
-
-    def _report(self, close: Close, key: _Group) -> None:
-        report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
-        for volunteer in self._reports.get(key, ()):
-            if key not in self._reports:
-                return  # an earlier report of this loop has ended the round
-            volunteer.send(report)
-        self._reports.pop(key, None)
-
-    def abort(self, volunteer: SimulatedVolunteer, attempt: int) -> None:
-        """End one stage's round of an attempt; its other rounds go on."""
-        ended = [k for k in self._reports if k[:2] == (attempt, volunteer.stage)]
-        for key in ended:
-            del self._reports[key]
-        self.aborted += any(prepared is None for _, _, prepared in ended)
-
-    def apply(self, volunteer: SimulatedVolunteer, message: Apply) -> None:
-        """Schedule the apply; the members of a stage finish at the same time, in one event."""
-        stage = volunteer.stage
-        if stage is None:
-            return
-        switches = self._switching.pop(volunteer.peer, None) == message.attempt
-        goes_to = volunteer.prepared if switches and volunteer.prepared is not None else stage
-        key = (int(message.step), goes_to)
-        waiting = self._applies.get(key)
-        if waiting is not None:
-            waiting.append((volunteer, switches))
-            return
-        self._applies[key] = [(volunteer, switches)]
-        size = self._swarm.sizes[goes_to].parameters * APPLY_BYTES_PER_PARAMETER
-        self._swarm.event_heap.later(
-            APPLY_SECONDS + size / MEMORY_BYTES_PER_SECOND, lambda: self._applied(message, key)
-        )
-
-    def _applied(self, message: Apply, key: tuple[int, StageIndex]) -> None:
-        applied = Applied(step=message.step, digest="", norm=1.0)
-        for volunteer, switches in self._applies.pop(key):
-            if volunteer.alive:
-                volunteer.apply(message.step, switches=switches)
-                volunteer.send(applied)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
-    SwarmView,
 )
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import AssignStage
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 
 class Downloads:
     """Downloads in progress and their sources. A download keeps its initial rate."""
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._from_coordinator = 0
         self._sources: dict[int, list[SimulatedVolunteer]] = {}

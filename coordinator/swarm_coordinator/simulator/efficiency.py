@@ -10,9 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import PeerId, StageIndex
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 MAX_SEARCHED_MACHINES = 300
 """Number of machines up to which a placement is searched. Above it, `best` is the rate if every
@@ -42,7 +46,7 @@ def best_rate(machines: Sequence[SimulatedVolunteer], memory_bytes: Sequence[int
 class EfficiencyMeter:
     """Integrates the rates over the time in which the run trains."""
 
-    def __init__(self, swarm: SwarmView, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
         """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)

@@ -18,15 +18,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Lease, Roster
+from swarm_shared.protocol import Close, Heartbeat, Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 REPORT_SECONDS = 5.0
 """Seconds between batches of results to the coordinator; real trainers report every half second."""
@@ -34,12 +38,12 @@ REPORT_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Leased:
-    """One leased microbatch: its trainer, its accumulate mask, and the cells counted so far."""
+    """One leased microbatch: its trainer, its accumulate mask, and where it counts."""
 
     lease: int
     trainer: SimulatedVolunteer
     accumulate: tuple[StageIndex, ...]
-    cells: list[tuple[StageIndex, PeerId]]
+    counted_by: list[LoadedStage[Receipt]]
 
 
 class _Shares:
@@ -88,11 +92,11 @@ class FluidPlane:
     TICK_SECONDS: ClassVar[float] = 1.0
     FOLLOWS_ROSTERS: ClassVar[bool] = False
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         stages = len(swarm.works)
         self._shares = [_Shares() for _ in range(stages)]
-        self._where: dict[PeerId, StageIndex] = {}
+        self._serving: dict[PeerId, LoadedStage[Receipt]] = {}
         self._step = Step(0)
         self._waiting: dict[MicrobatchIndex, _Leased] = {}
         """Microbatches not completed yet, in their order."""
@@ -111,14 +115,14 @@ class FluidPlane:
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         self._settle()
-        assert volunteer.stage is not None
-        self._where[volunteer.peer] = volunteer.stage
+        assert volunteer.held is not None
+        self._serving[volunteer.peer], stage = volunteer.held, volunteer.held.account.stage
         if not volunteer.leaving:
-            self._shares[volunteer.stage].put(volunteer.peer, volunteer.rate_at(volunteer.stage))
+            self._shares[stage].put(volunteer.peer, volunteer.rate_at(stage))
         self._rates_changed()
 
     def changed(self, volunteer: SimulatedVolunteer) -> None:
-        if volunteer.peer in self._where and not volunteer.leaving:
+        if volunteer.peer in self._serving and not volunteer.leaving:
             self.serves(volunteer)
 
     def step_changed(self, volunteer: SimulatedVolunteer) -> None:
@@ -126,22 +130,27 @@ class FluidPlane:
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         """Stop serving; what the peer has completed is reported first."""
-        stage = self._where.pop(volunteer.peer, None)
-        if stage is None:
+        serving = self._serving.get(volunteer.peer)
+        if serving is None:
             return
         self._settle()
         self._report_of(volunteer)
-        self._shares[stage].remove(volunteer.peer)
+        del self._serving[volunteer.peer]
+        self._shares[serving.account.stage].remove(volunteer.peer)
         self._rates_changed()
 
     def leaving(self, volunteer: SimulatedVolunteer) -> None:
         """Give the peer no new work unless it is the last of its stage; it remains a member."""
         self._settle()
         self._report_of(volunteer)
-        stage = self._where.get(volunteer.peer)
-        if stage is not None and len(self._shares[stage].rates) > 1:
-            self._shares[stage].remove(volunteer.peer)
+        shares = self._shares_of(volunteer)
+        if shares is not None and len(shares.rates) > 1:
+            shares.remove(volunteer.peer)
             self._rates_changed()
+
+    def _shares_of(self, volunteer: SimulatedVolunteer) -> _Shares | None:
+        serving = self._serving.get(volunteer.peer)
+        return None if serving is None else self._shares[serving.account.stage]
 
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
         """Ignored: this level distributes work by the actual state, not by each sender's roster."""
@@ -162,13 +171,18 @@ class FluidPlane:
             self._waiting[item.microbatch] = _Leased(lease.lease, volunteer, item.accumulate, [])
         self._rates_changed()
 
-    def queued(self, volunteer: SimulatedVolunteer) -> int:
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat:
+        """Return the whole state: what has changed is not worth the time to find out."""
+        return Heartbeat(
+            microbatches_per_second=rate, queued=self._queued(volunteer), up_bytes_per_second=up
+        )
+
+    def _queued(self, volunteer: SimulatedVolunteer) -> int:
         """The peer's share of the microbatches in flight; those not in service wait at a
         bottleneck."""
-        stage = self._where.get(volunteer.peer)
-        if stage is None or not self._waiting or self._rate <= 0:
+        shares = self._shares_of(volunteer)
+        if shares is None or not self._waiting or self._rate <= 0:
             return 0
-        shares = self._shares[stage]
         share = shares.rates.get(volunteer.peer, 0.0) / shares.rate if shares.rate else 0.0
         busy = self._rate / shares.rate if shares.rate else 0.0
         in_service = busy * len(shares.rates) * share
@@ -179,6 +193,12 @@ class FluidPlane:
             waiting = max(0.0, in_flight) / len(bottlenecks) * share
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
+
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
+        """Let the peer hold what is committed: a flow loses nothing and counts nothing twice."""
+        held.accumulated.clear()
+        for microbatch in close.committed:
+            held.accumulated.add(microbatch, INPUTS)
 
     # ---- the flow
 
@@ -230,7 +250,7 @@ class FluidPlane:
             for stage, shares in enumerate(self._shares):
                 peer = shares.next()
                 if peer is not None and stage in leased.accumulate:
-                    leased.cells.append((StageIndex(stage), peer))
+                    leased.counted_by.append(self._serving[peer])
             self._completed[microbatch] = leased
             self.completed += 1
 
@@ -257,34 +277,23 @@ class FluidPlane:
 
     def _report_of(self, volunteer: SimulatedVolunteer) -> None:
         """Report the completed microbatches that involve this peer."""
+        serving = self._serving.get(volunteer.peer)
         self._report(
             [
                 microbatch
                 for microbatch, leased in self._completed.items()
-                if leased.trainer is volunteer
-                or any(peer == volunteer.peer for _, peer in leased.cells)
+                if leased.trainer is volunteer or serving in leased.counted_by
             ]
         )
 
     def _report(self, microbatches: list[MicrobatchIndex]) -> None:
         swarm = self._swarm
-        manifest = swarm.manifest
-        last = manifest.stage_count - 1
         step = self._step
         for microbatch in microbatches:
             leased = self._completed.pop(microbatch, None)
             if leased is None or step != self._step:
                 continue
-            receipts = tuple(
-                Receipt(
-                    run=RunId("simulated"), generation=Generation(1), step=step,
-                    microbatch=microbatch, stage=stage, peer=peer,
-                    samples=manifest.training.sequences_per_microbatch,
-                    tokens=manifest.tokens_per_microbatch,
-                    loss_sum=1.0 if stage == last else None,
-                )
-                for stage, peer in leased.cells
-            )  # fmt: skip
+            receipts = tuple(loaded.receipt(step, microbatch) for loaded in leased.counted_by)
             trainer = leased.trainer
             swarm.deliver(
                 LeaseResolved(

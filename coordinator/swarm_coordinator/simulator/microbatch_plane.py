@@ -1,9 +1,10 @@
 """The fine data plane: every microbatch on its path through queues, credits and links.
 
-Senders deliver with the production rules (`swarm_shared.volunteer_rules.delivery`): choice of the
-receiver, retries, hedges and masks. A receiver computes backwards before forwards, refuses when its
-queue is full, and counts by the accumulate mask. The model is the time: a forward takes a third of
-a microbatch's work and a backward the rest, a link carries one payload after the other, an edge
+Trainers, senders and receivers follow the production rules (`swarm_shared.volunteer_rules`): when
+a leased microbatch starts (`lease_queue`); choice of the receiver, retries, hedges and masks
+(`delivery`); what is accumulated and receipted (`stage_account`). A receiver computes backwards
+before forwards, and refuses when its queue is full. The model is the time: a forward takes a third
+of a microbatch's work and a backward the rest, a link carries one payload after the other, an edge
 opens at once, and a request to a lost peer fails when the roster shows the loss.
 """
 
@@ -11,28 +12,30 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
-from swarm_coordinator.core.events import LeaseResolved, ReceiptsVerified
+from swarm_coordinator.core.events import Event, LeaseResolved, MessageReceived, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
+from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
-    SwarmView,
 )
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
+    Close,
+    Heartbeat,
     Lease,
-    LeasedMicrobatch,
+    LeaseResult,
     Mask,
     MaskRequest,
     RefusalReason,
     Roster,
 )
-from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,
     AskMask,
@@ -42,6 +45,12 @@ from swarm_shared.volunteer_rules.delivery import (
     OpenEdge,
     Transmit,
 )
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch
+from swarm_shared.volunteer_rules.stage_account import Computation
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 FORWARD_SHARE = 1 / 3
 SMALL_BYTES = 256 * 1024
@@ -210,17 +219,20 @@ class _Serving:
 
     def begin(self) -> None:
         """The request has arrived."""
-        node = self.node
+        node, microbatch = self.node, self._microbatch
         if self.ended or not node.is_up:
             return
-        if node.stage != self._sender.stage or not node.works_on(self._microbatch.step):
+        if node.stage != self._sender.stage or not node.account.works_on(microbatch.step):
             self._reply(_Answer(RefusalReason.WRONG_STEP), 0)
         elif node.in_flight >= self._plane.stage_queue:
             self._reply(_Answer(RefusalReason.BUSY), 0)
         else:
             node.in_flight += 1
             self._began_at = self._plane.now
-            node.compute(FORWARD_SHARE, self, self._forwarded)
+            computation = node.account.begin(
+                microbatch.step, microbatch.index, microbatch.accumulate
+            )
+            node.compute(FORWARD_SHARE, self, lambda: self._forwarded(computation))
 
     def cancel(self) -> None:
         """The sender does not want it any more; what was counted stays counted."""
@@ -234,27 +246,30 @@ class _Serving:
         if self._began_at is not None:
             self.node.in_flight -= 1
 
-    def _forwarded(self) -> None:
+    def _forwarded(self, computation: Computation) -> None:
         if self.node.next is None:
             # The last stage goes on at once: loss and backward belong to the same request.
-            self._backward(())
+            self._backward(computation, ())
         else:
-            self._delivery = self.node.next.send(self._microbatch, self._came_back)
+            self._delivery = self.node.next.send(
+                self._microbatch, lambda answer: self._came_back(computation, answer)
+            )
 
-    def _came_back(self, answer: _Answer) -> None:
+    def _came_back(self, computation: Computation, answer: _Answer) -> None:
         if answer.refusal is None:
-            self._backward(answer.receipts)
-        elif self.node.works_on(self._microbatch.step):
+            self._backward(computation, answer.receipts)
+        elif self.node.account.works_on(computation.step):
             self._reply(_FAILED, 0)
         else:
             self._reply(_Answer(RefusalReason.WRONG_STEP), 0)
 
-    def _backward(self, receipts: tuple[Receipt, ...]) -> None:
-        self.node.compute(1 - FORWARD_SHARE, self, lambda: self._computed(receipts))
+    def _backward(self, computation: Computation, receipts: tuple[Receipt, ...]) -> None:
+        self.node.compute(1 - FORWARD_SHARE, self, lambda: self._computed(computation, receipts))
 
-    def _computed(self, receipts: tuple[Receipt, ...]) -> None:
+    def _computed(self, computation: Computation, receipts: tuple[Receipt, ...]) -> None:
         node, began_at = self.node, self._began_at or 0.0
-        own = node.count(self._microbatch)
+        node.computed += 1
+        own = node.loaded.count(computation)
         if own is not None:
             receipts = (*receipts, own)
         answer = _Answer(
@@ -286,18 +301,21 @@ class _Compute:
 class _Node:
     """The data plane of one volunteer while it holds its stage."""
 
-    def __init__(self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer) -> None:
-        assert volunteer.stage is not None
+    def __init__(
+        self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer, loaded: LoadedStage[Receipt]
+    ) -> None:
         self.volunteer = volunteer
-        self.stage = volunteer.stage
+        self.loaded, self.account = loaded, loaded.account
+        self.stage = loaded.account.stage
+        self.microbatch_seconds = plane.work(self.stage) / volunteer.hardware.flops_per_second
         self.open = True
-        self.held: dict[MicrobatchIndex, Receipt] = {}
-        self.held_step = Step(0)
-        self.unreported: list[Receipt] = []
         self.in_flight = 0
-        self.flight = InFlightWindow()
-        self.least_window, self.max_window = 1, 1
-        self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
+        self.computed, self.busy_seconds = 0, 0.0
+        """Since the last heartbeat."""
+        self.heartbeats = HeartbeatDelta(plane.heartbeat_seconds)
+        self.leases = LeaseQueue()
+        if volunteer.leaving:
+            self.leases.leave()
         self.first = _Downstream(self, StageIndex(0), plane)
         self.next: _Downstream | None = None
         if self.stage < plane.last_stage:
@@ -313,13 +331,10 @@ class _Node:
     def is_up(self) -> bool:
         return self.open and self.volunteer.alive
 
-    def works_on(self, step: Step) -> bool:
-        return self.is_up and self.volunteer.version + 1 == step
-
     def step_changed(self) -> None:
         for downstream in (self.first, self.next):
             if downstream is not None:
-                downstream.step_is(Step(self.volunteer.version + 1))
+                downstream.step_is(self.account.step)
 
     def learn(self, members: _Members) -> None:
         for downstream in (self.first, self.next):
@@ -327,10 +342,6 @@ class _Node:
                 downstream.learn(members)
 
     # ---- computing: one thing at a time, backwards first
-
-    @property
-    def microbatch_seconds(self) -> float:
-        return self._plane.work(self.stage) / self.volunteer.hardware.flops_per_second
 
     def compute(self, share: float, serving: _Serving, done: Action) -> None:
         task = _Compute(share * self.microbatch_seconds, serving, done)
@@ -346,22 +357,10 @@ class _Node:
 
     def _finished(self, task: _Compute) -> None:
         self._busy = False
+        self.busy_seconds += task.seconds
         if not task.serving.ended:
             task.done()
         self._next()
-
-    # ---- counting
-
-    def count(self, microbatch: _Microbatch) -> Receipt | None:
-        """Accumulate a microbatch once if the mask includes this stage; its receipt if held."""
-        if self.held_step != microbatch.step:
-            self.held_step, self.held, self.unreported = microbatch.step, {}, []
-        known = self.held.get(microbatch.index)
-        if known is None and self.stage in microbatch.accumulate and self.works_on(microbatch.step):
-            known = self._plane.receipt(self, microbatch)
-            self.held[microbatch.index] = known
-            self.unreported.append(known)
-        return known
 
 
 class MicrobatchPlane:
@@ -370,18 +369,18 @@ class MicrobatchPlane:
     TICK_SECONDS: ClassVar[float] = 0.25
     FOLLOWS_ROSTERS: ClassVar[bool] = True
 
-    def __init__(self, swarm: SwarmView) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
         self._members: _Members | None = None
         """The newest roster's; all nodes have it by its latency."""
         self._masks: dict[tuple[PeerId, int], _Missing] = {}
-        self._early: dict[PeerId, list[Lease]] = {}
         self._asked = 0
         self.last_stage = len(swarm.works) - 1
         self.edge_credits = swarm.manifest.limits.edge_credits
         self.stage_queue = swarm.manifest.limits.stage_queue
+        self.heartbeat_seconds = swarm.heartbeat_seconds
         self.completed = 0
         swarm.event_heap.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
 
@@ -408,11 +407,10 @@ class MicrobatchPlane:
     # ---- serving peers
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
-        node = self._nodes[volunteer.peer] = _Node(self, volunteer)
+        assert volunteer.held is not None
+        node = self._nodes[volunteer.peer] = _Node(self, volunteer, volunteer.held)
         if self._members is not None:
             node.learn(self._members)
-        for lease in self._early.pop(volunteer.peer, ()):
-            self.lease(volunteer, lease)
 
     def changed(self, volunteer: SimulatedVolunteer) -> None:
         """Ignored: `transfer` reads the sharing of the uplink itself."""
@@ -421,6 +419,7 @@ class MicrobatchPlane:
         node = self._nodes.get(volunteer.peer)
         if node is not None:
             node.step_changed()
+            self._start_leased(node)
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes.pop(volunteer.peer, None)
@@ -431,85 +430,74 @@ class MicrobatchPlane:
         """Return the leased microbatches that it has not started."""
         node = self._nodes.get(volunteer.peer)
         if node is not None:
-            while node.leased:
-                lease, leased = node.leased.popleft()
-                self._resolved(node, lease, leased.microbatch, _FAILED)
+            self._hand_back(node, node.leases.leave())
 
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
         if roster is not self._roster or self._members is None:
             self._roster, self._members = roster, _Members(roster)
-        node, members = self._nodes.get(volunteer.peer), self._members
-        if node is not None:
-            latency = volunteer.hardware.latency_seconds
-            self.later(node, latency, lambda: node.learn(members))
-
-    def queued(self, volunteer: SimulatedVolunteer) -> int:
         node = self._nodes.get(volunteer.peer)
-        return 0 if node is None else node.in_flight
+        if node is not None:
+            node.learn(self._members)
+
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat:
+        node = self._nodes.get(volunteer.peer)
+        if node is None:
+            return Heartbeat(microbatches_per_second=rate, queued=0, up_bytes_per_second=up)
+        present = HeartbeatSnapshot(
+            rate, node.in_flight, up, (), (), paused=False, computed=node.computed,
+            busy_seconds=node.busy_seconds,
+        )  # fmt: skip
+        node.computed, node.busy_seconds = 0, 0.0
+        return node.heartbeats.heartbeat(present, len(self._nodes))
 
     # ---- the trainer's side
 
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None:
         node = self._nodes.get(volunteer.peer)
-        if node is None:
-            # The lease arrives together with the message that admits it to the step.
-            self._early.setdefault(volunteer.peer, []).append(lease)
-            return
-        latency = volunteer.hardware.latency_seconds
+        if node is not None:
+            self._hand_back(node, node.leases.take(lease))
+            self._start_leased(node)
 
-        def take() -> None:
-            node.least_window = max(1, lease.window)
-            node.max_window = max(node.least_window, lease.max_window)
-            node.leased.extend((lease, leased) for leased in lease.microbatches)
-            self._drive(node)
+    def _start_leased(self, node: _Node) -> None:
+        for started in node.leases.start(node.account.step, self.now):
+            step, leased = started.lease.step, started.leased
+            microbatch = _Microbatch(step, leased.microbatch, leased.accumulate)
+            node.first.send(microbatch, partial(self._ended, node, started))
 
-        self.later(node, latency, take)
-
-    def _drive(self, node: _Node) -> None:
-        while node.leased and node.flight.in_flight < node.flight.size(
-            node.least_window, node.max_window
-        ):
-            lease, leased = node.leased.popleft()
-            if not node.works_on(lease.step):
-                continue
-            microbatch = _Microbatch(lease.step, leased.microbatch, leased.accumulate)
-            send_record = node.flight.sent(self._swarm.event_heap.now)
-
-            def done(
-                answer: _Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased,
-                send_record: SendRecord = send_record,
-            ) -> None:  # fmt: skip
-                if answer.refusal is None:
-                    node.flight.returned(send_record, self._swarm.event_heap.now)
-                else:
-                    node.flight.failed()
-                self._resolved(node, lease, leased.microbatch, answer)
-                self._drive(node)
-
-            node.first.send(microbatch, done)
-
-    def _resolved(
-        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: _Answer
-    ) -> None:
-        volunteer, ok = node.volunteer, answer.refusal is None
+    def _ended(self, node: _Node, started: StartedMicrobatch, answer: _Answer) -> None:
+        lease, leased, ok = started.lease, started.leased, answer.refusal is None
+        node.leases.finished(started, self.now, ok=ok)
         self.completed += ok
+        volunteer = node.volunteer
         event = LeaseResolved(
-            volunteer.session, volunteer.peer, lease.step, microbatch, lease.lease, ok,
+            volunteer.session, volunteer.peer, lease.step, leased.microbatch, lease.lease, ok,
             "" if ok else "failed", answer.receipts, None, 0,
         )  # fmt: skip
-        self._to_coordinator(node, lambda: volunteer.deliver(event))
+        self._to_coordinator(node, event)
+        self._start_leased(node)
 
-    def _to_coordinator(self, node: _Node, action: Action) -> None:
-        latency = node.volunteer.hardware.latency_seconds
-        self.later(node, latency + self._swarm.options.coordinator_latency_seconds, action)
+    def _hand_back(self, node: _Node, results: Iterable[LeaseResult]) -> None:
+        volunteer = node.volunteer
+        for result in results:
+            event = LeaseResolved(
+                volunteer.session, volunteer.peer, result.step, result.microbatch, result.lease,
+                False, result.reason, (), None, 0,
+            )  # fmt: skip
+            self._to_coordinator(node, event)
+
+    def _to_coordinator(self, node: _Node, event: Event) -> None:
+        volunteer = node.volunteer
+        latency = volunteer.hardware.latency_seconds
+        seconds = latency + self._swarm.options.coordinator_latency_seconds
+        self.later(node, seconds, lambda: volunteer.deliver(event))
 
     def _report(self) -> None:
         for node in list(self._nodes.values()):
-            if node.unreported:
-                batch, node.unreported = tuple(node.unreported), []
+            batch = node.account.take_unreported()
+            if batch:
                 volunteer = node.volunteer
                 event = ReceiptsVerified(volunteer.session, volunteer.peer, batch)
-                self._to_coordinator(node, lambda v=volunteer, e=event: v.deliver(e))  # type: ignore[misc]
+                self._to_coordinator(node, event)
         self._swarm.event_heap.later(
             self._swarm.manifest.limits.receipt_interval_seconds, self._report
         )
@@ -522,15 +510,17 @@ class MicrobatchPlane:
         self._asked += 1
         number = self._asked
         self._masks[node.volunteer.peer, number] = answer
+        volunteer = node.volunteer
         request = MaskRequest(request=number, step=step, microbatch=microbatch)
-        self._to_coordinator(node, lambda: node.volunteer.send(request))
+        self._to_coordinator(node, MessageReceived(volunteer.session, volunteer.peer, request))
 
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:
         answer = self._masks.pop((volunteer.peer, message.request), None)
-        node = self._nodes.get(volunteer.peer)
-        if answer is not None and node is not None:
-            latency = volunteer.hardware.latency_seconds
-            self.later(node, latency, lambda: answer(message.accumulate))
+        if answer is not None and volunteer.peer in self._nodes:
+            answer(message.accumulate)
+
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
+        """Ignored: `_Serving` has counted what the peer holds."""
 
     # ---- from peer to peer
 
@@ -556,13 +546,3 @@ class MicrobatchPlane:
         receiver.down_free_at = received
         latency = up.latency_seconds + down.latency_seconds
         self._swarm.event_heap.at(max(sender.up_free_at, received) + latency, arrive)
-
-    def receipt(self, node: _Node, microbatch: _Microbatch) -> Receipt:
-        manifest = self._swarm.manifest
-        return Receipt(
-            run=RunId("simulated"), generation=Generation(1), step=microbatch.step,
-            microbatch=microbatch.index, stage=node.stage, peer=node.volunteer.peer,
-            samples=manifest.training.sequences_per_microbatch,
-            tokens=manifest.tokens_per_microbatch,
-            loss_sum=1.0 if node.stage == self.last_stage else None,
-        )  # fmt: skip

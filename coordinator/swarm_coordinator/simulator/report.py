@@ -32,7 +32,7 @@ def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) 
         "steps": len(steps),
         "phase": swarm.run.phase.value,
         "waiting_for": swarm.run.waiting_reason,
-        "attempts_aborted": swarm.rounds.aborted,
+        "attempts_aborted": swarm.counts["abort"],
         "microbatches_per_second": per_second,
         "tokens_per_second": per_second * manifest.tokens_per_microbatch,
         "pipeline_rate": meter.made / trained_seconds if trained_seconds else 0.0,

@@ -40,18 +40,12 @@ from swarm_coordinator.simulator.volunteer import DataPlane, SimulatedVolunteer,
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
-    Apply,
-    AssignStage,
-    Close,
-    Goodbye,
+    CoordinatorMessage,
     Lease,
-    Mask,
     PeerRecord,
     Refused,
     Roster,
     RosterChange,
-    SaveSnapshot,
-    Welcome,
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
@@ -97,7 +91,7 @@ class Swarm:
         self._sessions = itertools.count(1)
         self._fetched: dict[Version, dict[StageIndex, StoredStage]] = {}
         self.meter = EfficiencyMeter(self, self._cost_shares())
-        self.rounds = AllReduceTimes(self)
+        self.averages = AllReduceTimes(self)
         self.downloads = Downloads(self)
         self.plane = plane(self)
         self.run = begin(
@@ -135,20 +129,34 @@ class Swarm:
         if change.kind == "join":
             if present is not None:
                 self._lost(present)  # it returns before its loss was detected
-            machine = self._machines.get(change.name)
-            if machine is None:
-                machine = self._fleet[len(self._machines) % len(self._fleet)]
-                self._machines[change.name] = machine
-            volunteer = SimulatedVolunteer(self, change.name, machine, next(self._sessions))
-            self.volunteers[peer] = volunteer
-            volunteer.connect()
-            self.event_heap.later(
-                self.rng.uniform(0, self.heartbeat_seconds) + 10.0, volunteer.send_heartbeat
-            )
+            self._join(change.name)
         elif present is not None and change.kind == "leave":
             present.leave()
         elif present is not None:
             self._crash(present)
+
+    def _join(self, name: str) -> None:
+        machine = self._machines.get(name)
+        if machine is None:
+            machine = self._fleet[len(self._machines) % len(self._fleet)]
+            self._machines[name] = machine
+        volunteer = SimulatedVolunteer(self, name, machine, next(self._sessions))
+        self.volunteers[volunteer.peer] = volunteer
+        volunteer.connect()
+        self.event_heap.later(
+            self.rng.uniform(0, self.heartbeat_seconds) + 10.0, volunteer.send_heartbeat
+        )
+
+    def rejoin(self, volunteer: SimulatedVolunteer) -> None:
+        """End a volunteer's session after what it does now; it attaches anew."""
+        self.counts["rejoin"] += 1
+
+        def end() -> None:
+            if self.volunteers.get(volunteer.peer) is volunteer:
+                self._closed(volunteer)
+                self._join(volunteer.peer)
+
+        self.event_heap.later(0.0, end)
 
     def _crash(self, volunteer: SimulatedVolunteer) -> None:
         """Lose a volunteer without notice; the coordinator detects it by the missing heartbeats."""
@@ -218,10 +226,7 @@ class Swarm:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Send):
-            volunteer = self.volunteers.get(command.peer)
-            # A message to an earlier session is lost.
-            if volunteer is not None and volunteer.alive and volunteer.attached:
-                self._deliver_message(volunteer, command.message)
+            self._send(command.peer, command.message)
         elif isinstance(command, Broadcast):
             self._broadcast(command)
         elif isinstance(command, Persist):
@@ -242,44 +247,28 @@ class Swarm:
 
     def _broadcast(self, command: Broadcast) -> None:
         """Deliver a roster change, as the whole roster, or a message of the close."""
-        if not isinstance(command.message, RosterChange):
-            for peer in command.peers:
-                self._carry_out(Send(peer, command.message))
+        message = command.message
+        if isinstance(message, RosterChange):
+            if not self.plane.FOLLOWS_ROSTERS:
+                return
+            assert self.run.roster.published is not None
+            message = self.run.roster.published
+        self.counts["abort"] += isinstance(message, AbortRound)
+        for peer in command.peers:
+            self._send(peer, message)
+
+    def _send(self, peer: PeerId, message: CoordinatorMessage) -> None:
+        volunteer = self.volunteers.get(peer)
+        # A message to an earlier session is lost.
+        if volunteer is None or not (volunteer.alive and volunteer.attached):
             return
-        assert self.run.roster.published is not None
-        if self.plane.FOLLOWS_ROSTERS:
-            for peer in command.peers:
-                volunteer = self.volunteers.get(peer)
-                if volunteer is not None and volunteer.alive and volunteer.attached:
-                    self.plane.roster(volunteer, self.run.roster.published)
-
-    def _deliver_message(self, volunteer: SimulatedVolunteer, message: object) -> None:
-        latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds
-
-        def later(action: object) -> None:
-            self.event_heap.later(latency, lambda: volunteer.alive and action())  # type: ignore[operator]
-
-        if isinstance(message, Roster):
-            self.plane.roster(volunteer, message)
-        elif isinstance(message, Lease):
+        if isinstance(message, Roster) and not self.plane.FOLLOWS_ROSTERS:
+            return
+        if isinstance(message, Lease):
             self.meter.start()
-            self.plane.lease(volunteer, message)
-        elif isinstance(message, Close):
-            self.rounds.close(volunteer, message)
-        elif isinstance(message, Apply):
-            self.rounds.apply(volunteer, message)
-        elif isinstance(message, AbortRound):
-            self.rounds.abort(volunteer, message.attempt)
-        elif isinstance(message, Mask):
-            self.plane.mask(volunteer, message)
-        elif isinstance(message, Welcome):
-            later(lambda: volunteer.welcomed(message))
-        elif isinstance(message, AssignStage):
-            later(lambda: volunteer.assigned(message))
-        elif isinstance(message, SaveSnapshot):
-            later(lambda: volunteer.save(message))
-        elif isinstance(message, Goodbye | Refused):
-            self.counts["refused"] += isinstance(message, Refused)
+        self.counts["refused"] += isinstance(message, Refused)
+        latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds
+        self.event_heap.later(latency, partial(volunteer.receive, message))
 
     def _closed(self, volunteer: SimulatedVolunteer) -> None:
         if volunteer.alive:

@@ -1,17 +1,18 @@
 """A simulated volunteer: the client's side of the control protocol, on the virtual clock.
 
-It owns the answers to the coordinator, which are the real messages, and their timing; computing
-belongs to the data plane, averaging to `all_reduce_time`. Downloads are limited by its own downlink
-and by its sources' uplinks, of which each source gives at most half, because the other half carries
-activations.
+It drives the rules of a real volunteer: those of its stages in `stage_holder`, those of its
+microbatches in the fine data plane. Modelled is the time: of loading and applying here, of
+averaging in `all_reduce_time`, of computing in the data plane. Downloads are limited by its own
+downlink and by its sources' uplinks, of which each source gives at most half, because the other
+half carries activations. A volunteer that has to attach again begins anew, without the stage that
+it held.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     Event,
@@ -22,28 +23,30 @@ from swarm_coordinator.core.events import (
     SessionNumber,
 )
 from swarm_coordinator.core.state.moves import RebalancingSettings
-from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
-from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
+from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder, first_request
+from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
+    AbortRound,
+    Apply,
     AssignStage,
     ClientMessage,
+    Close,
+    CoordinatorMessage,
     Heartbeat,
     Hello,
     Lease,
     Leaving,
     Mask,
-    Ready,
     Roster,
     SaveSnapshot,
-    SnapshotReady,
-    StageRequest,
     Welcome,
 )
-from swarm_shared.run.manifest import Manifest
-from swarm_shared.scheduling.placement import most_underserved_stage
-from swarm_shared.scheduling.placement.stage_sizes import StageSizes
+from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, SaveState, Uncommit, Work
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
 
 CONNECT_SECONDS = 2.0
 """Seconds for connecting, the handshake and a first measurement of the links."""
@@ -51,26 +54,22 @@ CONNECT_SECONDS = 2.0
 LOAD_SECONDS = 3.0
 """Seconds from a file on disk to a stage on the device; the same for a fresh start."""
 
-DISK_BYTES_PER_SECOND = 200e6
-"""Rate of writing and hashing a snapshot."""
-
 SHARED_UPLINK_FRACTION = 0.5
 """Fraction of an uplink that serves state to other peers."""
 
-SNAPSHOT_SHA256 = "0" * 64
+RECONCILE_SECONDS = 0.2
+"""Seconds for copying the gradient and for the norm of the result, with the first all-reduce of a
+lane; the same for the removal of microbatches."""
 
+MEMORY_BYTES_PER_SECOND = 50e9
+"""Memory bandwidth; applying a step reads and writes parameters, gradient and moments once."""
+APPLY_BYTES_PER_PARAMETER = 28
+"""Bytes read and written per parameter by an apply."""
+APPLY_SECONDS = 0.1
+"""Seconds for the rest of an apply, the fingerprint included."""
 
-class DownloadTimes(Protocol):
-    """How long state takes from its sources, over shared uplinks."""
-
-    def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float: ...
-    def end(self, message: AssignStage) -> None: ...
-
-
-class CandidateMeter(Protocol):
-    """What the swarm's throughput is compared with; it counts who could take part."""
-
-    def add_candidate(self, volunteer: SimulatedVolunteer) -> None: ...
+DISK_BYTES_PER_SECOND = 200e6
+"""Rate of writing and hashing a snapshot."""
 
 
 class DataPlane(Protocol):
@@ -83,7 +82,7 @@ class DataPlane(Protocol):
     completed: int
     """Number of completed microbatches, repeated ones included."""
 
-    def __init__(self, swarm: SwarmView) -> None: ...
+    def __init__(self, swarm: Swarm) -> None: ...
 
     def serves(self, volunteer: SimulatedVolunteer) -> None: ...
     def changed(self, volunteer: SimulatedVolunteer) -> None: ...
@@ -93,7 +92,8 @@ class DataPlane(Protocol):
     def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
-    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+    def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat: ...
+    def closing(self, held: LoadedStage[Receipt], close: Close) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,63 +113,20 @@ class SwarmOptions:
     coordinator_latency_seconds: float = 0.005
 
 
-class SwarmView(Protocol):
-    """The part of the simulated swarm that volunteers, data planes and meters use."""
-
-    event_heap: EventHeap
-    rng: random.Random
-    options: SwarmOptions
-    manifest: Manifest
-    works: list[float]
-    """Floating-point operations of a microbatch, per stage."""
-    sizes: tuple[StageSizes, ...]
-    table_bytes: int
-    coordinator: PeerId
-    mean_latency_seconds: float
-    heartbeat_seconds: float
-    volunteers: dict[PeerId, SimulatedVolunteer]
-
-    @property
-    def plane(self) -> DataPlane: ...
-    @property
-    def downloads(self) -> DownloadTimes: ...
-    @property
-    def meter(self) -> CandidateMeter: ...
-    def deliver(self, event: Event) -> None: ...
-    def attached(self, volunteer: SimulatedVolunteer) -> None: ...
-    def gone(self, volunteer: SimulatedVolunteer) -> None: ...
-    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
-    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
-    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
-    def takes_part(self, volunteer: SimulatedVolunteer) -> bool: ...
-
-
-class SimulatedVolunteer:
+class SimulatedVolunteer(StageHolder[Receipt]):
     """One machine, from joining to leaving."""
 
-    def __init__(self, swarm: SwarmView, name: str, hardware: Hardware, session: int) -> None:
-        self.peer = PeerId(name)
+    def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
+        super().__init__(PeerId(name), RunId("simulated"), swarm.manifest, swarm.sizes)
         self.hardware = hardware
         self.session = SessionNumber(session)
         self.alive = True
         self.attached = False
         self.leaving = False
-        self.stage: StageIndex | None = None
-        """The stage that it serves."""
-        self.version = Version(0)
-        self.prepared: StageIndex | None = None
-        """The stage that it holds in addition, at the same version."""
         self.uploads = 0
         """Number of downloads that it currently serves."""
-        self.noise = 1.0
         self._measured_up = 0.0
         self._swarm = swarm
-        self._assignment: AssignStage | None = None
-
-    @property
-    def assignment(self) -> AssignStage | None:
-        """The assignment that it currently downloads, or starts fresh with."""
-        return self._assignment
 
     # ---- rates
 
@@ -200,7 +157,7 @@ class SimulatedVolunteer:
     # ---- joining and leaving
 
     def connect(self) -> None:
-        self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
+        self.later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
 
     def _attach(self) -> None:
         hello = Hello(
@@ -212,12 +169,12 @@ class SimulatedVolunteer:
         self._swarm.attached(self)
         largest = max(size.state_bytes for size in self._swarm.sizes)
         seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
-        self._later(seconds, lambda: self._swarm.meter.add_candidate(self))
+        self.later(seconds, lambda: self._swarm.meter.add_candidate(self))
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
 
     def disconnect(self) -> None:
-        self._drop_assignment()
         self.alive = False
+        self.drop_stages()
 
     def leave(self) -> None:
         """Announce that it leaves, and go when the coordinator agrees."""
@@ -232,89 +189,87 @@ class SimulatedVolunteer:
         """Report the measured rate and the queue length."""
         if not self.alive:
             return
-        swarm = self._swarm
+        swarm, stage = self._swarm, self.stage
         if self.attached:
             rate = up = 0.0
-            if self.stage is not None:
+            if stage is not None:
                 noise = swarm.options.measurement_noise
-                self.noise = swarm.rng.lognormvariate(0.0, noise)
-                rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
-                if self._uplink_is_limit(self.stage):
+                rate = self.hardware.flops_per_second / swarm.works[stage]
+                rate *= swarm.rng.lognormvariate(0.0, noise)
+                if self._uplink_is_limit(stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
                 up = self._measured_up
-            queued = swarm.plane.queued(self)
-            self.send(
-                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
-            )
-        self._later(swarm.heartbeat_seconds, self.send_heartbeat)
+            self.send(swarm.plane.heartbeat(self, rate, up))
+        self.later(swarm.heartbeat_seconds, self.send_heartbeat)
 
     # ---- messages of the coordinator
 
-    def welcomed(self, message: Welcome) -> None:
-        try:
-            stage = most_underserved_stage(message.stages, self.hardware.memory_bytes)
-        except CapacityError:
-            stage = StageIndex(0)  # the coordinator refuses it with the reason
-        self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
-
-    def assigned(self, message: AssignStage) -> None:
-        """Download a stage, in place of the held one or beside it."""
-        if not message.prepare:
-            self._swarm.stops(self)
-            self.stage = None
-        self.prepared = None
-        self._drop_assignment()
-        self._assignment = message
-        seconds = LOAD_SECONDS
-        if message.source == "snapshot":
-            seconds += self._swarm.downloads.begin(self, message)
-        self._later(seconds, lambda: self._download_finished(message))
-
-    def _drop_assignment(self) -> None:
-        """Release the sources of a finished or abandoned download."""
-        if self._assignment is not None:
-            self._swarm.downloads.end(self._assignment)
-        self._assignment = None
-
-    def _download_finished(self, message: AssignStage) -> None:
-        if self._assignment is not message:
+    def receive(self, message: CoordinatorMessage) -> None:
+        if not self.alive:
             return
-        self._drop_assignment()
-        if message.prepare:
-            if self.version == message.version:
-                self.prepared = message.stage
-        else:
-            self.stage, self.version = message.stage, message.version
-        self.send(Ready(stage=message.stage, version=message.version, digest=""))
-        if not message.prepare and self._swarm.takes_part(self):
+        swarm = self._swarm
+        match message:
+            case Close() | Apply() | AbortRound() | SaveSnapshot():
+                if isinstance(message, Close) and self.held is not None:
+                    swarm.plane.closing(self.held, message)
+                self.ordered(message)
+            case Roster():
+                swarm.plane.roster(self, message)
+            case Lease():
+                swarm.plane.lease(self, message)
+            case Mask():
+                swarm.plane.mask(self, message)
+            case AssignStage():
+                self.assigned(message)
+            case Welcome():
+                request = first_request(message, self.hardware.memory_bytes)
+                self.later(self._round_trip(), lambda: self.send(request))
+
+    # ---- its stages, as `stage_holder` asks
+
+    def sign(self, receipt: Receipt) -> Receipt:
+        return receipt
+
+    def begin_load(self, assignment: AssignStage) -> float:
+        if assignment.source != "snapshot":
+            return LOAD_SECONDS
+        return LOAD_SECONDS + self._swarm.downloads.begin(self, assignment)
+
+    def end_load(self, assignment: AssignStage) -> None:
+        self._swarm.downloads.end(assignment)
+
+    def work_seconds(self, work: Work, stage: StageIndex) -> float:
+        sizes = self._swarm.sizes[stage]
+        match work:
+            case ApplyStep():
+                size = sizes.parameters * APPLY_BYTES_PER_PARAMETER
+                return APPLY_SECONDS + size / MEMORY_BYTES_PER_SECOND
+            case SaveState():
+                return sizes.state_bytes / DISK_BYTES_PER_SECOND
+            case Uncommit():
+                return RECONCILE_SECONDS
+            case _:
+                return 0.0
+
+    def average(self, held: LoadedStage[Receipt], stage: StageIndex, work: Reduce) -> None:
+        self._swarm.averages.join(self, held, stage, work)
+
+    def serves(self, *, switched: bool) -> None:
+        # The coordinator may have answered that the version is outdated.
+        if switched or self._swarm.takes_part(self):
             self._swarm.serves(self)
 
-    def save(self, message: SaveSnapshot) -> None:
-        size = self._swarm.sizes[message.stage].state_bytes
-        item = f"snapshot/{message.version}/{message.stage}"
-        ready = SnapshotReady(
-            version=message.version,
-            stage=message.stage,
-            item=item,
-            bytes=size,
-            sha256=SNAPSHOT_SHA256,
-        )
-        self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.send(ready))
+    def stops(self) -> None:
+        self._swarm.stops(self)
 
-    def apply(self, step: int, *, switches: bool) -> None:
-        """Apply a step: switch to the prepared stage, or discard it as outdated."""
-        if switches and self.prepared is not None:
-            self._swarm.stops(self)
-            self.stage, self.version = self.prepared, Version(step)
-            self._swarm.serves(self)
-        self.version = Version(step)
-        self.prepared = None
-        if self._assignment is not None and self._assignment.prepare:
-            self._drop_assignment()
+    def step_applied(self) -> None:
         self._swarm.plane.step_changed(self)
+
+    def rejoin(self) -> None:
+        self._swarm.rejoin(self)
 
     # ---- sending
 
@@ -331,5 +286,5 @@ class SimulatedVolunteer:
     def _round_trip(self) -> float:
         return 2 * (self.hardware.latency_seconds + self._swarm.options.coordinator_latency_seconds)
 
-    def _later(self, seconds: float, action: object) -> None:
-        self._swarm.event_heap.later(seconds, lambda: self.alive and action())  # type: ignore[operator]
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        self._swarm.event_heap.later(seconds, lambda: self.alive and action())

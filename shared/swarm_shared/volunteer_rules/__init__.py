@@ -1,8 +1,8 @@
 """The rules of a volunteer as sans-I/O objects: messages, results and times in, decisions out.
 
 No object here sends, waits, computes or reads a clock. Each states its invariants at its top; the
-code that drives it only carries bytes and waits. Three drivers exist: the client's daemon, the fine
-level of the simulator, and the simulated swarm of the tests.
+code that drives it only carries bytes and waits. Four drivers exist: the client's daemon, the
+simulator, the volunteers of the coordinator's benchmark, and the simulated swarm of the tests.
 
     stage_account   what a held stage has accumulated, receipted and committed
     delivery        one microbatch to a peer of the next stage: choice, retry, hedge, mask

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kits.coordinator.shell_world import make_run
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.churn_models import churn_model
@@ -36,11 +37,13 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return load_manifest(RunFolder(path))
 
 
-def simulated(manifest: Manifest, changes: list[TraceEvent], seed: int) -> Swarm:
+def simulated(
+    manifest: Manifest, changes: list[TraceEvent], seed: int, until: RunPhase | None = None
+) -> Swarm:
     rng = random.Random(f"{seed} fleet")
     fleet = make_fleet(SLOW_LINES, 12, rng)
     swarm = Swarm(manifest, fleet, changes, SwarmOptions(heartbeat_seconds=2.0), seed, FluidPlane)
-    swarm.simulate(HOURS)
+    swarm.event_heap.run_until(3600 * HOURS, lambda: swarm.run.phase is until)
     return swarm
 
 
@@ -52,7 +55,7 @@ def test_an_uplink_serves_only_downloads_that_are_still_awaited(
     model = churn_model("home:on_hours=0.05,crash=0.7")
     swarm = simulated(manifest, model.changes(names, HOURS, random.Random(seed)), seed)
     assert swarm.downloads.bytes > 0
-    waited_for = {id(v.assignment) for v in swarm.volunteers.values() if v.alive}
+    waited_for = {id(one) for v in swarm.volunteers.values() if v.alive for one in v.loading}
     assert swarm.downloads.under_way() <= waited_for
     served = sum(v.uploads for v in swarm.volunteers.values())
     assert served <= 32 * len(swarm.downloads.under_way())
@@ -68,4 +71,15 @@ def test_a_machine_that_returns_before_its_loss_is_detected_receives_only_its_ow
         name = f"machine-{again % 6}"
         changes += [TraceEvent(at, "leave", name), TraceEvent(at + 0.5, "join", name)]
     swarm = simulated(manifest, changes, seed=1)
+    assert len(swarm.applied) > 0
+
+
+def test_an_average_does_not_end_without_a_member_that_is_lost_meanwhile(
+    manifest: Manifest,
+) -> None:
+    changes = [TraceEvent(float(number), "join", f"machine-{number}") for number in range(12)]
+    steady = simulated(manifest, changes, seed=1, until=RunPhase.APPLYING)
+    changes.append(TraceEvent(steady.event_heap.now - 3, "crash", "machine-3"))
+    swarm = simulated(manifest, changes, seed=1)
+    assert (steady.counts["abort"], swarm.counts["abort"]) == (0, 1)
     assert len(swarm.applied) > 0
