@@ -19,7 +19,7 @@ from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_shared.base.types import StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Applied, Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.run.schedule import learning_rate
@@ -37,6 +37,9 @@ REVOCATION_SECONDS = 5.0
 MOST_MASK_SECONDS = 20.0
 """Seconds within which a mask request is answered, or its session ends; both ends of a dead link
 take up to 15 to notice."""
+
+MOST_LEAVING_SECONDS = 400.0
+"""Seconds within which a peer that leaves is released."""
 
 PROGRESS_SECONDS = 200.0
 """Seconds within which an undisturbed run with enough peers writes a record: several times the
@@ -87,7 +90,7 @@ def check_send(world: World, command: events.Send) -> None:
         version = run.history.version
         if not version < message.step <= version + 1 + world.options.staleness:
             raise Violation(f"{message} at version {version}")
-        world.early_leases += message.step > version + 1
+        world.counts["lease of a later step"] += message.step > version + 1
         trainer = run.peers.get(command.peer)
         others = [p for p in run.peers.values() if not p.leaving]
         if (
@@ -121,18 +124,17 @@ def check_revoked(world: World, roster: Roster) -> None:
         raise Violation(f"{offered} are banned but in the roster")
 
 
-def check_served(world: World, peer: SimPeer, sender: SimPeer) -> None:
+def check_served(peer: SimPeer, sender: PeerId) -> None:
     """No attached peer serves a revoked peer for more than a few seconds."""
-    since = world.banned.get(sender.id)
+    world, link = peer.world, peer.link
+    since = world.banned.get(sender)
+    if since is None or world.run_state is None or not peer.attached or link is None:
+        return
     # A peer that has hung, or whose link loses or delays everything, may not know yet.
-    link = peer.link
-    hears = peer.attached and link is not None and link.open and not link.deaf
-    if link is not None and link.lag_seconds:
-        hears = False
-    if since is None or world.run_state is None or not hears:
+    if link.deaf or link.lag_seconds or not link.open:
         return
     if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
-        raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
+        raise Violation(f"{peer.id} serves {sender}, banned at {since}: {world.describe()}")
 
 
 def check_record(world: World, record: object) -> None:
@@ -278,16 +280,15 @@ def check_progress(world: World) -> None:
     for peer in world.peers.values():
         if not peer.alive or peer.hung:
             continue
-        nexts = [peer.holding.next] if peer.holding is not None else []
-        for sender in [peer.first, *filter(None, nexts)]:
+        for sender in peer.senders():
             for asked_at in sender.questions.values():
                 if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
                     raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
-        step = peer.current_step()
-        if any(step is None or started.lease.step < step for started in peer.driving):
-            raise Violation(f"{peer.id} at step {step} still drives {peer.driving}")
-        waiting = [key for key, of in peer.accepted.items() if step is None or of >= step]
-        if waiting and not peer.driving and not peer.stalled:
+        step, trainer = peer.current_step(), peer.trainer
+        if any(step is None or started.lease.step < step for started in trainer.driving):
+            raise Violation(f"{peer.id} at step {step} still drives {trainer.driving}")
+        waiting = [key for key, of in trainer.accepted.items() if step is None or of >= step]
+        if waiting and not trainer.driving and not trainer.stalled:
             raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
     last = max(world.progressed_at, world.undisturbed_from)
     if world.run_state is None or world.stopped or world.now - last < PROGRESS_SECONDS:
@@ -332,7 +333,7 @@ def check_state(world: World) -> None:
     for peer in run.peers.values():
         if peer.leaving:
             since = world.leaving_since.setdefault((peer.peer, peer.session), world.now)
-            if world.now - since > world.options.leave_bound_seconds:
+            if world.now - since > MOST_LEAVING_SECONDS:
                 raise Violation(f"{peer.peer} cannot leave: {world.describe()}")
 
 

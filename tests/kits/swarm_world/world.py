@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -137,22 +137,16 @@ class World:
         """When the effects of all faults are over."""
         self.stopped = False
         self.notes: list[str] = []
-        self.roster_changes = 0
+        self.counts: Counter[str] = Counter()
+        """How often it came to what a test has to have seen."""
         self.whole_rosters: dict[int, Roster] = {}
         """The whole roster that each roster change must lead to, by its serial number."""
         self.banned: dict[PeerId, float] = {}
         """Banned peers and since when; durable, as in the run's database."""
-        self.early_leases = 0
-        """Leases of a step before the previous step was applied."""
-        self.hedges = 0
-        """Microbatches sent to a second peer while the first one had them."""
-        self.turned_away = 0
-        """Refused requests of revoked peers."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, Params]]] = {}
         self.leaving_since: dict[tuple[PeerId, int], float] = {}
-        self.aborts = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count(1)
@@ -252,7 +246,7 @@ class World:
             assert self.run_state is not None
             roster = self.run_state.roster
             assert roster.published is not None
-            self.roster_changes += 1
+            self.counts["roster change"] += 1
             whole = self.whole_rosters[roster.serial] = roster.published
             for peer in command.peers:
                 check_send(self, events.Send(peer, whole))
@@ -280,18 +274,13 @@ class World:
         link.open = False
         link.peer.link_lost(link)
         # The shell reports the end of every stream, also of one that the core has closed.
-        self.later(
-            0.01,
-            lambda: self.deliver(
-                events.SessionLost(events.SessionNumber(link.number), link.peer.id)
-            ),
-        )
+        self.later(0.01, lambda: self.deliver(events.SessionLost(link.number, link.peer.id)))
 
     def _send(self, command: events.Send) -> None:
         message = command.message
         if isinstance(message, AbortRound):
             self.aborted.add((command.peer, message.attempt))
-            self.aborts += 1
+            self.counts["abort"] += 1
         check_send(self, command)
         link = self.current.get(command.peer)
         if link is not None:
@@ -332,7 +321,7 @@ class World:
 
     def attach(self, peer: SimPeer) -> None:
         """A peer sends Hello on a new stream, or finds no coordinator."""
-        link = Link(next(self._sessions), peer)
+        link = Link(events.SessionNumber(next(self._sessions)), peer)
         hello, receipts = peer.hello()
         generation = self.generation
 
@@ -350,11 +339,7 @@ class World:
             if older is not None:
                 older.open = False
             self.current[peer.id] = link
-            self.deliver(
-                events.PeerAttached(
-                    events.SessionNumber(link.number), peer.id, hello, "cert", receipts
-                )
-            )
+            self.deliver(events.PeerAttached(link.number, peer.id, hello, "cert", receipts))
 
         peer.link = link
         self.later(self.delay(), arrive)
@@ -366,7 +351,7 @@ class World:
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
-        lost = events.SessionLost(events.SessionNumber(link.number), link.peer.id)
+        lost = events.SessionLost(link.number, link.peer.id)
         generation = self.generation
         self.later(
             3 * self.rng.random() * self.delay(),
@@ -402,9 +387,6 @@ class World:
             return self.disk[version].get(stage) if self.run_state is not None else None
         peer = self.peers[holder]
         return peer.snapshots.get(item) if peer.alive and not peer.hung else None
-
-    def are_apart(self, one: PeerId, other: PeerId) -> bool:
-        return frozenset((one, other)) in self.blocked
 
     def roster_after(self, peer: SimPeer, change: RosterChange) -> Roster:
         """The roster that the change must lead to, if it does."""
