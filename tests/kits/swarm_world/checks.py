@@ -19,9 +19,17 @@ from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Applied, Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.protocol import (
+    Applied,
+    Apply,
+    AssignStage,
+    Lease,
+    Roster,
+    RosterChange,
+    StageRequest,
+)
 from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -236,17 +244,77 @@ def check_account(stage: Stage) -> None:
         check_receipt(stage, receipt)
 
 
+def check_hello(stage: Stage, receipts: tuple[Receipt, ...]) -> None:
+    """A new session reports every receipt."""
+    account = stage.account
+    signed = sum(account.count(Step(account.step + ahead)) for ahead in (0, 1))
+    if len(receipts) != signed:
+        raise Violation(f"{stage.peer.id} has {signed} receipts and reports {receipts}")
+
+
+def check_reported(world: World, run: RunState, event: events.Event) -> None:
+    """A receipt that a hello reports fills its cell once the step is open and its peer holds the
+    stage, or another peer's receipt has."""
+    if isinstance(event, events.PeerAttached):
+        world.reported[event.peer] = event.receipts
+    for peer, receipts in list(world.reported.items()):
+        member, version = run.peers.get(peer), run.history.version
+        transfer = member.transfer if member is not None else None
+        if member is not None and transfer is not None and transfer.missed_apply is not None:
+            continue  # it holds the stage once it has applied that
+        if member is None or not run.peers.holds_current(member):
+            del world.reported[peer]
+            continue
+        later: list[Receipt] = []
+        for receipt in receipts:
+            step = run.steps.numbered(receipt.step)
+            if step is None and receipt.step > version:
+                later.append(receipt)
+            elif (
+                step is not None
+                and run.phase in (RunPhase.COLLECT, RunPhase.CLOSING)
+                and (receipt.microbatch, member.stage) not in step.table
+            ):
+                raise Violation(f"{receipt} was reported anew and does not count")
+        world.reported[peer] = tuple(later)
+        if not later:
+            del world.reported[peer]
+
+
+def check_choice(run: RunState, event: events.MessageReceived) -> Callable[[], None]:
+    """A peer that asks for a stage gets one that no peer stays at, if it can hold one."""
+    asking = run.peers.get(event.peer)
+    deserted = {
+        stage
+        for stage in run.stage_indices
+        if asking is not None
+        and asking.stage is None
+        and asking.profile.memory_bytes >= run.manifest.stages[stage].memory_bytes
+        and all(peer.leaving for peer in run.peers.at(StageIndex(stage)))
+    }
+
+    def check() -> None:
+        if asking is not None and deserted and asking.stage not in {None, *deserted}:
+            raise Violation(f"{asking} gets no stage of {deserted}, which no peer holds")
+
+    return check
+
+
 def check_event(world: World, run: RunState, event: events.Event) -> Callable[[], None]:
     """An answer counts for what it answers: a lease ends by an answer to itself and not to an older
     one, and a member counts as having applied a step when it has. Call what is returned after the
     event."""
     step, message = None, event.message if isinstance(event, events.MessageReceived) else None
+    if isinstance(event, events.MessageReceived) and isinstance(message, StageRequest):
+        return check_choice(run, event)
     if isinstance(event, events.LeaseResolved):
         step = run.steps.numbered(event.step)
         before = None if step is None else step.leases.get(event.microbatch)
     closing, version = run.steps.closing, int(run.history.version)
 
     def check() -> None:
+        if world.reported or isinstance(event, events.PeerAttached):
+            check_reported(world, run, event)
         if isinstance(message, Applied) and closing is not None:
             for member in closing.applied:
                 if (member, version) not in world.has_applied:
@@ -280,6 +348,9 @@ def check_progress(world: World) -> None:
     for peer in world.peers.values():
         if not peer.alive or peer.hung:
             continue
+        prepared = [s for s in peer.stages.values() if s.load.assignment.prepare]
+        if peer.link is None and any(stage is not peer.holding for stage in prepared):
+            raise Violation(f"{peer.id} prepares a stage, and its session is lost")
         for sender in peer.senders():
             for asked_at in sender.questions.values():
                 if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:

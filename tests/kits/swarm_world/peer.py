@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
-from kits.swarm_world.checks import check_account
+from kits.swarm_world.checks import check_account, check_hello
 from kits.swarm_world.decisions import CarryOut
 from kits.swarm_world.downstream import Downstream, Parcel
 from kits.swarm_world.facts import Params, Violation
@@ -151,7 +151,10 @@ class SimPeer:
             version=0 if holding is None else holding.account.version,
             averaged_attempt=close.averaged_attempt if close is not None else None,
         )  # fmt: skip
-        return hello, holding.account.receipts() if holding is not None else ()
+        receipts = holding.account.receipts() if holding is not None else ()
+        if holding is not None:
+            check_hello(holding, receipts)
+        return hello, receipts
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -347,8 +350,10 @@ class SimPeer:
                 self._end(tenure)
                 self._ending.add(tenure)
                 self.later(0.05 * self.world.rng.random(), lambda: self._ended(tenure))
-            case stage_tenure.Install(tenure):
+            case stage_tenure.Install(tenure, switched):
                 stage = self.stages[tenure]
+                if stage.account.version != stage.load.assignment.version + switched:
+                    raise Violation(f"{self.id} serves {stage.load} at {stage.account.version}")
                 stage.install()
                 self._hold(stage)
             case stage_tenure.PreparedReady(tenure):
@@ -398,7 +403,7 @@ class SimPeer:
             stage.loaded(params)
             return stage.worker.digest
 
-        stage.worker.request(0.02, take, loaded)
+        stage.worker.request(0.3 * self.world.rng.random() ** 3, take, loaded)
 
     def _hold(self, stage: Stage | None) -> None:
         if self.prepared is stage:

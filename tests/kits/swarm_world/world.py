@@ -44,6 +44,7 @@ from swarm_coordinator.core import events
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import AbortRound, Refused, Roster, RosterChange
 
 TICK_SECONDS = 0.25
@@ -139,6 +140,8 @@ class World:
         self.notes: list[str] = []
         self.counts: Counter[str] = Counter()
         """How often it came to what a test has to have seen."""
+        self.reported: dict[PeerId, tuple[Receipt, ...]] = {}
+        """Receipts of each peer's newest hello that the coordinator has not counted yet."""
         self.whole_rosters: dict[int, Roster] = {}
         """The whole roster that each roster change must lead to, by its serial number."""
         self.banned: dict[PeerId, float] = {}
@@ -212,8 +215,8 @@ class World:
         """The coordinator's memory is lost; what it had persisted is not."""
         self.run_state, self.crash_countdown = None, None
         links, self.current = self.current, {}
-        self.fetched.clear()
-        self.leaving_since.clear()
+        for known in (self.fetched, self.leaving_since, self.reported):
+            known.clear()
         for link in links.values():
             link.open = False
             link.peer.later(self.delay(), lambda link=link: link.peer.link_lost(link))
