@@ -89,14 +89,13 @@ class SimPeer:
         self.hung, self.woke_at = False, self.world.now
         backlog, self.backlog = self.backlog, []
         for entry in backlog:
-            self._act(*entry)
+            self.act(*entry)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Schedule within this process's life; a hung process acts when it wakes."""
-        life = self.life
-        self.world.later(seconds, lambda: self._act(life, action))
+        self.world.later(seconds, action, self)
 
-    def _act(self, life: int, action: Callable[[], object]) -> None:
+    def act(self, life: int, action: Callable[[], object]) -> None:
         if not self.alive or life != self.life:
             return
         if self.hung:

@@ -150,7 +150,8 @@ class World:
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, Params]]] = {}
         self.leaving_since: dict[tuple[PeerId, int], float] = {}
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object], SimPeer | None, int]] = []
+        """When, in which order, what; and in which life of which peer."""
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._names = itertools.count()
@@ -167,9 +168,14 @@ class World:
 
     # ---- clock
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(
+        self, seconds: float, action: Callable[[], object], peer: SimPeer | None = None
+    ) -> None:
+        """Schedule; with a peer, within its present life."""
         # What a hung peer had planned for a time that has passed is due at once.
-        heapq.heappush(self._queue, (self.now + max(0.0, seconds), next(self._order), action))
+        at = self.now + seconds if seconds > 0.0 else self.now
+        life = peer.life if peer is not None else 0
+        heapq.heappush(self._queue, (at, next(self._order), action, peer, life))
 
     def delay(self) -> float:
         """Seconds that a message takes: mostly few, sometimes many."""
@@ -182,9 +188,12 @@ class World:
         while not (until() if until else self.stopped):
             if not self._queue or self._queue[0][0] > end:
                 raise Violation(f"no end by {self.now:.0f} s: {self.describe()}")
-            self.now, _, action = heapq.heappop(self._queue)
+            self.now, _, action, peer, life = heapq.heappop(self._queue)
             try:
-                action()
+                if peer is None:
+                    action()
+                else:
+                    peer.act(life, action)
             except Violation:
                 raise
             except Exception as error:
@@ -226,14 +235,18 @@ class World:
     def deliver(self, event: events.Event) -> None:
         if self.run_state is None or self.stopped:
             return
-        if not isinstance(event, events.Tick | events.HeartbeatsReceived):
+        run, version = self.run_state, self.run_state.history.version
+        if isinstance(event, events.Tick | events.HeartbeatsReceived):
+            commands = transition(run, event, self.now)
+        else:
             sender = getattr(event, "peer", "")
             self.trace.append((self.now, sender, "coordinator", type(event).__name__, event))
-        version = self.run_state.history.version
-        check = check_event(self, self.run_state, event)
-        commands = one_by_one(transition(self.run_state, event, self.now))
-        check()
-        check_batch(self.run_state, version, commands)
+            check = check_event(self, run, event)
+            commands = transition(run, event, self.now)
+            check()
+        if commands or version != run.history.version:
+            commands = one_by_one(commands)
+            check_batch(run, version, commands)
         for command in commands:
             if self.crash_countdown is not None:
                 self.crash_countdown -= 1
