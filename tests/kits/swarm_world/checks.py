@@ -348,19 +348,22 @@ def check_progress(world: World) -> None:
     for peer in world.peers.values():
         if not peer.alive or peer.hung:
             continue
-        prepared = [s for s in peer.stages.values() if s.load.assignment.prepare]
-        if peer.link is None and any(stage is not peer.holding for stage in prepared):
-            raise Violation(f"{peer.id} prepares a stage, and its session is lost")
+        if peer.link is None:
+            for stage in peer.stages.values():
+                if stage.load.assignment.prepare and stage is not peer.holding:
+                    raise Violation(f"{peer.id} prepares a stage, and its session is lost")
         for sender in peer.senders():
             for asked_at in sender.questions.values():
                 if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
                     raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
         step, trainer = peer.current_step(), peer.trainer
-        if any(step is None or started.lease.step < step for started in trainer.driving):
-            raise Violation(f"{peer.id} at step {step} still drives {trainer.driving}")
-        waiting = [key for key, of in trainer.accepted.items() if step is None or of >= step]
-        if waiting and not trainer.driving and not trainer.stalled:
-            raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
+        for started in trainer.driving:
+            if step is None or started.lease.step < step:
+                raise Violation(f"{peer.id} at step {step} still drives {trainer.driving}")
+        if trainer.accepted and not trainer.driving and not trainer.stalled:
+            waiting = [key for key, of in trainer.accepted.items() if step is None or of >= step]
+            if waiting:
+                raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
     last = max(world.progressed_at, world.undisturbed_from)
     if world.run_state is None or world.stopped or world.now - last < PROGRESS_SECONDS:
         return

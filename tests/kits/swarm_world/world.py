@@ -185,19 +185,19 @@ class World:
     def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
         """Run until the coordinator has stopped (or `until`); a Violation if it takes too long."""
         end = self.now + limit_seconds
-        while not (until() if until else self.stopped):
-            if not self._queue or self._queue[0][0] > end:
-                raise Violation(f"no end by {self.now:.0f} s: {self.describe()}")
-            self.now, _, action, peer, life = heapq.heappop(self._queue)
-            try:
+        try:
+            while not (until() if until else self.stopped):
+                self.now, _, action, peer, life = heapq.heappop(self._queue)
+                if self.now > end:
+                    raise Violation(f"no end by {end:.0f} s: {self.describe()}")
                 if peer is None:
                     action()
                 else:
                     peer.act(life, action)
-            except Violation:
-                raise
-            except Exception as error:
-                raise Violation(f"{type(error).__name__}: {error}") from error
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
 
     def _tick(self) -> None:
         self.deliver(events.Tick())
