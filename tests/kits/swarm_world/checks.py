@@ -313,8 +313,6 @@ def check_event(world: World, run: RunState, event: events.Event) -> Callable[[]
     closing, version = run.steps.closing, int(run.history.version)
 
     def check() -> None:
-        if world.reported or isinstance(event, events.PeerAttached):
-            check_reported(world, run, event)
         if isinstance(message, Applied) and closing is not None:
             for member in closing.applied:
                 if (member, version) not in world.has_applied:

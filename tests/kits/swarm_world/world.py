@@ -21,6 +21,7 @@ from kits.swarm_world.checks import (
     check_late,
     check_progress,
     check_record,
+    check_reported,
     check_send,
     check_state,
     one_by_one,
@@ -244,6 +245,8 @@ class World:
             check = check_event(self, run, event)
             commands = transition(run, event, self.now)
             check()
+        if self.reported or isinstance(event, events.PeerAttached):
+            check_reported(self, run, event)
         if commands or version != run.history.version:
             commands = one_by_one(commands)
             check_batch(run, version, commands)
