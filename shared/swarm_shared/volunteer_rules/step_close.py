@@ -291,11 +291,10 @@ class StepClose(Generic[ReceiptT]):
         self._carry_out_orders()
 
     def session_lost(self) -> None:
-        """End the running attempt, whose report cannot be sent, and forget the prepared stage: a
-        coordinator that returns has no record of the move."""
+        """End the running attempt, whose report cannot be sent. The prepared stage is of no use to
+        it any more: `prepared_lost` follows, because its tenure ends with the session, too."""
         self._session += 1
         self._cancel_lanes()
-        self._prepared = None
         applying = self._applying()
         if applying is Lane.PREPARED:
             self._cancel_execution()

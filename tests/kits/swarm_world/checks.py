@@ -19,9 +19,17 @@ from swarm_coordinator.core.rules.microbatches import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_shared.base.types import StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Applied, Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.protocol import (
+    Applied,
+    Apply,
+    AssignStage,
+    Lease,
+    Roster,
+    RosterChange,
+    StageRequest,
+)
 from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -37,6 +45,9 @@ REVOCATION_SECONDS = 5.0
 MOST_MASK_SECONDS = 20.0
 """Seconds within which a mask request is answered, or its session ends; both ends of a dead link
 take up to 15 to notice."""
+
+MOST_LEAVING_SECONDS = 400.0
+"""Seconds within which a peer that leaves is released."""
 
 PROGRESS_SECONDS = 200.0
 """Seconds within which an undisturbed run with enough peers writes a record: several times the
@@ -87,7 +98,7 @@ def check_send(world: World, command: events.Send) -> None:
         version = run.history.version
         if not version < message.step <= version + 1 + world.options.staleness:
             raise Violation(f"{message} at version {version}")
-        world.early_leases += message.step > version + 1
+        world.counts["lease of a later step"] += message.step > version + 1
         trainer = run.peers.get(command.peer)
         others = [p for p in run.peers.values() if not p.leaving]
         if (
@@ -121,18 +132,17 @@ def check_revoked(world: World, roster: Roster) -> None:
         raise Violation(f"{offered} are banned but in the roster")
 
 
-def check_served(world: World, peer: SimPeer, sender: SimPeer) -> None:
+def check_served(peer: SimPeer, sender: PeerId) -> None:
     """No attached peer serves a revoked peer for more than a few seconds."""
-    since = world.banned.get(sender.id)
+    world, link = peer.world, peer.link
+    since = world.banned.get(sender)
+    if since is None or world.run_state is None or not peer.attached or link is None:
+        return
     # A peer that has hung, or whose link loses or delays everything, may not know yet.
-    link = peer.link
-    hears = peer.attached and link is not None and link.open and not link.deaf
-    if link is not None and link.lag_seconds:
-        hears = False
-    if since is None or world.run_state is None or not hears:
+    if link.deaf or link.lag_seconds or not link.open:
         return
     if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
-        raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
+        raise Violation(f"{peer.id} serves {sender}, banned at {since}: {world.describe()}")
 
 
 def check_record(world: World, record: object) -> None:
@@ -234,11 +244,69 @@ def check_account(stage: Stage) -> None:
         check_receipt(stage, receipt)
 
 
+def check_hello(stage: Stage, receipts: tuple[Receipt, ...]) -> None:
+    """A new session reports every receipt."""
+    account = stage.account
+    signed = sum(account.count(Step(account.step + ahead)) for ahead in (0, 1))
+    if len(receipts) != signed:
+        raise Violation(f"{stage.peer.id} has {signed} receipts and reports {receipts}")
+
+
+def check_reported(world: World, run: RunState, event: events.Event) -> None:
+    """A receipt that a hello reports fills its cell once the step is open and its peer holds the
+    stage, or another peer's receipt has."""
+    if isinstance(event, events.PeerAttached):
+        world.reported[event.peer] = event.receipts
+    for peer, receipts in list(world.reported.items()):
+        member, version = run.peers.get(peer), run.history.version
+        transfer = member.transfer if member is not None else None
+        if member is not None and transfer is not None and transfer.missed_apply is not None:
+            continue  # it holds the stage once it has applied that
+        if member is None or not run.peers.holds_current(member):
+            del world.reported[peer]
+            continue
+        later: list[Receipt] = []
+        for receipt in receipts:
+            step = run.steps.numbered(receipt.step)
+            if step is None and receipt.step > version:
+                later.append(receipt)
+            elif (
+                step is not None
+                and run.phase in (RunPhase.COLLECT, RunPhase.CLOSING)
+                and (receipt.microbatch, member.stage) not in step.table
+            ):
+                raise Violation(f"{receipt} was reported anew and does not count")
+        world.reported[peer] = tuple(later)
+        if not later:
+            del world.reported[peer]
+
+
+def check_choice(run: RunState, event: events.MessageReceived) -> Callable[[], None]:
+    """A peer that asks for a stage gets one that no peer stays at, if it can hold one."""
+    asking = run.peers.get(event.peer)
+    deserted = {
+        stage
+        for stage in run.stage_indices
+        if asking is not None
+        and asking.stage is None
+        and asking.profile.memory_bytes >= run.manifest.stages[stage].memory_bytes
+        and all(peer.leaving for peer in run.peers.at(StageIndex(stage)))
+    }
+
+    def check() -> None:
+        if asking is not None and deserted and asking.stage not in {None, *deserted}:
+            raise Violation(f"{asking} gets no stage of {deserted}, which no peer holds")
+
+    return check
+
+
 def check_event(world: World, run: RunState, event: events.Event) -> Callable[[], None]:
     """An answer counts for what it answers: a lease ends by an answer to itself and not to an older
     one, and a member counts as having applied a step when it has. Call what is returned after the
     event."""
     step, message = None, event.message if isinstance(event, events.MessageReceived) else None
+    if isinstance(event, events.MessageReceived) and isinstance(message, StageRequest):
+        return check_choice(run, event)
     if isinstance(event, events.LeaseResolved):
         step = run.steps.numbered(event.step)
         before = None if step is None else step.leases.get(event.microbatch)
@@ -278,17 +346,22 @@ def check_progress(world: World) -> None:
     for peer in world.peers.values():
         if not peer.alive or peer.hung:
             continue
-        nexts = [peer.holding.next] if peer.holding is not None else []
-        for sender in [peer.first, *filter(None, nexts)]:
+        if peer.link is None:
+            for stage in peer.stages.values():
+                if stage.load.assignment.prepare and stage is not peer.holding:
+                    raise Violation(f"{peer.id} prepares a stage, and its session is lost")
+        for sender in peer.senders():
             for asked_at in sender.questions.values():
                 if world.now - max(asked_at, peer.woke_at) > MOST_MASK_SECONDS:
                     raise Violation(f"{peer.id} asked for a mask at {asked_at}, without an answer")
-        step = peer.current_step()
-        if any(step is None or started.lease.step < step for started in peer.driving):
-            raise Violation(f"{peer.id} at step {step} still drives {peer.driving}")
-        waiting = [key for key, of in peer.accepted.items() if step is None or of >= step]
-        if waiting and not peer.driving and not peer.stalled:
-            raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
+        step, trainer = peer.current_step(), peer.trainer
+        for started in trainer.driving:
+            if step is None or started.lease.step < step:
+                raise Violation(f"{peer.id} at step {step} still drives {trainer.driving}")
+        if trainer.accepted and not trainer.driving and not trainer.stalled:
+            waiting = [key for key, of in trainer.accepted.items() if step is None or of >= step]
+            if waiting:
+                raise Violation(f"{peer.id} at step {step} drives nothing while {waiting} wait")
     last = max(world.progressed_at, world.undisturbed_from)
     if world.run_state is None or world.stopped or world.now - last < PROGRESS_SECONDS:
         return
@@ -332,7 +405,7 @@ def check_state(world: World) -> None:
     for peer in run.peers.values():
         if peer.leaving:
             since = world.leaving_since.setdefault((peer.peer, peer.session), world.now)
-            if world.now - since > world.options.leave_bound_seconds:
+            if world.now - since > MOST_LEAVING_SECONDS:
                 raise Violation(f"{peer.peer} cannot leave: {world.describe()}")
 
 

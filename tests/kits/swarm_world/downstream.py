@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kits.swarm_world.decisions import CarryOut
 from kits.swarm_world.facts import Violation
 from kits.swarm_world.network import Edge
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -86,8 +87,10 @@ class Downstream:
         attempt, and of no use once a request with it may have been carried out."""
         self.questions: dict[int, float] = {}
         """When each mask was asked for that has not been answered."""
-        self._carrying_out = False
         self._ticks_at = math.inf
+        self._carry_out = CarryOut(
+            self._dispatcher.take_actions, self._carry_out_one, self._wake_in_time
+        )
         self.roster_changed()
 
     # ---- the sender's own
@@ -125,19 +128,9 @@ class Downstream:
         self._dispatcher.close()
         self._carry_out()
 
-    def steps_under_way(self) -> set[Step]:
-        return {parcel.step for parcel, _ in self._deliveries.values()}
-
     # ---- carrying out
 
-    def _carry_out(self) -> None:
-        if self._carrying_out:
-            return
-        self._carrying_out = True
-        while actions := self._dispatcher.take_actions():
-            for action in actions:
-                self._carry_out_one(action)
-        self._carrying_out = False
+    def _wake_in_time(self) -> None:
         wakes_at = self._dispatcher.wakes_at()
         if wakes_at is not None and wakes_at < self._ticks_at:
             self._ticks_at = wakes_at
@@ -149,7 +142,7 @@ class Downstream:
         self._ticks_at = math.inf
         hedged = self._dispatcher.hedged
         self._dispatcher.tick(self.peer.world.now)
-        self.peer.world.hedges += self._dispatcher.hedged - hedged
+        self.peer.world.counts["hedge"] += self._dispatcher.hedged - hedged
         self._carry_out()
 
     def _carry_out_one(self, action: Action) -> None:
@@ -181,7 +174,7 @@ class Downstream:
     def _transmit(self, request: int, delivery: int, edge: Edge, parcel: Parcel) -> None:
         self._requests[request] = edge
         edge.requests[request] = (delivery, parcel.accumulate)
-        edge.forth("forward", parcel, lambda: edge.receiver.serve(edge, request, parcel))
+        edge.forth("forward", parcel, lambda: edge.receiver.server.serve(edge, request, parcel))
 
     def _check_mask(self, delivery: int, mode: Mode, mask: tuple[StageIndex, ...]) -> None:
         used = self._used.setdefault(delivery, {})
@@ -229,13 +222,14 @@ class Downstream:
                 self._dispatcher.open_failed(target, world.now)
             self._carry_out()
 
-        if world.are_apart(peer.id, target) or not receiver.alive:
+        if frozenset((peer.id, target)) in world.blocked or not receiver.alive:
             peer.later(world.delay(), lambda: opened(False))
             return
-        edge.forth(
-            "hello", self.stage,
-            lambda: edge.back("hello answer", "", partial(opened, receiver.accepts(peer))),
-        )  # fmt: skip
+
+        def answer() -> None:
+            edge.back("hello answer", "", partial(opened, receiver.server.accepts(peer.id)))
+
+        edge.forth("hello", self.stage, answer)
         peer.later(HELLO_SECONDS, lambda: opened(False))
 
     def edge_ended(self, edge: Edge) -> None:

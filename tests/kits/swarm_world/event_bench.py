@@ -9,31 +9,11 @@ from typing import Any, TypeVar
 
 from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
-from swarm_coordinator.core.events import (
-    AppliedStep,
-    CheckpointRecord,
-    CheckpointStored,
-    Command,
-    Event,
-    FetchSnapshot,
-    HeartbeatsReceived,
-    LeaseResolved,
-    MessageReceived,
-    PeerAttached,
-    PeerHeartbeat,
-    Persist,
-    ReceiptsVerified,
-    Restored,
-    Send,
-    SessionLost,
-    SessionNumber,
-    StageShare,
-    StoredStage,
-    Tick,
-)
+from swarm_coordinator.core import events
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
+from swarm_shared import protocol
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,
@@ -44,24 +24,12 @@ from swarm_shared.base.types import (
     Version,
 )
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import (
-    Applied,
-    CarrierAddress,
-    ClientMessage,
-    Close,
-    Heartbeat,
-    Hello,
-    Ready,
-    RoundReport,
-    SaveSnapshot,
-    SnapshotReady,
-    StageRequest,
-)
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 MessageT = TypeVar("MessageT")
 RecordT = TypeVar("RecordT")
+Commands = list[events.Command]
 SHA = "a" * 64
 
 
@@ -70,39 +38,36 @@ class Bench:
 
     def __init__(
         self,
-        restored: Restored | None = None,
+        restored: events.Restored | None = None,
         limits: dict[str, float] | None = None,
         **options: Any,
     ) -> None:
         defaults: dict[str, Any] = {
-            "microbatches": 2,
-            "evaluation": 0,
-            "checkpoint_steps": 100,
-            "steps": 20,
-        }
+            "microbatches": 2, "evaluation": 0, "checkpoint_steps": 100, "steps": 20,
+        }  # fmt: skip
         manifest = manifest_of(Options(**{**defaults, **options}))
         changed = manifest.limits.model_copy(update=limits or {})
         self.manifest: Manifest = manifest.model_copy(update={"limits": changed})
-        start = restored or Restored(1, Version(0), None, None, False, None)
+        start = restored or events.Restored(1, Version(0), None, None, False, None)
         self.now = 100.0
         self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
         if restored is None:
             self.now += 60.0  # special rules apply in the first minute after a start
         self.sessions: dict[str, int] = {}
         self.paused: set[str] = set()
-        self.last: list[Command] = []
-        self.log: list[Command] = []
+        self.last: Commands = []
+        self.log: Commands = []
 
     # ---- events in
 
-    def event(self, event: Event) -> list[Command]:
+    def event(self, event: events.Event) -> Commands:
         self.last = one_by_one(transition(self.run, event, self.now))
         self.log.extend(self.last)
         return self.last
 
-    def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> list[Command]:
+    def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> Commands:
         """Let time pass, with heartbeats of all peers but the silent ones; returns its commands."""
-        commands: list[Command] = []
+        commands: Commands = []
         left = seconds
         while True:
             step = min(1.0, left)
@@ -110,60 +75,70 @@ class Bench:
             left -= step
             for peer in [p for p in self.run.peers if p not in silent]:
                 commands += self.beat(peer)
-            commands += self.event(Tick())
+            commands += self.event(events.Tick())
             if left <= 0:
                 self.last = commands
                 return commands
 
-    def beat(self, peer: str) -> list[Command]:
+    def beat(self, peer: str) -> Commands:
         paused = peer in self.paused
-        return self.send(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
+        return self.send(
+            peer, protocol.Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused)
+        )
 
-    def pause(self, *peers: str) -> list[Command]:
+    def pause(self, *peers: str) -> Commands:
         self.paused.update(peers)
         return [command for peer in peers for command in self.beat(peer)]
 
-    def resume(self, peer: str) -> list[Command]:
+    def resume(self, peer: str) -> Commands:
         self.paused.discard(peer)
-        return self.beat(peer) + self.event(Tick())
+        return self.beat(peer) + self.event(events.Tick())
 
-    def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> list[Command]:
+    def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> Commands:
         self.sessions[peer] = self.sessions.get(peer, 0) + 1
-        carrier = CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
+        carrier = protocol.CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
             "run": RunId("run"), "software": "0", "addresses": (), "carrier": carrier,
             "device": "cpu", "memory_bytes": 1000, "name": peer, "digest": "d",
         }  # fmt: skip
         return self.event(
-            PeerAttached(
-                self.session(peer), PeerId(peer), Hello(**{**defaults, **hello}), "cert", receipts
+            events.PeerAttached(
+                self.session(peer),
+                PeerId(peer),
+                protocol.Hello(**{**defaults, **hello}),
+                "cert",
+                receipts,
             )
         )
 
-    def session(self, peer: str) -> SessionNumber:
-        return SessionNumber(self.sessions[peer])
+    def session(self, peer: str) -> events.SessionNumber:
+        return events.SessionNumber(self.sessions[peer])
 
-    def send(self, peer: str, message: ClientMessage) -> list[Command]:
-        if isinstance(message, Heartbeat):
+    def send(self, peer: str, message: protocol.ClientMessage) -> Commands:
+        if isinstance(message, protocol.Heartbeat):
             return self.event(
-                HeartbeatsReceived((PeerHeartbeat(self.session(peer), PeerId(peer), message),))
+                events.HeartbeatsReceived(
+                    (events.PeerHeartbeat(self.session(peer), PeerId(peer), message),)
+                )
             )
-        return self.event(MessageReceived(self.session(peer), PeerId(peer), message))
+        return self.event(events.MessageReceived(self.session(peer), PeerId(peer), message))
 
-    def lose(self, peer: str) -> list[Command]:
-        return self.event(SessionLost(self.session(peer), PeerId(peer)))
+    def lose(self, peer: str) -> Commands:
+        return self.event(events.SessionLost(self.session(peer), PeerId(peer)))
 
     def join(self, peer: str, stage: int, **hello: Any) -> None:
         """Attach a new peer that wants `stage`, and let it hold the stage once it has a source."""
         self.attach(peer, wanted_stage=stage, **hello)
-        self.send(peer, StageRequest(stage=StageIndex(stage)))
+        self.send(peer, protocol.StageRequest(stage=StageIndex(stage)))
         self.ready(peer)
 
-    def ready(self, peer: str) -> list[Command]:
+    def ready(self, peer: str) -> Commands:
         state = self.run.peers[PeerId(peer)]
         assert state.transfer is not None
         version = state.transfer.version
-        return self.send(peer, Ready(stage=state.transfer.stage, version=version, digest="d"))
+        return self.send(
+            peer, protocol.Ready(stage=state.transfer.stage, version=version, digest="d")
+        )
 
     def join_all(self, *names: str) -> None:
         """Join peers with names like "a0", "b1": a letter and the stage."""
@@ -183,19 +158,19 @@ class Bench:
         }  # fmt: skip
         return Receipt(**{**values, **changes})
 
-    def report(self, peer: str, *microbatches: int) -> list[Command]:
+    def report(self, peer: str, *microbatches: int) -> Commands:
         """The peer reports that it has accumulated these."""
         receipts = tuple(self.receipt(peer, m) for m in microbatches)
-        return self.event(ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
+        return self.event(events.ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
 
-    def resolve(self, trainer: str, microbatch: int, lease: int, **changes: Any) -> list[Command]:
+    def resolve(self, trainer: str, microbatch: int, lease: int, **changes: Any) -> Commands:
         values: dict[str, Any] = {
             "session": self.session(trainer), "peer": PeerId(trainer),
             "step": Step(self.run.history.version + 1), "microbatch": MicrobatchIndex(microbatch),
             "lease": lease, "ok": True, "reason": "", "receipts": (),
             "evaluation_loss_sum": None, "evaluation_tokens": 0,
         }  # fmt: skip
-        return self.event(LeaseResolved(**{**values, **changes}))
+        return self.event(events.LeaseResolved(**{**values, **changes}))
 
     # ---- sequences of events
 
@@ -204,9 +179,9 @@ class Bench:
         for microbatch, lease in list(self.step().leases.items()):
             self.resolve(lease.trainer, microbatch, lease.lease)
 
-    def fill(self) -> list[Command]:
+    def fill(self) -> Commands:
         """Every microbatch is committed, by the first peer of each stage."""
-        commands: list[Command] = []
+        commands: Commands = []
         for stage in self.run.stage_indices:
             peer = min(p.peer for p in self.run.peers.ready(stage))
             commands += self.report(peer, *range(self.manifest.training.microbatches_per_step))
@@ -220,26 +195,26 @@ class Bench:
             "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
             "tied_squared": tied,
         }  # fmt: skip
-        return self.send(peer, RoundReport(**{**values, **changes}))
+        return self.send(peer, protocol.RoundReport(**{**values, **changes}))
 
-    def failed(self, peer: str, **changes: Any) -> list[Command]:
+    def failed(self, peer: str, **changes: Any) -> Commands:
         values: dict[str, Any] = {"ok": False, "reason": "it failed"}
-        commands: list[Command] = self.averaged(peer, 0.0, **{**values, **changes})
+        commands: Commands = self.averaged(peer, 0.0, **{**values, **changes})
         return commands
 
-    def average_all(self) -> list[Command]:
+    def average_all(self) -> Commands:
         assert self.run.phase is RunPhase.CLOSING, self.run.phase
-        commands: list[Command] = []
+        commands: Commands = []
         for peer in self.closing():
             commands += self.averaged(peer)
         return commands
 
-    def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> list[Command]:
+    def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> Commands:
         return self.send(
-            peer, Applied(step=Step(self.run.history.version), digest=digest, norm=norm)
+            peer, protocol.Applied(step=Step(self.run.history.version), digest=digest, norm=norm)
         )
 
-    def one_step(self) -> list[Command]:
+    def one_step(self) -> Commands:
         """From COLLECT to the next COLLECT, or to wherever the run continues."""
         commands = self.fill() + self.average_all()
         for peer in self.closing():
@@ -249,28 +224,28 @@ class Bench:
     def state_bytes(self, stage: int) -> int:
         return stage_sizes(self.manifest)[stage].state_bytes
 
-    def save(self, peer: str, sha: str = SHA) -> list[Command]:
+    def save(self, peer: str, sha: str = SHA) -> Commands:
         """The peer has saved the snapshot of its stage at the run's version."""
         stage, version = self.run.peers[PeerId(peer)].stage, self.run.history.version
         assert stage is not None
-        saved = SnapshotReady(
+        saved = protocol.SnapshotReady(
             version=version, stage=stage, item=f"item-{stage}", bytes=self.state_bytes(stage),
             sha256=sha,
         )  # fmt: skip
         return self.send(peer, saved)
 
-    def stored(self, version: int, sha: str = SHA) -> list[Command]:
+    def stored(self, version: int, sha: str = SHA) -> Commands:
         stages = self.checkpoint_of(self.manifest.stage_count, version, sha).stages
-        return self.event(CheckpointStored(Version(version), stages))
+        return self.event(events.CheckpointStored(Version(version), stages))
 
-    def checkpoint(self) -> list[Command]:
+    def checkpoint(self) -> Commands:
         """Every requested holder saves; the shell fetches and stores."""
         pending = self.run.checkpoints.pending
         assert pending is not None
         for snapshots in pending.stages.values():
             for holder in list(snapshots.asked):
                 self.save(holder)
-        assert self.commands(FetchSnapshot)
+        assert self.commands(events.FetchSnapshot)
         return self.stored(pending.version)
 
     # ---- commands, and the state after a restart
@@ -284,48 +259,48 @@ class Bench:
         assert closing is not None
         return sorted(closing.members, key=lambda peer: (closing.members[peer], peer))
 
-    def commands(self, kind: type[RecordT], among: list[Command] | None = None) -> list[RecordT]:
+    def commands(self, kind: type[RecordT], among: Commands | None = None) -> list[RecordT]:
         found = self.last if among is None else among
         return [c for c in found if isinstance(c, kind)]
 
     def sent(
-        self, peer: str, kind: type[MessageT], among: list[Command] | None = None
+        self, peer: str, kind: type[MessageT], among: Commands | None = None
     ) -> list[MessageT]:
         """Messages of a kind to a peer, by default among the last event's commands."""
         return [
             c.message
-            for c in self.commands(Send, among)
+            for c in self.commands(events.Send, among)
             if c.peer == peer and isinstance(c.message, kind)
         ]
 
-    def records(self, kind: type[RecordT], among: list[Command] | None = None) -> list[RecordT]:
+    def records(self, kind: type[RecordT], among: Commands | None = None) -> list[RecordT]:
         return [
             c.record
-            for c in self.commands(Persist, self.log if among is None else among)
+            for c in self.commands(events.Persist, self.log if among is None else among)
             if isinstance(c.record, kind)
         ]
 
-    def close_of(self, peer: str) -> Close:
-        return self.sent(peer, Close, self.log)[-1]
+    def close_of(self, peer: str) -> protocol.Close:
+        return self.sent(peer, protocol.Close, self.log)[-1]
 
     @staticmethod
-    def checkpoint_of(stages: int, version: int, sha: str = SHA) -> CheckpointRecord:
-        return CheckpointRecord(
+    def checkpoint_of(stages: int, version: int, sha: str = SHA) -> events.CheckpointRecord:
+        return events.CheckpointRecord(
             Version(version),
             tuple(
-                StoredStage(StageIndex(s), f"checkpoint/{version}/{s}", 5, sha)
+                events.StoredStage(StageIndex(s), f"checkpoint/{version}/{s}", 5, sha)
                 for s in range(stages)
             ),
         )
 
     @staticmethod
-    def applied_step(step: int, attempt: int) -> AppliedStep:
-        share = StageShare(PeerId("a0"), StageIndex(0), 2, 8)
-        return AppliedStep(Step(step), attempt, 2.0, 8, 1.0, 3.0, 0.1, (share,))
+    def applied_step(step: int, attempt: int) -> events.AppliedStep:
+        share = events.StageShare(PeerId("a0"), StageIndex(0), 2, 8)
+        return events.AppliedStep(Step(step), attempt, 2.0, 8, 1.0, 3.0, 0.1, (share,))
 
-    def savers(self, commands: list[Command] | None = None) -> list[str]:
+    def savers(self, commands: Commands | None = None) -> list[str]:
         """Peers that were requested to save a snapshot, by default by the last event."""
-        return [p for p in sorted(self.run.peers) if self.sent(p, SaveSnapshot, commands)]
+        return [p for p in sorted(self.run.peers) if self.sent(p, protocol.SaveSnapshot, commands)]
 
     @classmethod
     def trained(
@@ -347,4 +322,4 @@ class Bench:
         if checkpoint is not None:
             record = cls.checkpoint_of(options.get("stages", 2), checkpoint)
         last = cls.applied_step(version, attempt) if version else None
-        return cls(Restored(2, Version(version), last, record, False, None), **options)
+        return cls(events.Restored(2, Version(version), last, record, False, None), **options)

@@ -68,11 +68,6 @@ class Options:
     evaluation: int = 2
     tied: bool = False
     starting: int = 1
-    kept: int = 2
-    """Microbatches of a step that a peer can take out of its sum again: the newest ones."""
-    busy: float = 0.03
-    """Share of the requests that are refused although there is room."""
-    leave_bound_seconds: float = 400.0
     staleness: Literal[0, 1] = 0
     moves: Moves = Moves.NONE
     """If set, peers differ in speed, some cannot hold two stages, and every gain is worth a

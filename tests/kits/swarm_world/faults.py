@@ -117,10 +117,10 @@ def _stall(peer: SimPeer, seconds: float) -> None:
     """As a trainer it drives nothing; as a stage server it works."""
 
     def end() -> None:
-        peer.stalled = False
-        peer.start_more()
+        peer.trainer.stalled = False
+        peer.trainer.start_more()
 
-    peer.stalled = True
+    peer.trainer.stalled = True
     peer.later(4 * seconds, end)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kits.swarm_world.facts import Cell
-from swarm_coordinator.core.events import Event
+from swarm_coordinator.core.events import Event, SessionNumber
 from swarm_shared.base.types import PeerId, StageIndex
 
 if TYPE_CHECKING:
     from kits.swarm_world.downstream import Downstream
     from kits.swarm_world.peer import SimPeer
-    from kits.swarm_world.stage import Serving
+    from kits.swarm_world.server import Serving
     from kits.swarm_world.world import World
 
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Link:
     """One session of a peer, as seen by both ends."""
 
-    number: int
+    number: SessionNumber
     peer: SimPeer
     open: bool = True
     deaf: bool = False

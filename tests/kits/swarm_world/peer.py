@@ -1,4 +1,4 @@
-"""A simulated volunteer: its life, its sessions, its stages, and its work as a trainer.
+"""A simulated volunteer: its life, its sessions and its stages.
 
 The rules are the ones that ship (`swarm_shared.volunteer_rules`). What is modelled is the hardware
 around them, and the daemon's wiring: it carries messages and waits.
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
-from kits.swarm_world.checks import check_account, check_served
-from kits.swarm_world.downstream import Answer, Downstream, Parcel
-from kits.swarm_world.facts import CERTIFICATE_SECONDS, TOKENS, Params, Violation
+from kits.swarm_world.checks import check_account, check_hello
+from kits.swarm_world.decisions import CarryOut
+from kits.swarm_world.downstream import Downstream, Parcel
+from kits.swarm_world.facts import Params, Violation
 from kits.swarm_world.network import Edge, Link
-from kits.swarm_world.stage import MOST_QUEUED, Serving, Stage, has_parameters_for
+from kits.swarm_world.server import StageServer
+from kits.swarm_world.stage import Stage
+from kits.swarm_world.trainer import Trainer
 from swarm_coordinator.core import events
 from swarm_shared import protocol
 from swarm_shared.base.errors import CapacityError
@@ -22,7 +25,6 @@ from swarm_shared.identity.credentials import Receipt
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.volunteer_rules import stage_tenure
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
-from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
 from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class SimPeer:
 
     def _begin_life(self) -> None:
         """What a process starts with."""
-        self.hung = self.wedged = self.paused = self.stalled = self.echoes = False
+        self.hung = self.wedged = self.paused = self.echoes = False
         self.gives_nan = self.differs = self.cannot_apply = False
         self.expects_other_apply = self.expects_old_apply = False
         self.slowness, self.unsaving_until = 1.0, -1.0
@@ -55,19 +57,15 @@ class SimPeer:
         self.backlog: list[tuple[int, Callable[[], object]]] = []
         self.masks: dict[int, tuple[Downstream, int]] = {}
         """Questions to the coordinator: whose, and which of its."""
-        self.leases = LeaseQueue()
-        self.accepted: dict[tuple[int, MicrobatchIndex], Step] = {}
-        """Leased microbatches that have neither been started nor handed back, and their steps."""
-        self.driving: list[StartedMicrobatch] = []
         self.tenures = StageTenures()
         self.stages: dict[TenureNumber, Stage] = {}
         self.holding: Stage | None = None
         self.prepared: Stage | None = None
+        self.trainer, self.server = Trainer(self), StageServer(self)
         self._ending: set[TenureNumber] = set()
         self._heartbeat = HeartbeatDelta(heartbeat_seconds=1.0)
         self._masks_asked = 0
-        self._carrying_out = False
-        self.first = Downstream(self, StageIndex(0))
+        self._carry_out = CarryOut(self.tenures.take_actions, self._carry_out_one)
 
     # ---- life
 
@@ -84,21 +82,20 @@ class SimPeer:
         self.world.all_reduces.lose(self.id)
         for edge in list(self.edges):
             edge.end()
-        if self.link is not None and self.link.open:
+        if self.link is not None:
             self.world.cut(self.link)
 
     def wake(self) -> None:
         self.hung, self.woke_at = False, self.world.now
         backlog, self.backlog = self.backlog, []
         for entry in backlog:
-            self._act(*entry)
+            self.act(*entry)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Schedule within this process's life; a hung process acts when it wakes."""
-        life = self.life
-        self.world.later(seconds, lambda: self._act(life, action))
+        self.world.later(seconds, action, self)
 
-    def _act(self, life: int, action: Callable[[], object]) -> None:
+    def act(self, life: int, action: Callable[[], object]) -> None:
         if not self.alive or life != self.life:
             return
         if self.hung:
@@ -119,12 +116,12 @@ class SimPeer:
     def pause(self) -> None:
         """Its user needs the machine. Started work is finished, as in a grace period."""
         self.paused = True
-        self._resolve_all(self.leases.pause())
+        self.trainer.pause()
         self._send_heartbeat()
 
     def resume(self) -> None:
         self.paused = False
-        self.leases.resume()
+        self.trainer.resume()
         self._send_heartbeat()
 
     def move_address(self) -> None:
@@ -138,7 +135,7 @@ class SimPeer:
 
     def leave(self) -> None:
         self.leaving = True
-        self._resolve_all(self.leases.leave())
+        self.trainer.leave()
         self.send(protocol.Leaving())
 
     # ---- sessions
@@ -154,7 +151,10 @@ class SimPeer:
             digest="" if holding is None else holding.worker.digest,
             averaged_attempt=close.averaged_attempt if close is not None else None,
         )  # fmt: skip
-        return hello, holding.account.receipts() if holding is not None else ()
+        receipts = holding.account.receipts() if holding is not None else ()
+        if holding is not None:
+            check_hello(holding, receipts)
+        return hello, receipts
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class SimPeer:
         self.old_links.append(link)
         self.link, self.attached = None, False
         if self.holding is not None:
-            self.holding.session_lost()
+            self.holding.report(lambda close: close.session_lost())
         self.tenures.session_lost()
         self._carry_out()
         masks, self.masks = self.masks, {}
@@ -195,15 +195,13 @@ class SimPeer:
         if not self.gone:
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
-    def send(self, message: protocol.ClientMessage) -> None:
-        if self.link is not None:
-            self.deliver(
-                events.MessageReceived(events.SessionNumber(self.link.number), self.id, message)
-            )
-
-    def deliver(self, event: events.Event) -> None:
+    def deliver(self, event: Callable[[events.SessionNumber, PeerId], events.Event]) -> None:
+        """Pass an event of the present session to the coordinator, if there is one."""
         if self.link is not None and self.link.open and self.attached:
-            self.world.to_coordinator(self.link, event)
+            self.world.to_coordinator(self.link, event(self.link.number, self.id))
+
+    def send(self, message: protocol.ClientMessage) -> None:
+        self.deliver(lambda session, peer: events.MessageReceived(session, peer, message))
 
     def _heartbeats(self) -> None:
         self._send_heartbeat()
@@ -215,17 +213,30 @@ class SimPeer:
         queued = len(self.holding.tasks) if self.holding is not None else 0
         present = HeartbeatSnapshot(self.speed, queued, 0.0, (), (), self.paused, 0, 0.0)
         message = self._heartbeat.heartbeat(present, len(self.members))
-        session = events.SessionNumber(self.link.number)
-        self.deliver(events.HeartbeatsReceived((events.PeerHeartbeat(session, self.id, message),)))
+        self.deliver(
+            lambda session, peer: events.HeartbeatsReceived(
+                (events.PeerHeartbeat(session, peer, message),)
+            )
+        )
 
     def _report_receipts(self) -> None:
         if self.holding is not None and self.link is not None and self.attached:
             batch = self.holding.account.take_unreported()
             if batch:
-                self.deliver(
-                    events.ReceiptsVerified(events.SessionNumber(self.link.number), self.id, batch)
-                )
+                self.deliver(lambda session, peer: events.ReceiptsVerified(session, peer, batch))
         self.later(0.5, self._report_receipts)
+
+    def ask_mask(
+        self, step: Step, microbatch: MicrobatchIndex, sender: Downstream, query: int
+    ) -> None:
+        if self.link is None or not self.attached:
+            sender.masked(query, None)
+            return
+        self._masks_asked += 1
+        self.masks[self._masks_asked] = (sender, query)
+        self.send(
+            protocol.MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
+        )  # fmt: skip
 
     # ---- messages of the coordinator
 
@@ -245,10 +256,7 @@ class SimPeer:
                 self.tenures.assigned(message)
                 self._carry_out()
             case protocol.Lease():
-                for leased in message.microbatches:
-                    self.accepted[message.lease, leased.microbatch] = message.step
-                self._resolve_all(self.leases.take(message))
-                self.start_more()
+                self.trainer.take(message)
             case protocol.Mask():
                 if asked := self.masks.pop(message.request, None):
                     asked[0].masked(asked[1], message.accumulate)
@@ -259,29 +267,9 @@ class SimPeer:
                 | protocol.SaveSnapshot()
             ):
                 if self.holding is not None:
-                    self.holding.order(message)
+                    self.holding.report(lambda close: close.order(message))
             case protocol.Goodbye() | protocol.Refused():
                 self._parted(message)
-
-    def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
-        self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
-        if isinstance(message, protocol.Refused) and message.code == "admission":
-            if self.id in self.world.banned:
-                self._defy()
-            else:
-                # The ban ended while the refusal was in flight, or this peer hung.
-                self.world.start_again(self)
-
-    def _defy(self) -> None:
-        """Ignore the refusal, and keep sending work to known peers."""
-        holding = self.holding
-        if holding is None or self.id not in self.world.banned:
-            return
-        microbatch = MicrobatchIndex(self.world.rng.randrange(self.world.options.microbatches))
-        everywhere = tuple(StageIndex(s) for s in range(self.world.options.stages))
-        step = holding.account.step
-        self.first.send(Parcel("train", step, microbatch, everywhere), lambda _: None)
-        self.later(0.4, self._defy)
 
     def _welcome(self, message: protocol.Welcome) -> None:
         self.attached, self.generation = True, message.generation
@@ -306,9 +294,8 @@ class SimPeer:
         self.roster = roster
         self.members = {r.peer: r for r in roster.peers if r.peer not in roster.revoked}
         self.parted_from(roster.revoked)
-        self.first.roster_changed()
-        if self.holding is not None and self.holding.next is not None:
-            self.holding.next.roster_changed()
+        for sender in self.senders():
+            sender.roster_changed()
 
     def parted_from(self, revoked: Container[PeerId]) -> None:
         """End all links with these peers."""
@@ -316,31 +303,35 @@ class SimPeer:
             if edge.sender.peer.id in revoked or edge.receiver.id in revoked:
                 edge.end()
 
-    def reported(self, stage: Stage, message: object) -> None:
-        """By a fault, an Apply follows a report: one of an attempt that the run has given up, or
-        the one that was carried out last, which is answered again."""
-        if not isinstance(message, protocol.RoundReport) or not message.ok:
+    def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
+        self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
+        if isinstance(message, protocol.Refused) and message.code == "admission":
+            if self.id in self.world.banned:
+                self._defy()
+            else:
+                # The ban ended while the refusal was in flight, or this peer hung.
+                self.world.start_again(self)
+
+    def _defy(self) -> None:
+        """Ignore the refusal, and keep sending work to known peers."""
+        holding = self.holding
+        if holding is None or self.id not in self.world.banned:
             return
-        order = stage.last_apply if self.expects_old_apply else None
-        if self.expects_other_apply:
-            order = protocol.Apply(
-                step=message.step, attempt=message.attempt - 1, global_norm=1.0, learning_rate=0.1
-            )
-        if order is not None:
-            self.expects_other_apply = self.expects_old_apply = False
-            self.later(0.0, lambda: stage is self.holding and stage.order(order))
+        microbatch = MicrobatchIndex(self.world.rng.randrange(self.world.options.microbatches))
+        everywhere = tuple(StageIndex(s) for s in range(self.world.options.stages))
+        parcel = Parcel("train", holding.account.step, microbatch, everywhere)
+        self.trainer.first.send(parcel, lambda _: None)
+        self.later(0.4, self._defy)
 
     # ---- stages
 
-    def _carry_out(self) -> None:
-        """Carry out all that the tenures have decided."""
-        if self._carrying_out:
-            return
-        self._carrying_out = True
-        while actions := self.tenures.take_actions():
-            for action in actions:
-                self._carry_out_one(action)
-        self._carrying_out = False
+    def senders(self) -> list[Downstream]:
+        """To stage 0, and to the one after the held stage."""
+        following = self.holding.next if self.holding is not None else None
+        return [self.trainer.first] if following is None else [self.trainer.first, following]
+
+    def current_step(self) -> Step | None:
+        return self.holding.account.step if self.holding is not None else None
 
     def _carry_out_one(self, action: stage_tenure.Action) -> None:
         match action:
@@ -359,43 +350,26 @@ class SimPeer:
                 self._end(tenure)
                 self._ending.add(tenure)
                 self.later(0.05 * self.world.rng.random(), lambda: self._ended(tenure))
-            case stage_tenure.Install(tenure):
+            case stage_tenure.Install(tenure, switched):
                 stage = self.stages[tenure]
+                if stage.account.version != stage.load.assignment.version + switched:
+                    raise Violation(f"{self.id} serves {stage.load} at {stage.account.version}")
                 stage.install()
                 self._hold(stage)
             case stage_tenure.PreparedReady(tenure):
-                self.prepared = self.stages[tenure]
-                if self.holding is not None and self.holding.close is not None:
-                    self.holding.close.stage_prepared(self.prepared.account)
-                    self.holding.carry_out()
+                prepared = self.prepared = self.stages[tenure]
+                if self.holding is not None:
+                    self.holding.report(lambda close: close.stage_prepared(prepared.account))
             case stage_tenure.PreparedLost():
                 self.prepared = None
-                if self.holding is not None and self.holding.close is not None:
-                    self.holding.close.prepared_lost()
-                    self.holding.carry_out()
+                if self.holding is not None:
+                    self.holding.report(lambda close: close.prepared_lost())
             case stage_tenure.ForgetSnapshots():
                 self.snapshots.clear()
             case stage_tenure.Send(message):
                 self.send(message)
             case stage_tenure.RejoinAfter(seconds):
                 self.later(seconds, self.attach_again)
-
-    def _hold(self, stage: Stage | None) -> None:
-        if self.prepared is stage:
-            self.prepared = None
-        self.holding = stage
-        self.step_changed()
-
-    def _end(self, tenure: TenureNumber) -> None:
-        stage = self.stages.pop(tenure)
-        stage.end()
-        if self.holding is stage:
-            self._hold(None)
-
-    def _ended(self, tenure: TenureNumber) -> None:
-        self._ending.discard(tenure)
-        self.tenures.ended(tenure)
-        self._carry_out()
 
     def _load(self, stage: Stage, load: Load) -> None:
         """Start a worker if there is none, and fetch the state."""
@@ -429,11 +403,35 @@ class SimPeer:
             stage.loaded(params)
             return stage.worker.digest
 
-        stage.worker.request(0.02, take, loaded)
+        stage.worker.request(0.3 * self.world.rng.random() ** 3, take, loaded)
+
+    def _hold(self, stage: Stage | None) -> None:
+        if self.prepared is stage:
+            self.prepared = None
+        self.holding = stage
+        self._step_changed()
+
+    def _end(self, tenure: TenureNumber) -> None:
+        stage = self.stages.pop(tenure)
+        stage.end()
+        if self.holding is stage:
+            self._hold(None)
+
+    def _ended(self, tenure: TenureNumber) -> None:
+        self._ending.discard(tenure)
+        self.tenures.ended(tenure)
+        self._carry_out()
+
+    # ---- what the held stage's close decides
 
     def step_applied(self) -> None:
         self.tenures.step_applied()
-        self.step_changed()
+        self._step_changed()
+
+    def _step_changed(self) -> None:
+        """What is in flight of an older step is not wanted any more."""
+        for sender in self.senders():
+            sender.oldest_step_is(self.current_step())
 
     def switch(self) -> None:
         self.tenures.switched()
@@ -443,110 +441,19 @@ class SimPeer:
         self.tenures.prepared_outdated()
         self._carry_out()
 
-    def step_changed(self) -> None:
-        """What is in flight of an older step is not wanted any more."""
-        step = self.current_step()
-        self.first.oldest_step_is(step)
-        if self.holding is not None and self.holding.next is not None:
-            self.holding.next.oldest_step_is(step)
-
-    def current_step(self) -> Step | None:
-        return self.holding.account.step if self.holding is not None else None
-
-    # ---- serving
-
-    def accepts(self, sender: SimPeer) -> bool:
-        """Whether a sender's hello is answered with credits."""
-        since = self.world.banned.get(sender.id)
-        expired = since is not None and self.world.now - since > CERTIFICATE_SECONDS
-        return self.holding is not None and not expired and not self._revokes(sender.id)
-
-    def _revokes(self, sender: PeerId) -> bool:
-        if self.roster is not None and sender in self.roster.revoked:
-            self.world.turned_away += 1
-            return True
-        return False
-
-    def serve(self, edge: Edge, request: int, parcel: Parcel) -> None:
-        reason = self._refusal(edge, parcel)
-        if reason is not None or self.holding is None:
-            answer = Answer(reason)
-            edge.back("refusal", reason, lambda: edge.sender.answered(edge, request, answer))
+    def reported(self, stage: Stage, message: object) -> None:
+        """By a fault, an Apply follows a report: one of an attempt that the run has given up, or
+        the one that was carried out last, which is answered again."""
+        if not isinstance(message, protocol.RoundReport) or not message.ok:
             return
-        check_served(self.world, self, edge.sender.peer)
-        Serving(self.holding, edge, request, parcel)
-
-    def _refusal(self, edge: Edge, parcel: Parcel) -> protocol.RefusalReason | None:
-        stage, sender, world = self.holding, edge.sender.peer.id, self.world
-        if self._revokes(sender):
-            return protocol.RefusalReason.NOT_ADMITTED
-        if stage is None or stage.index != edge.stage or not has_parameters_for(stage, parcel):
-            return protocol.RefusalReason.WRONG_STEP
-        record = self.members.get(sender)
-        if record is None or (stage.index > 0 and record.stage != stage.index - 1):
-            return protocol.RefusalReason.WRONG_STEP
-        busy = world.rng.random() < world.options.busy
-        if self.paused or busy or len(stage.tasks) >= MOST_QUEUED:
-            return protocol.RefusalReason.BUSY
-        return None
-
-    # ---- the trainer
-
-    def start_more(self) -> None:
-        if not self.stalled:
-            step = self.current_step()
-            for key in [key for key, of in self.accepted.items() if step is not None and of < step]:
-                del self.accepted[key]
-            for started in self.leases.start(step, self.world.now):
-                self._drive(started)
-
-    def _drive(self, started: StartedMicrobatch) -> None:
-        lease, leased = started.lease, started.leased
-        del self.accepted[lease.lease, leased.microbatch]
-        self.driving.append(started)
-
-        def done(answer: Answer) -> None:
-            self.driving.remove(started)
-            if answer.ok:
-                self._resolve(
-                    protocol.LeaseResult(
-                        step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
-                        evaluation_loss_sum=answer.loss_sum if lease.mode == "evaluate" else None,
-                        evaluation_tokens=TOKENS if lease.mode == "evaluate" else 0,
-                    ),
-                    answer.receipts,
-                )  # fmt: skip
-            else:
-                self._resolve(handed_back(lease, leased, "failed"))
-            self.leases.finished(started, self.world.now, ok=answer.ok)
-            self.start_more()
-
-        parcel = Parcel(lease.mode, lease.step, leased.microbatch, leased.accumulate)
-        self.first.send(parcel, done)
-
-    def _resolve_all(self, results: list[protocol.LeaseResult]) -> None:
-        for result in results:
-            del self.accepted[result.lease, result.microbatch]
-            self._resolve(result)
-
-    def _resolve(self, result: protocol.LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
-        if self.link is not None:
-            self.deliver(
-                events.LeaseResolved(
-                    events.SessionNumber(self.link.number), self.id, result.step, result.microbatch,
-                    result.lease, result.ok, result.reason, receipts, result.evaluation_loss_sum,
-                    result.evaluation_tokens,
-                )
-            )  # fmt: skip
-
-    def ask_mask(
-        self, step: Step, microbatch: MicrobatchIndex, sender: Downstream, query: int
-    ) -> None:
-        if self.link is None or not self.attached:
-            sender.masked(query, None)
-            return
-        self._masks_asked += 1
-        self.masks[self._masks_asked] = (sender, query)
-        self.send(
-            protocol.MaskRequest(request=self._masks_asked, step=step, microbatch=microbatch)
-        )  # fmt: skip
+        order = stage.worker.last_apply if self.expects_old_apply else None
+        if self.expects_other_apply:
+            order = protocol.Apply(
+                step=message.step, attempt=message.attempt - 1, global_norm=1.0, learning_rate=0.1
+            )
+        if order is not None:
+            self.expects_other_apply = self.expects_old_apply = False
+            self.later(
+                0.0,
+                lambda: stage is self.holding and stage.report(lambda close: close.order(order)),
+            )

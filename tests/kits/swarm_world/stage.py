@@ -6,43 +6,38 @@ are the ones that ship; this module carries their messages and waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kits.swarm_world.checks import check_receipt
-from kits.swarm_world.downstream import Answer, Downstream, Parcel
-from kits.swarm_world.facts import (
-    TOKENS,
-    Params,
-    Violation,
-    heldout_loss,
-    own_squared,
-    sha_of,
-    tied_squared,
-    train_loss,
-)
-from kits.swarm_world.network import Edge, Gradient, RoundFailure
+from kits.swarm_world.decisions import CarryOut
+from kits.swarm_world.downstream import Downstream
+from kits.swarm_world.facts import Params, Violation
+from kits.swarm_world.network import Gradient, RoundFailure
 from kits.swarm_world.worker import SimWorker
-from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step, Version
+from swarm_shared.base.types import RunId, StageIndex, Version
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import (
-    Apply,
-    NotFinite,
-    RefusalReason,
-    SaveSnapshot,
-    SnapshotReady,
-)
-from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
+from swarm_shared.protocol import RefusalReason
 from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.stage_account import Counted, StageAccount
 from swarm_shared.volunteer_rules.stage_tenure import Load
 
 if TYPE_CHECKING:
-    from kits.swarm_world.peer import SimPeer
+    from collections.abc import Callable
 
-MOST_QUEUED = 8
-"""Microbatches that one peer holds at once."""
+    from kits.swarm_world.peer import SimPeer
+    from kits.swarm_world.server import Serving
+
+WORK_SECONDS = {
+    step_close.Uncommit: 0.02,
+    step_close.EmptyAccumulator: 0.01,
+    step_close.ComputeNorm: 0.01,
+    step_close.ApplyStep: 0.02,
+    step_close.SaveState: 0.05,
+}
+
+MOST_COPY_SECONDS = 0.04
+"""Longest time that a copy for averaging takes."""
 
 
 class Stage:
@@ -59,9 +54,11 @@ class Stage:
         """Set while the stage is held and served."""
         self.held_up: dict[step_close.WorkNumber, step_close.Work] = {}
         """Work that begins when averaging no longer stands still."""
-        self.last_apply: Apply | None = None
         self._groups: dict[step_close.WorkNumber, object] = {}
-        self._carrying_out = False
+        self.carry_out = CarryOut(
+            lambda: self.close.take_actions() if self.close is not None else [],
+            self._carry_out_one,
+        )
         self.loaded(())
 
     # ---- the tenure
@@ -106,42 +103,33 @@ class Stage:
 
     # ---- the step close
 
-    def order(self, message: step_close.CloseOrder) -> None:
+    def report(self, report: Callable[[step_close.StepClose[Receipt]], None]) -> None:
+        """Report to the step close, if the stage is served."""
         if self.close is not None:
-            self.close.order(message)
+            report(self.close)
             self.carry_out()
 
-    def session_lost(self) -> None:
-        if self.close is not None:
-            self.close.session_lost()
-            self.carry_out()
-
-    def carry_out(self) -> None:
-        """Carry out all that has been decided; to be called after every report."""
-        if self._carrying_out:
-            return
-        self._carrying_out = True
-        while self.close is not None and (actions := self.close.take_actions()):
-            for action in actions:
-                match action:
-                    case step_close.CancelWork(work):
-                        self._cancel(work)
-                    case step_close.Send(message):
-                        self.peer.send(message)
-                        self.peer.reported(self, message)
-                    case step_close.StepApplied():
-                        self.peer.step_applied()
-                    case step_close.Rejoin():
-                        self.peer.attach_again()
-                    case step_close.SwitchToPrepared():
-                        self.peer.switch()
-                    case step_close.DropPrepared():
-                        self.peer.drop_outdated()
-                    case _ if self.peer.wedged:
-                        self.held_up[action.work] = action
-                    case _:
-                        self._begin(self.close, action)
-        self._carrying_out = False
+    def _carry_out_one(self, action: step_close.Action) -> None:
+        match action:
+            case step_close.CancelWork(work):
+                self.held_up.pop(work, None)
+                if work in self._groups:
+                    self.peer.world.all_reduces.leave(self.peer.id, self._groups.pop(work))
+            case step_close.Send(message):
+                self.peer.send(message)
+                self.peer.reported(self, message)
+            case step_close.StepApplied():
+                self.peer.step_applied()
+            case step_close.Rejoin():
+                self.peer.attach_again()
+            case step_close.SwitchToPrepared():
+                self.peer.switch()
+            case step_close.DropPrepared():
+                self.peer.drop_outdated()
+            case _ if self.peer.wedged:
+                self.held_up[action.work] = action
+            case _ if self.close is not None:
+                self._begin(self.close, action)
 
     def go_on(self) -> None:
         """Averaging stands still no longer."""
@@ -150,10 +138,23 @@ class Stage:
             if self.close is not None:
                 self._begin(self.close, work)
 
-    def _cancel(self, work: step_close.WorkNumber) -> None:
-        self.held_up.pop(work, None)
-        if work in self._groups:
-            self.peer.world.all_reduces.leave(self.peer.id, self._groups.pop(work))
+    def _begin(self, close: step_close.StepClose[Receipt], work: step_close.Work) -> None:
+        """Begin a piece of work in the lane's worker."""
+        stage = self if work.lane is step_close.Lane.HELD else self.peer.prepared
+        if stage is None:
+            raise Violation(f"{self.peer.id} has nothing prepared for {work}")
+        if isinstance(work, step_close.Reduce):
+            self._reduce(close, stage.worker, work)
+            return
+        if isinstance(work, step_close.PrepareRound):
+            seconds = MOST_COPY_SECONDS * self.peer.world.rng.random()
+        else:
+            seconds = WORK_SECONDS[type(work)]
+        stage.worker.request(
+            seconds,
+            lambda: stage.worker.carry_out(close, work),
+            lambda report: self._report(close, report),
+        )
 
     def _report(self, of: step_close.StepClose[Receipt], report: Callable[[], None]) -> None:
         """A result, unless the stage has been given up since."""
@@ -161,69 +162,16 @@ class Stage:
             report()
             self.carry_out()
 
-    def _begin(self, close: step_close.StepClose[Receipt], work: step_close.Work) -> None:
-        """Begin a piece of work in the lane's worker."""
-        prepared = isinstance(
-            work,
-            step_close.PrepareRound
-            | step_close.Reduce
-            | step_close.ComputeNorm
-            | step_close.ApplyStep,
-        ) and (work.lane is step_close.Lane.PREPARED)
-        stage = self.peer.prepared if prepared else self
-        if stage is None:
-            raise Violation(f"{self.peer.id} has nothing prepared for {work}")
-        worker, number = stage.worker, work.work
-
-        def ask(seconds: float, act: Callable[[], Callable[[], None]]) -> None:
-            """`act` works in the worker and returns how to report it."""
-            worker.request(seconds, act, lambda report: self._report(close, report))
-
-        def prepare(step: Step) -> Callable[[], None]:
-            microbatches, finite = worker.prepare(step)
-            return partial(close.round_prepared, number, microbatches, finite=finite)
-
-        def uncommit(step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> Callable[[], None]:
-            return partial(close.uncommitted, number, done=worker.remove(step, microbatches))
-
-        def empty(step: Step) -> Callable[[], None]:
-            worker.empty(step)
-            return partial(close.emptied, number)
-
-        def norm(step: Step) -> Callable[[], None]:
-            tied = tied_squared(step) if "tied" in worker.averages else 0.0
-            return partial(
-                close.norm_computed, number, own_squared=own_squared(step, worker.stage),
-                tied_squared=tied, finite=True,
-            )  # fmt: skip
-
-        match work:
-            case step_close.PrepareRound():
-                ask(0.04 * self.peer.world.rng.random(), partial(prepare, work.step))
-            case step_close.Uncommit():
-                ask(0.02, partial(uncommit, work.step, work.microbatches))
-            case step_close.EmptyAccumulator():
-                ask(0.01, partial(empty, work.step))
-            case step_close.ComputeNorm():
-                ask(0.01, partial(norm, work.step))
-            case step_close.Reduce():
-                self._reduce(close, stage, work)
-            case step_close.ApplyStep():
-                ask(0.02, partial(stage.apply, close, number, work.order))
-            case step_close.SaveState():
-                ask(0.05, partial(self._save, close, number, work.request))
-
     def _reduce(
-        self, close: step_close.StepClose[Receipt], stage: Stage, work: step_close.Reduce
+        self, close: step_close.StepClose[Receipt], worker: SimWorker, work: step_close.Reduce
     ) -> None:
-        worker, number, part = stage.worker, work.work, work.reduction.part
+        number, part, members = work.work, work.reduction.part, work.reduction.members
         if worker.copy[0] != work.step:
             raise Violation(f"{self.peer.id} averages step {work.step} with {worker.copy}")
         worker.averaged = (work.step, work.attempt)
         # The stage is part of the key: two stages that exchange peers have the same members.
         where = "tied" if part == "tied" else worker.stage
-        key = (work.step, work.attempt, where, work.reduction.members)
-        self._groups[number] = key
+        key = self._groups[number] = (work.step, work.attempt, where, members)
 
         def done(result: Gradient | RoundFailure) -> None:
             if self._groups.pop(number, None) is None:
@@ -238,139 +186,4 @@ class Stage:
                 report = partial(close.averaged, number)
             self._report(close, report)
 
-        self.peer.world.all_reduces.join(
-            self.peer, key, work.reduction.members, worker.copy[1], done
-        )
-
-    def apply(
-        self, close: step_close.StepClose[Receipt], number: step_close.WorkNumber, order: Apply
-    ) -> Callable[[], None]:
-        if self.peer.cannot_apply:
-            self.peer.cannot_apply = False
-            return partial(close.failed, number, "its parameters would not be finite")
-        digest, norm = self.worker.apply(order)
-        self.last_apply = order
-        return partial(close.applied, number, digest=digest, norm=norm)
-
-    def _save(
-        self,
-        close: step_close.StepClose[Receipt],
-        number: step_close.WorkNumber,
-        request: SaveSnapshot,
-    ) -> Callable[[], None]:
-        version, stage, peer = request.version, request.stage, self.peer
-        elsewhere = (version, stage) != (self.worker.version, self.index)
-        if elsewhere or peer.world.now < peer.unsaving_until:
-            return partial(close.failed, number, "elsewhere by now, or no space")
-        item, sha = f"snapshot/{version}/{stage}", sha_of(self.worker.params, stage)
-        peer.snapshots[item] = (sha, self.worker.params)
-        size = stage_sizes(peer.world.manifest)[stage].state_bytes
-        answer = SnapshotReady(version=version, stage=stage, item=item, bytes=size, sha256=sha)
-        return partial(close.saved, number, answer)
-
-
-class Serving:
-    """One request at its receiver, as in `swarm_client.pipeline.stage_server`."""
-
-    def __init__(self, stage: Stage, edge: Edge, request: int, parcel: Parcel) -> None:
-        self._stage, self._edge, self._request, self._parcel = stage, edge, request, parcel
-        self._below: Answer = Answer(None)
-        self._delivery: int | None = None
-        self._ended = False
-        self._arrived_at = stage.peer.world.now
-        edge.tasks.setdefault(request, []).append(self)
-        stage.tasks[self] = None
-        if parcel.mode == "train":
-            self._computation = stage.account.begin(
-                parcel.step, parcel.microbatch, parcel.accumulate
-            )
-        if stage.is_last:
-            self._compute()
-        else:
-            self._request_worker(lambda: False, self._forwarded)
-
-    def _request_worker(self, work: Callable[[], bool], done: Callable[[bool], None]) -> None:
-        worker = self._stage.worker
-        worker.request(0.01 + 0.05 * worker.peer.world.rng.random(), work, done)
-
-    def _compute(self) -> None:
-        """Compute the gradient, or the loss of an evaluation."""
-        parcel, worker = self._parcel, self._stage.worker
-        if parcel.mode == "evaluate":
-            self._request_worker(lambda: False, self._evaluated)
-        elif worker.peer.gives_nan:
-            worker.peer.gives_nan = False
-            worker.peer.send(NotFinite(step=parcel.step, microbatch=parcel.microbatch))
-            self.refuse(RefusalReason.FAILED)
-        else:
-            accumulate = self._computation.accumulate
-            self._request_worker(
-                lambda: worker.accumulate(parcel.step, parcel.microbatch, accumulate),
-                self._computed,
-            )
-
-    def _forwarded(self, _added: bool) -> None:
-        if not self._ended and self._stage.next is not None:
-            delivery = self._stage.next.send(self._parcel, self._returned)
-            self._delivery = None if self._ended else delivery
-
-    def _returned(self, answer: Answer) -> None:
-        self._delivery, self._below = None, answer
-        if self._ended:
-            return
-        if answer.ok:
-            self._compute()
-        else:
-            self.refuse(RefusalReason.FAILED)
-
-    def _computed(self, added: bool) -> None:
-        if self._ended:
-            return
-        parcel, stage = self._parcel, self._stage
-        if added and stage.index not in parcel.accumulate:
-            raise Violation(f"{stage.peer.id} of stage {stage.index} has added {parcel}")
-        loss = train_loss(parcel.step, parcel.microbatch) if stage.is_last else None
-        receipt = stage.account.finish(self._computation, added=added, tokens=TOKENS, loss_sum=loss)
-        receipts = self._below.receipts
-        self._reply(
-            Answer(
-                None, receipts if receipt is None else (*receipts, receipt),
-                service_seconds=0.05 * stage.peer.slowness,
-                total_seconds=stage.peer.world.now - self._arrived_at,
-            )
-        )  # fmt: skip
-
-    def _evaluated(self, _added: bool) -> None:
-        stage, loss_sum = self._stage, self._below.loss_sum
-        if stage.is_last:
-            loss_sum = heldout_loss(stage.worker.version, self._parcel.microbatch)
-        self._reply(Answer(None, (), loss_sum, service_seconds=0.05))
-
-    def refuse(self, reason: RefusalReason) -> None:
-        if not has_parameters_for(self._stage, self._parcel):
-            reason = RefusalReason.WRONG_STEP
-        self._reply(Answer(reason))
-
-    def _reply(self, answer: Answer) -> None:
-        if not self._ended:
-            self.cancel()
-            edge, request = self._edge, self._request
-            edge.back("answer", answer, lambda: edge.sender.answered(edge, request, answer))
-
-    def cancel(self) -> None:
-        """Give up what has not ended; what the worker has begun it goes on with."""
-        if not self._ended:
-            self._ended = True
-            del self._stage.tasks[self]
-            tasks = self._edge.tasks[self._request]
-            tasks.remove(self)
-            if not tasks:
-                del self._edge.tasks[self._request]
-            if self._delivery is not None and self._stage.next is not None:
-                self._stage.next.withdraw(self._delivery)
-
-
-def has_parameters_for(stage: Stage, parcel: Parcel) -> bool:
-    if parcel.mode == "evaluate":
-        return stage.account.evaluates(parcel.step)
-    return stage.account.works_on(parcel.step)
+        self.peer.world.all_reduces.join(self.peer, key, members, worker.copy[1], done)

@@ -10,19 +10,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kits.swarm_world.checks import check_replicas
-from kits.swarm_world.facts import Cell, Params, Violation, sha_of
+from kits.swarm_world.facts import Cell, Params, Violation, own_squared, sha_of, tied_squared
 from kits.swarm_world.network import Gradient
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
-from swarm_shared.protocol import Apply
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Apply, SaveSnapshot, SnapshotReady
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
+from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.accumulated_set import AccumulatedSet
 
 if TYPE_CHECKING:
     from kits.swarm_world.peer import SimPeer
 
 ResultT = TypeVar("ResultT")
+
+KEPT_MICROBATCHES = 2
+"""Microbatches of a step that can be taken out of its sum again: the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class SimWorker:
         self.peer, self.stage = peer, stage
         self.alive = True
         self.stuck = False
+        self.last_apply: Apply | None = None
         self._free_at = self._results_at = 0.0
         self.load(())
 
@@ -100,7 +108,7 @@ class SimWorker:
     def sum_of(self, step: int) -> StepSum:
         found = self.sums.get(step)
         if found is None:
-            contents = AccumulatedSet[KeptInput](self.peer.world.options.kept)
+            contents = AccumulatedSet[KeptInput](KEPT_MICROBATCHES)
             found = self.sums[step] = StepSum(contents)
         return found
 
@@ -126,13 +134,42 @@ class SimWorker:
                 del of_step.gradient[self.stage, microbatch]
         return removal is not None
 
-    def empty(self, step: int) -> None:
-        self.sums.pop(step, None)
-        self.finite = self.shrunk = True
-
     # ---- closing
 
-    def prepare(self, step: int) -> tuple[tuple[MicrobatchIndex, ...], bool]:
+    def carry_out(
+        self,
+        close: step_close.StepClose[Receipt],
+        work: step_close.Work,
+    ) -> Callable[[], None]:
+        """Carry out everything but an all-reduce; return how to report it."""
+        number = work.work
+        match work:
+            case step_close.PrepareRound(step=step):
+                microbatches, finite = self._prepare(step)
+                return partial(close.round_prepared, number, microbatches, finite=finite)
+            case step_close.Uncommit(step=step, microbatches=extra):
+                return partial(close.uncommitted, number, done=self.remove(step, extra))
+            case step_close.EmptyAccumulator(step=step):
+                self._empty(step)
+                return partial(close.emptied, number)
+            case step_close.ComputeNorm(step=step):
+                tied = tied_squared(step) if "tied" in self.averages else 0.0
+                own = own_squared(step, self.stage)
+                return partial(
+                    close.norm_computed, number, own_squared=own, tied_squared=tied, finite=True
+                )
+            case step_close.ApplyStep(order=order) if not self.peer.cannot_apply:
+                digest, norm = self._apply(order)
+                return partial(close.applied, number, digest=digest, norm=norm)
+            case step_close.SaveState(request=request) if self._can_save(request):
+                return partial(close.saved, number, self._save(request))
+            case step_close.ApplyStep():
+                self.peer.cannot_apply = False
+                return partial(close.failed, number, "its parameters would not be finite")
+            case _:
+                return partial(close.failed, number, "elsewhere by now, or no space")
+
+    def _prepare(self, step: int) -> tuple[tuple[MicrobatchIndex, ...], bool]:
         """Copy a sum; its microbatches, and whether it is finite."""
         of_step = self.sum_of(step)
         microbatches = of_step.contents.microbatches()
@@ -156,16 +193,31 @@ class SimWorker:
         if self.averages != expected:
             raise Violation(f"stage {stage} of step {step} sums up {self.averages}")
 
-    def apply(self, order: Apply) -> tuple[str, float]:
+    def _empty(self, step: int) -> None:
+        self.sums.pop(step, None)
+        self.finite = self.shrunk = True
+
+    def _apply(self, order: Apply) -> tuple[str, float]:
         """The fingerprint of the new parameters."""
-        peer = self.peer
+        peer, self.last_apply = self.peer, order
         self.check_averaged(order.step, order.attempt)
         if (peer.id, order.attempt) in peer.world.aborted:
             raise Violation(f"{peer.id} applies the aborted attempt {order.attempt}")
         self.params += ((int(order.step), order.attempt),)
-        self.empty(order.step)
+        self._empty(order.step)
         self.averaged = None
         peer.world.has_applied.add((peer.id, int(order.step)))
         check_replicas(peer.world, self)
         norm, peer.differs = 2.0 if peer.differs else 1.0, False
         return self.digest, norm
+
+    def _can_save(self, request: SaveSnapshot) -> bool:
+        peer, here = self.peer, (self.version, self.stage)
+        return (request.version, request.stage) == here and peer.world.now >= peer.unsaving_until
+
+    def _save(self, request: SaveSnapshot) -> SnapshotReady:
+        version, stage = request.version, request.stage
+        item, sha = f"snapshot/{version}/{stage}", sha_of(self.params, stage)
+        self.peer.snapshots[item] = (sha, self.params)
+        size = stage_sizes(self.peer.world.manifest)[stage].state_bytes
+        return SnapshotReady(version=version, stage=stage, item=item, bytes=size, sha256=sha)

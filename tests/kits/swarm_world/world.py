@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from kits.swarm_world.checks import (
     check_late,
     check_progress,
     check_record,
+    check_reported,
     check_send,
     check_state,
     one_by_one,
@@ -44,6 +45,7 @@ from swarm_coordinator.core import events
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import AbortRound, Refused, Roster, RosterChange
 
 TICK_SECONDS = 0.25
@@ -137,23 +139,20 @@ class World:
         """When the effects of all faults are over."""
         self.stopped = False
         self.notes: list[str] = []
-        self.roster_changes = 0
+        self.counts: Counter[str] = Counter()
+        """How often it came to what a test has to have seen."""
+        self.reported: dict[PeerId, tuple[Receipt, ...]] = {}
+        """Receipts of each peer's newest hello that the coordinator has not counted yet."""
         self.whole_rosters: dict[int, Roster] = {}
         """The whole roster that each roster change must lead to, by its serial number."""
         self.banned: dict[PeerId, float] = {}
         """Banned peers and since when; durable, as in the run's database."""
-        self.early_leases = 0
-        """Leases of a step before the previous step was applied."""
-        self.hedges = 0
-        """Microbatches sent to a second peer while the first one had them."""
-        self.turned_away = 0
-        """Refused requests of revoked peers."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, Params]]] = {}
         self.leaving_since: dict[tuple[PeerId, int], float] = {}
-        self.aborts = 0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object], SimPeer | None, int]] = []
+        """When, in which order, what; and in which life of which peer."""
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._names = itertools.count()
@@ -170,9 +169,14 @@ class World:
 
     # ---- clock
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(
+        self, seconds: float, action: Callable[[], object], peer: SimPeer | None = None
+    ) -> None:
+        """Schedule; with a peer, within its present life."""
         # What a hung peer had planned for a time that has passed is due at once.
-        heapq.heappush(self._queue, (self.now + max(0.0, seconds), next(self._order), action))
+        at = self.now + seconds if seconds > 0.0 else self.now
+        life = peer.life if peer is not None else 0
+        heapq.heappush(self._queue, (at, next(self._order), action, peer, life))
 
     def delay(self) -> float:
         """Seconds that a message takes: mostly few, sometimes many."""
@@ -182,16 +186,19 @@ class World:
     def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
         """Run until the coordinator has stopped (or `until`); a Violation if it takes too long."""
         end = self.now + limit_seconds
-        while not (until() if until else self.stopped):
-            if not self._queue or self._queue[0][0] > end:
-                raise Violation(f"no end by {self.now:.0f} s: {self.describe()}")
-            self.now, _, action = heapq.heappop(self._queue)
-            try:
-                action()
-            except Violation:
-                raise
-            except Exception as error:
-                raise Violation(f"{type(error).__name__}: {error}") from error
+        try:
+            while not (until() if until else self.stopped):
+                self.now, _, action, peer, life = heapq.heappop(self._queue)
+                if self.now > end:
+                    raise Violation(f"no end by {end:.0f} s: {self.describe()}")
+                if peer is None:
+                    action()
+                else:
+                    peer.act(life, action)
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
 
     def _tick(self) -> None:
         self.deliver(events.Tick())
@@ -218,8 +225,8 @@ class World:
         """The coordinator's memory is lost; what it had persisted is not."""
         self.run_state, self.crash_countdown = None, None
         links, self.current = self.current, {}
-        self.fetched.clear()
-        self.leaving_since.clear()
+        for known in (self.fetched, self.leaving_since, self.reported):
+            known.clear()
         for link in links.values():
             link.open = False
             link.peer.later(self.delay(), lambda link=link: link.peer.link_lost(link))
@@ -229,14 +236,20 @@ class World:
     def deliver(self, event: events.Event) -> None:
         if self.run_state is None or self.stopped:
             return
-        if not isinstance(event, events.Tick | events.HeartbeatsReceived):
+        run, version = self.run_state, self.run_state.history.version
+        if isinstance(event, events.Tick | events.HeartbeatsReceived):
+            commands = transition(run, event, self.now)
+        else:
             sender = getattr(event, "peer", "")
             self.trace.append((self.now, sender, "coordinator", type(event).__name__, event))
-        version = self.run_state.history.version
-        check = check_event(self, self.run_state, event)
-        commands = one_by_one(transition(self.run_state, event, self.now))
-        check()
-        check_batch(self.run_state, version, commands)
+            check = check_event(self, run, event)
+            commands = transition(run, event, self.now)
+            check()
+        if self.reported or isinstance(event, events.PeerAttached):
+            check_reported(self, run, event)
+        if commands or version != run.history.version:
+            commands = one_by_one(commands)
+            check_batch(run, version, commands)
         for command in commands:
             if self.crash_countdown is not None:
                 self.crash_countdown -= 1
@@ -252,7 +265,7 @@ class World:
             assert self.run_state is not None
             roster = self.run_state.roster
             assert roster.published is not None
-            self.roster_changes += 1
+            self.counts["roster change"] += 1
             whole = self.whole_rosters[roster.serial] = roster.published
             for peer in command.peers:
                 check_send(self, events.Send(peer, whole))
@@ -280,18 +293,13 @@ class World:
         link.open = False
         link.peer.link_lost(link)
         # The shell reports the end of every stream, also of one that the core has closed.
-        self.later(
-            0.01,
-            lambda: self.deliver(
-                events.SessionLost(events.SessionNumber(link.number), link.peer.id)
-            ),
-        )
+        self.later(0.01, lambda: self.deliver(events.SessionLost(link.number, link.peer.id)))
 
     def _send(self, command: events.Send) -> None:
         message = command.message
         if isinstance(message, AbortRound):
             self.aborted.add((command.peer, message.attempt))
-            self.aborts += 1
+            self.counts["abort"] += 1
         check_send(self, command)
         link = self.current.get(command.peer)
         if link is not None:
@@ -332,7 +340,7 @@ class World:
 
     def attach(self, peer: SimPeer) -> None:
         """A peer sends Hello on a new stream, or finds no coordinator."""
-        link = Link(next(self._sessions), peer)
+        link = Link(events.SessionNumber(next(self._sessions)), peer)
         hello, receipts = peer.hello()
         generation = self.generation
 
@@ -350,11 +358,7 @@ class World:
             if older is not None:
                 older.open = False
             self.current[peer.id] = link
-            self.deliver(
-                events.PeerAttached(
-                    events.SessionNumber(link.number), peer.id, hello, "cert", receipts
-                )
-            )
+            self.deliver(events.PeerAttached(link.number, peer.id, hello, "cert", receipts))
 
         peer.link = link
         self.later(self.delay(), arrive)
@@ -366,7 +370,7 @@ class World:
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
-        lost = events.SessionLost(events.SessionNumber(link.number), link.peer.id)
+        lost = events.SessionLost(link.number, link.peer.id)
         generation = self.generation
         self.later(
             3 * self.rng.random() * self.delay(),
@@ -406,9 +410,6 @@ class World:
             return self.disk[version].get(stage) if self.run_state is not None else None
         peer = self.peers[holder]
         return peer.snapshots.get(item) if peer.alive and not peer.hung else None
-
-    def are_apart(self, one: PeerId, other: PeerId) -> bool:
-        return frozenset((one, other)) in self.blocked
 
     def roster_after(self, peer: SimPeer, change: RosterChange) -> Roster:
         """The roster that the change must lead to, if it does."""

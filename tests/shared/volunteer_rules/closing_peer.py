@@ -127,9 +127,10 @@ class ClosingPeer:
 
     def loses_session(self) -> None:
         self.session += 1
-        self.prepared = None
         self.close.session_lost()
         self.carry()
+        if self.prepared is not None:
+            self.loses_prepared()
         self.check()
 
     # ---- the stage beside the held one

@@ -8,7 +8,6 @@ that the account decides on what it knows and not on what is the case.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +24,7 @@ STAGE = StageIndex(1)
 MICROBATCHES = 4
 KEPT_BUDGET_BYTES = 2
 microbatches = st.integers(0, MICROBATCHES - 1).map(MicrobatchIndex)
+some = st.sampled_from([8, 0, 1, 3])
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Compute:
 class CloseWork:
     """One request of the step close, and its answer."""
 
+    attempt: int
     kind: Literal["prepare", "uncommit", "reset"]
     microbatches: tuple[MicrobatchIndex, ...] = ()
     total: Counter[int] = field(default_factory=Counter)
@@ -84,15 +85,16 @@ class AccountMachine(RuleBasedStateMachine):
         self.signed: list[Counted] = []
         self.account = StageAccount(STAGE, Version(0), 1, self._sign)
         self.sums: dict[int, Sum] = {1: Sum(), 2: Sum()}
+        self.below: list[Compute] = []
+        """Requests that the stages below compute first; a close may come and go meanwhile."""
         self.to_worker: deque[Compute | CloseWork] = deque()
         self.from_worker: deque[Compute | CloseWork] = deque()
-        self.known: dict[int, set[int]] = {1: set(), 2: set()}
-        """Per step, what the answers that have arrived say is in the accumulator."""
         self.reported: dict[int, set[int]] = {}
         self.removals: Counter[tuple[int, int]] = Counter()
         """How often each (step, microbatch) may have been taken out."""
         self.committed: set[int] | None = None
         """The commit set of the close in progress."""
+        self.attempt = 0
         self.averaged = False
 
     def _sign(self, counted: Counted) -> Counted:
@@ -101,26 +103,35 @@ class AccountMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(microbatch=microbatches, ahead=st.integers(0, 1), counts=st.booleans())
-    def request(self, microbatch: MicrobatchIndex, ahead: int, counts: bool) -> None:
-        step = Step(self.account.step + ahead)
+    @rule(
+        wanted=st.lists(microbatches, min_size=1, max_size=6),
+        ahead=st.sampled_from([0, 0, 1]), counts=st.sampled_from([True, True, False]),
+    )  # fmt: skip
+    def request(self, wanted: list[MicrobatchIndex], ahead: int, counts: bool) -> None:
+        for microbatch in wanted:
+            self._request(Step(self.account.step + ahead), microbatch, counts)
+
+    def _request(self, step: Step, microbatch: MicrobatchIndex, counts: bool) -> None:
         mask = (STAGE,) if counts else (StageIndex(0),)
         computation = self.account.begin(step, microbatch, mask)
-        settled = self.committed is not None and ahead == 0
+        settled = self.committed is not None and step == self.account.step
         known = self.account.receipt(step, microbatch) is not None
         assert computation.accumulate == (counts and not settled and not known)
-        self.to_worker.append(Compute(computation, self.removals[step, microbatch]))
+        self.below.append(Compute(computation, self.removals[step, microbatch]))
 
     @rule(position=st.integers(0, 7))
     def cancel(self, position: int) -> None:
         """The sender goes: the worker may have computed, and its answer is not looked at."""
-        waiting = [w for w in (*self.to_worker, *self.from_worker) if isinstance(w, Compute)]
+        waiting = [
+            w for w in (*self.below, *self.to_worker, *self.from_worker) if isinstance(w, Compute)
+        ]
         if waiting:
             waiting[position % len(waiting)].cancelled = True
 
-    @precondition(lambda self: self.to_worker or self.from_worker)
-    @rule(works=st.integers(0, 5), answers=st.integers(0, 5))
-    def progress(self, works: int, answers: int) -> None:
+    @rule(returned=some, works=some, answers=some)
+    def progress(self, returned: int, works: int, answers: int) -> None:
+        self.to_worker.extend(self.below[:returned])
+        del self.below[:returned]
         for _ in range(min(works, len(self.to_worker))):
             self._work(self.to_worker.popleft())
         for _ in range(min(answers, len(self.from_worker))):
@@ -150,8 +161,6 @@ class AccountMachine(RuleBasedStateMachine):
             return
         computation = job.computation
         step, microbatch = computation.step, computation.microbatch
-        if step in self.known and (job.added or microbatch in self.known[step]):
-            self.known[step].add(microbatch)
         if job.cancelled:
             return
         before = self.account.receipt(step, microbatch)
@@ -159,7 +168,7 @@ class AccountMachine(RuleBasedStateMachine):
         if before is not None and self.account.works_on(step):
             assert receipt is before
         closing = self.account.closes(step) and not job.added
-        if computation.accumulate and step in self.known and not closing:
+        if computation.accumulate and step in self.sums and not closing:
             removed = self.removals[step, microbatch] != job.removals
             assert (receipt is None) == (removed and before is None)
 
@@ -176,12 +185,18 @@ class AccountMachine(RuleBasedStateMachine):
     def close(self, lost: set[int]) -> None:
         """Commit what was reported, but for cells that another peer of the stage has."""
         self.committed = self.reported.get(self.account.step, set()) - lost
-        self.averaged = False
+        self.attempt += 1
         self.account.settle()
-        self.to_worker.append(CloseWork("prepare"))
+        self._ask_worker("prepare")
+
+    def _ask_worker(
+        self, kind: Literal["prepare", "uncommit", "reset"],
+        microbatches: tuple[MicrobatchIndex, ...] = (),
+    ) -> None:  # fmt: skip
+        self.to_worker.append(CloseWork(self.attempt, kind, microbatches))
 
     def _closed(self, job: CloseWork) -> None:
-        if self.committed is None:
+        if self.committed is None or job.attempt != self.attempt:
             return  # aborted meanwhile
         step = self.account.step
         if job.kind == "prepare":
@@ -189,38 +204,38 @@ class AccountMachine(RuleBasedStateMachine):
                 [MicrobatchIndex(m) for m in self.committed], job.microbatches
             )
             if found.extra:
-                self.to_worker.append(CloseWork("uncommit", found.extra))
+                self._remove(step, found.extra)
+                self._ask_worker("uncommit", found.extra)
             elif found.missing:
-                self.account.removed(step, found.missing)
-                self._gone(step, found.missing)
+                self._remove(step, found.missing)
                 self.reported[step] -= set(found.missing)
                 self._reopen()
             else:
                 assert job.total == Counter(self.committed)
                 self.averaged = True
         elif job.kind == "uncommit" and job.done:
-            self.account.removed(step, job.microbatches)
-            self._gone(step, job.microbatches)
-            self.to_worker.append(CloseWork("prepare"))
+            self._ask_worker("prepare")
         elif job.kind == "uncommit":
-            self.to_worker.append(CloseWork("reset"))
-        elif job.kind == "reset":
             self.account.emptied(step)
-            self._gone(step, range(MICROBATCHES))
+            self.removals.update((step, microbatch) for microbatch in range(MICROBATCHES))
+            self._ask_worker("reset")
+        elif job.kind == "reset":
             self.reported[step] = set()
             self._reopen()
 
-    def _gone(self, step: int, microbatches: Iterable[int]) -> None:
-        self.known[step] -= set(microbatches)
+    def _remove(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> None:
+        """The receipts go before the worker is asked to remove: it may be aborted meanwhile."""
+        self.account.removed(step, microbatches)
         self.removals.update((step, microbatch) for microbatch in microbatches)
 
     def _reopen(self) -> None:
         self.committed, self.averaged = None, False
         self.account.reopen()
 
-    @precondition(lambda self: self.averaged)
+    @precondition(lambda self: self.committed is not None)
     @rule()
     def abort(self) -> None:
+        """What the worker has begun it goes on with."""
         self._reopen()
 
     @precondition(lambda self: self.averaged)
@@ -229,10 +244,9 @@ class AccountMachine(RuleBasedStateMachine):
         """Apply what was averaged: the copy, whatever has been added since."""
         step, committed = self.account.step, self.committed or ()
         while self.to_worker or self.from_worker:
-            self.progress(len(self.to_worker), len(self.from_worker))
+            self.progress(0, len(self.to_worker), len(self.from_worker))
         del self.sums[step]
-        self.sums[step + 2], self.known[step + 2] = Sum(), set()
-        del self.known[step]
+        self.sums[step + 2] = Sum()
         receipts = self.account.count(step)
         assert self.account.applied(Version(step)) == receipts >= len(committed)
         self.committed, self.averaged = None, False
@@ -243,13 +257,7 @@ class AccountMachine(RuleBasedStateMachine):
     @invariant()
     def a_receipt_is_of_what_the_accumulator_is_known_to_hold(self) -> None:
         for counted in self.account.receipts():
-            assert counted.step in self.known
-            actual = self.sums[counted.step].contents
-            removing = any(
-                isinstance(job, CloseWork) and job.kind in ("uncommit", "reset")
-                for job in self.from_worker
-            )
-            assert counted.microbatch in actual or (removing and counted.step == self.account.step)
+            assert counted.microbatch in self.sums[counted.step].contents
 
     @invariant()
     def every_gradient_is_in_the_sum_once(self) -> None:
@@ -263,7 +271,7 @@ class AccountMachine(RuleBasedStateMachine):
 
 
 TestAccount = AccountMachine.TestCase
-TestAccount.settings = settings(max_examples=150)
+TestAccount.settings = settings(max_examples=150, stateful_step_count=80)
 
 
 def account(staleness: int = 0) -> StageAccount[Counted]:

@@ -88,6 +88,13 @@ class Workers:
         self.tenures.load_failed(tenure, "out of memory")
         return self.carry_out()
 
+    def preparing(self) -> list[TenureNumber]:
+        """The tenures beside the held one, loaded or not, that are not ending."""
+        return [
+            tenure for tenure, load in self.live.items()
+            if load.assignment.prepare and tenure not in (self.installed, *self.ending)
+        ]  # fmt: skip
+
     def _forget(self, tenure: TenureNumber) -> None:
         del self.live[tenure]
         self.loads = [load for load in self.loads if load.tenure != tenure]
@@ -294,6 +301,11 @@ class AnyCourse(RuleBasedStateMachine):
             assert self.workers.installed is None
             assert self.workers.tenures.loading_stage == stage
 
+    @precondition(lambda self: self.workers.installed is not None)
+    @rule(stage=st.integers(0, 2))
+    def prepare(self, stage: int) -> None:
+        self.workers.holds(stage, prepare=True)
+
     @precondition(lambda self: self.workers.loads)
     @rule(which=st.integers(0, 3))
     def load(self, which: int) -> None:
@@ -336,7 +348,7 @@ class AnyCourse(RuleBasedStateMachine):
         self.workers.carry_out()
         assert self.workers.installed == (None if what == "drop" else installed)
         if what != "step_applied":
-            assert self.workers.prepared is None
+            assert not self.workers.preparing()
 
     @invariant()
     def holds(self) -> None:

@@ -124,7 +124,10 @@ def begin_ahead(run: RunState, step: StepState, now: float) -> None:
 
 
 def commit_early_receipts(run: RunState, peer: PeerState) -> None:
-    """Enter receipts that were reported before their step began; keep those of later steps."""
+    """Enter receipts that were reported before their step began; keep those of later steps, and all
+    while the peer still has to apply the step that it missed."""
+    if not run.peers.holds_current(peer):
+        return
     early, peer.early_receipts = peer.early_receipts, {}
     for receipt in early.values():
         commit(run, receipt)

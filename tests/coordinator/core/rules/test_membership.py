@@ -454,6 +454,20 @@ def test_a_peer_that_missed_the_apply_receives_it_when_it_returns() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
+def test_receipts_of_a_peer_that_missed_the_apply_count_although_the_step_began_without_it() -> (
+    None
+):
+    bench = Bench.restarted(3, attempt=7, staleness=1)
+    ahead = bench.receipt("a0", 1, stage=0)
+    bench.attach("a0", (ahead,), stage=0, version=2, averaged_attempt=7)
+    for peer, stage in (("b0", 0), ("a1", 1)):
+        bench.attach(peer, stage=stage, version=3)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert not bench.step().table
+    bench.send("a0", Applied(step=Step(3), digest="d", norm=1.0))
+    assert {cell: held.peer for cell, held in bench.step().table.items()} == {(1, 0): "a0"}
+
+
 @pytest.mark.parametrize(
     "hello", [{"averaged_attempt": 6}, {}, {"averaged_attempt": 7, "stage": 9}]
 )
