@@ -265,8 +265,8 @@ class Welcome(FrozenModel):
     """p2pd addresses through which hivemind's DHT can be entered."""
     keep: bool = False
     """What the client already holds is current: it needs no new stage."""
-    heartbeat_seconds: float | None = Field(default=None, gt=0)
-    """Interval of heartbeats where it differs from the manifest's."""
+    heartbeat_seconds: float | None = Field(default=None, gt=0, le=3600)
+    """Interval of heartbeats where it is longer than the manifest's."""
 
 
 class Refused(FrozenModel):
