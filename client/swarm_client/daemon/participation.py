@@ -105,7 +105,10 @@ async def participate(
             trio.open_nursery() as nursery,
         ):
             held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-            worker = await start_averaging(resources.home, nursery, resources.report, held_back)
+            worker = await start_averaging(
+                resources.home, nursery, resources.report, held_back,
+                resources.options.device.memory_bytes,
+            )  # fmt: skip
             context = VolunteerContext(
                 resources.identity, invite, resources.home, node, resources.options, contribution,
                 disk, resources.report, nursery,
@@ -282,10 +285,14 @@ def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> Governed
 
 
 async def start_averaging(
-    home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
+    home: Home,
+    nursery: trio.Nursery,
+    report: Report,
+    held_back: str = "",
+    memory_bytes: int | None = None,
 ) -> AveragingWorker:
     """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
-    worker = AveragingWorker(AveragingOptions(home=home.path))
+    worker = AveragingWorker(AveragingOptions(home=home.path, memory_bytes=memory_bytes))
     worker.hold_back(held_back)
     nursery.start_soon(worker.run)
     with trio.move_on_after(AVERAGING_START_SECONDS):
