@@ -3,6 +3,7 @@ pipelines, and its stages."""
 
 from __future__ import annotations
 
+from swarm_client.connectivity.web_download import WebClient
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership, Membership, renew_certificate
 from swarm_client.membership.roster import RosterView
@@ -101,7 +102,8 @@ class Member:
             folder = await fetch_data(
                 context.node, context.home, invite.run_id, member.manifest,
                 TransferSource(invite.coordinator, invite.addresses), member.certificate,
-                context.disk.claim, use_urls=use_urls, lock=options.data_lock,
+                context.disk.claim, lock=options.data_lock,
+                web=WebClient(options.private_web_downloads) if use_urls else None,
             )  # fmt: skip
             self.pipeline.trainer.begin(
                 RunSamples(member.manifest, folder),

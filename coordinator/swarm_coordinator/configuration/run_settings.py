@@ -113,7 +113,8 @@ class DataSection(FrozenModel):
         default="",
         pattern=r"^(https?://\S+)?$",
         description="Web folder with copies of the files in data/, so that volunteers need not "
-        'fetch them from the coordinator; "" for none.',
+        'fetch them from the coordinator; "" for none. Volunteers follow https to public addresses '
+        "only, unless they allow more.",
     )
 
 
