@@ -59,6 +59,7 @@ class Member:
         self._context = context
         self._current = current = CurrentMembership(membership)
         self._attachment = attachment
+        self._roster = roster
         self._averager = averager
         self._spare = spare
         self.pipeline = Pipeline(
@@ -130,7 +131,8 @@ class Member:
                     )
                 )
             case AssignStage():
-                self.stages.take(message)
+                holders = tuple(self._roster.dialable(holder) for holder in message.holders)
+                self.stages.take(message.model_copy(update={"holders": holders}))
             case Lease():
                 self.pipeline.trainer.take(message)
             case Mask():

@@ -150,6 +150,7 @@ class Volunteer:
         membership = verify_welcome(welcome, self.context.invite, self.node.peer_id)
         manifest = membership.manifest
         self._gate.attached(welcome.generation)
+        self.roster.site = welcome.site
         self._heartbeat_delta = HeartbeatDelta(heartbeat_seconds(welcome, manifest.limits))
         if self.member is None:
             self.member = self._become_member(membership)

@@ -115,10 +115,10 @@ class CheckpointFetcher:
     async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         snapshot, holder = command.snapshot, command.holder
         path = await _in_thread(self.folder.partial_path, snapshot.version, snapshot.stage)
+        source = TransferSource(holder.peer, (*holder.addresses, *holder.local))
         await fetch(
-            self.node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
-            snapshot.bytes,
-            snapshot.sha256, path, self.certificate(), self.run,
+            self.node, [source], snapshot.item, snapshot.bytes, snapshot.sha256, path,
+            self.certificate(), self.run,
         )  # fmt: skip
         checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)
         if len(checkpoint.files) == self.stages:
