@@ -60,6 +60,7 @@ from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
+from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.probe.server import serve_probe
 from swarm_shared.protocol import CONTROL_PROTOCOL
@@ -160,7 +161,7 @@ class Coordinator:
         reports = LinkReports(node)
         self.control = ControlServer(
             admission, self._sessions, self._queue, reports.record,
-            AddressProof(self._known_addresses),
+            AddressProof(self._known_addresses, Interfaces.of_this_machine),
         )  # fmt: skip
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,

@@ -46,11 +46,12 @@ class AddressProof:
     def __init__(
         self,
         relays: RelayAddresses,
-        interfaces: Callable[[], Interfaces] = Interfaces.of_this_machine,
+        interfaces: Callable[[], Interfaces],
         dial: DialBackTo = dial_back,
         clock: Clock = monotonic,
     ) -> None:
-        """`relays`: where the coordinator and each attached peer are known to be."""
+        """`relays`: where the coordinator and each attached peer are known to be; `interfaces`: of
+        the coordinator's machine."""
         self._relays = relays
         self._interfaces = interfaces
         self._dial = dial
