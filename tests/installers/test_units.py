@@ -48,6 +48,35 @@ def test_a_unit_is_of_the_kind_that_the_daemon_serves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNITS)
+def test_a_unit_leaves_the_machine_memory_and_tasks_and_outlives_a_worker_that_is_ended(
+    name: str,
+) -> None:
+    found = settings(name)
+    assert found["MemoryMax"].endswith("%")
+    assert 50 <= int(found["MemoryMax"].removesuffix("%")) <= 95
+    # More than two pools of threads on the largest machines, far fewer than a fork bomb.
+    assert 1024 <= int(found["TasksMax"]) <= 8192
+    # Otherwise systemd stops the daemon together with a worker that used too much memory.
+    assert found["OOMPolicy"] == "continue"
+
+
+def test_what_the_system_unit_can_write_is_its_own_folder_and_temporary_ones() -> None:
+    found = settings("swarm-client-system.service")
+    assert (found["ProtectSystem"], found["ProtectHome"]) == ("strict", "yes")
+    assert found["ReadWritePaths"] == "/tmp /var/tmp"
+    assert found["StateDirectory"] == "swarmtrain"
+
+
+def test_the_user_unit_says_why_it_has_no_view_of_the_file_system_and_where_to_find_how() -> None:
+    text = (SHIPPED / "swarm-client.service").read_text()
+    assert "ProtectHome" not in settings("swarm-client.service")
+    assert "ProtectHome" in text
+    page = (ROOT / "docs" / "installing.md").read_text()
+    for line in ("ProtectHome=tmpfs", "BindPaths=", "systemctl --user edit swarm-client"):
+        assert line in page
+
+
+@pytest.mark.parametrize("name", UNITS)
 def test_what_would_break_torch_or_hide_the_gpu_is_left_out_and_each_omission_is_explained(
     name: str,
 ) -> None:

@@ -105,7 +105,7 @@ async def participate(
             trio.open_nursery() as nursery,
         ):
             held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-            worker = await start_averaging(resources.home, nursery, resources.report, held_back)
+            worker = await start_averaging(resources, nursery, held_back)
             context = VolunteerContext(
                 resources.identity, invite, resources.home, node, resources.options, contribution,
                 disk, resources.report, nursery,
@@ -120,7 +120,7 @@ async def participate(
     async with trio.open_nursery() as nursery:
         async with trio.open_nursery() as lives:
             for place, resources in enumerate(
-                _resources_per_device(join, home, identity, devices, report)
+                _resources_per_device(join, home, identity, devices, source, report)
             ):
                 lives.start_soon(live, place, resources)
             await all_made.wait()
@@ -151,7 +151,12 @@ async def _offered_devices(join: JoinArguments, source: PreferenceSource) -> tup
 
 
 def _resources_per_device(
-    join: JoinArguments, home: Home, identity: Identity, devices: Sequence[Device], report: Report
+    join: JoinArguments,
+    home: Home,
+    identity: Identity,
+    devices: Sequence[Device],
+    source: PreferenceSource,
+    report: Report,
 ) -> list[_VolunteerResources]:
     """One entry for each device, with its part of the machine's resources."""
     threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
@@ -174,6 +179,7 @@ def _resources_per_device(
             team=normalised_team(join.team) or None,
             owner=None if number == 1 else owner_binding(identity, key.peer_id),
             data_lock=turn,
+            private_web_downloads=source.current.preferences.private_web_downloads,
         )
         found.append(
             _VolunteerResources(key, own, listen_address(join.listen, number), options, report_own)
@@ -282,14 +288,18 @@ def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> Governed
 
 
 async def start_averaging(
-    home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
+    resources: _VolunteerResources, nursery: trio.Nursery, held_back: str
 ) -> AveragingWorker:
     """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
-    worker = AveragingWorker(AveragingOptions(home=home.path))
+    worker = AveragingWorker(
+        AveragingOptions(
+            home=resources.home.path, memory_bytes=resources.options.device.memory_bytes
+        )
+    )
     worker.hold_back(held_back)
     nursery.start_soon(worker.run)
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()
     if not worker.available:
-        report(f"all-reduce goes over libp2p: {worker.reason}")
+        resources.report(f"all-reduce goes over libp2p: {worker.reason}")
     return worker

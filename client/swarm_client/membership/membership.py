@@ -13,6 +13,7 @@ from swarm_shared.identity.signed_manifest import open_manifest, run_id_of
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.protocol import Welcome
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.memory_need import check_stage_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class CurrentMembership:
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     """The membership from a welcome.
 
-    SignatureError or AdmissionError when it does not match the invite.
+    SignatureError or AdmissionError when it does not match the invite, CapacityError when its
+    manifest hides how much memory a stage needs.
     """
     manifest = open_manifest(
         decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
@@ -46,6 +48,7 @@ def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
         raise SignatureError(
             "the coordinator serves another run than the invite names; ask for a new invite"
         )
+    check_stage_memory(manifest)
     membership = Membership(
         invite.run_id, invite.organiser, welcome.certificate, manifest, welcome.generation
     )

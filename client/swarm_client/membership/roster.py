@@ -9,6 +9,8 @@ import trio
 
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.network.addresses.announced import is_tcp
+from swarm_shared.network.addresses.dial_order import CIRCUIT, ip_of
 from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
 
@@ -21,11 +23,13 @@ class RosterView:
         self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
         self._changed = trio.Event()
+        self.site = ""
+        """This peer's, from its welcome; the records of a roster are of the same coordinator."""
 
     def replace(self, roster: Roster) -> frozenset[PeerId]:
         """Apply a full roster; return peers revoked since the last one, whose links must be
         closed."""
-        self._peers = {record.peer: record for record in roster.peers}
+        self._peers = {record.peer: self.dialable(record) for record in roster.peers}
         return self._take(roster.serial, roster.revoked)
 
     def change(self, change: RosterChange) -> frozenset[PeerId]:
@@ -36,7 +40,7 @@ class RosterView:
             )
         for removed in change.removed:
             self._peers.pop(removed, None)
-        self._peers.update((record.peer, record) for record in change.changed)
+        self._peers.update((record.peer, self.dialable(record)) for record in change.changed)
         revoked = self._revoked if change.revoked is None else change.revoked
         return self._take(change.serial, revoked)
 
@@ -60,14 +64,45 @@ class RosterView:
         """
         return peer in self._revoked
 
+    def dialable(self, record: PeerRecord) -> PeerRecord:
+        """Return the record with the addresses that this peer may dial: the private ones only of
+        members of its own site."""
+        is_near = bool(self.site) and record.site == self.site
+        carrier = record.carrier
+        if carrier is not None:
+            addresses = (*carrier.addresses, *(carrier.local if is_near else ()))
+            carrier = carrier.model_copy(update={"addresses": addresses, "local": ()})
+        addresses = (*record.addresses, *(record.local if is_near else ()))
+        return record.model_copy(update={"addresses": addresses, "local": (), "carrier": carrier})
+
     def refresh(self, record: PeerRecord) -> None:
-        """Apply newer addresses of a member from the directory. Members come from rosters alone."""
+        """Apply newer addresses of a member from the directory. Members come from rosters alone.
+
+        The member signs its record and nothing proves its addresses, so only new ports and relays
+        at IPs that the coordinator has proved count.
+        """
         known = self._peers.get(record.peer)
-        if known is not None and known.stage == record.stage:
-            self._peers[record.peer] = known.model_copy(
-                update={"addresses": record.addresses, "carrier": record.carrier}
+        if known is None or known.stage != record.stage:
+            return
+        carriers = known.carrier.addresses if known.carrier is not None else ()
+        direct = [one for one in (*known.addresses, *carriers) if CIRCUIT not in one]
+        proved = {ip_of(address) for address in direct}
+        relays = {ip_of(one) for peer in self._peers.values() for one in peer.addresses}
+
+        def count(announced: Iterable[str]) -> tuple[str, ...]:
+            return tuple(
+                address
+                for address in announced
+                if is_tcp(address) and ip_of(address) in (relays if CIRCUIT in address else proved)
             )
-            self._index_carriers()
+
+        carrier = record.carrier
+        if carrier is not None:
+            carrier = carrier.model_copy(update={"addresses": count(carrier.addresses)})
+        self._peers[record.peer] = known.model_copy(
+            update={"addresses": count(record.addresses) or known.addresses, "carrier": carrier}
+        )
+        self._index_carriers()
 
     def wake(self) -> None:
         """Wake all tasks in `wait_changed`."""

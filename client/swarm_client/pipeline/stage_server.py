@@ -245,6 +245,8 @@ class StageServer:
             training = message.mode == "train"
             if training and isinstance(error, RequestFailed) and error.code == "not_finite":
                 self._coordinator.send(NotFinite(step=message.step, microbatch=message.microbatch))
+            if isinstance(error, RequestFailed) and error.code == "out_of_memory":
+                log.warning("stage %d: %s", holding.stage, error)
             over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))

@@ -169,6 +169,11 @@ class Preferences(Section):
     transfer_days: int = _preference(
         NETWORK, 30, "Days to which `transfer_gib` applies, including today.", ge=1, le=366
     )
+    private_web_downloads: bool = _preference(
+        NETWORK, False, "Follow a run's web addresses of training data over http, too, and into "
+        "private networks and this machine. Otherwise only https to public addresses is used, and "
+        "the coordinator sends what cannot be fetched so. Read when a run is joined.",
+    )  # fmt: skip
 
     gpu: dict[str, GpuPreferences] = _preference(
         GPU,

@@ -26,6 +26,7 @@ from swarm_shared.identity.credentials import (
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope, encode_envelope
 from swarm_shared.network import Node
+from swarm_shared.network.addresses.announced import is_tcp
 from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
 from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
 from swarm_shared.run.manifest import Manifest
@@ -109,7 +110,9 @@ class AveragingRoutes:
         record = self._roster.get(peer)
         p2pd = self._p2pd_of(record) if record is not None else ""
         announced = record.carrier.addresses if record and record.carrier and p2pd else ()
-        relayed = [address for address in announced if is_relayed(address)]
+        # p2pd dials whatever it is given: names, which it resolves itself, and QUIC as well.
+        usable = tuple(filter(is_tcp, announced))
+        relayed = [address for address in usable if is_relayed(address)]
         path = self._node.path(peer)
         routes = possible_routes(
             both_have_p2pd=bool(p2pd),
@@ -119,7 +122,7 @@ class AveragingRoutes:
         return Member(
             peer_id=peer,
             p2pd_peer_id=p2pd,
-            p2pd_addresses=(*direct_addresses(announced, interfaces), *relayed),
+            p2pd_addresses=(*direct_addresses(usable, interfaces), *relayed),
             routes=self._memory.order(peer, routes, announced),
         )
 

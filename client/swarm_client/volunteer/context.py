@@ -36,6 +36,8 @@ class VolunteerOptions:
     itself."""
     data_lock: trio.Lock | None = None
     """Shared by devices with a common data folder: one of them fills it at a time."""
+    private_web_downloads: bool = False
+    """Whether shards may come over http and from private addresses."""
 
 
 class DiskGuard(Protocol):

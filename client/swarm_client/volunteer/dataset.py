@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio.to_thread
 import trio
 
+from swarm_client.connectivity.web_download import STALL_SECONDS, WebClient
 from swarm_client.machine.home import Home
 from swarm_shared.base.atomic_file import make_folder, sync_folder
 from swarm_shared.base.errors import DataError
@@ -21,9 +21,9 @@ from swarm_shared.transfer.transfer import TransferSource, fetch
 
 log = logging.getLogger(__name__)
 
-DOWNLOAD_STALL_SECONDS = 30.0
-"""Seconds without data after which an HTTP download is abandoned; the shard is then fetched from
-the coordinator."""
+LEAST_BYTES_PER_SECOND = 16 * 1024
+"""Mean rate of a web server below which a download is abandoned, so that one byte at a time does
+not keep a volunteer from joining. The shard is then fetched from the coordinator."""
 
 
 async def fetch_data(
@@ -35,15 +35,15 @@ async def fetch_data(
     certificate: str,
     claim_disk: Callable[[int], None] = lambda size_bytes: None,
     *,
-    use_urls: bool = True,
+    web: WebClient | None,
     lock: trio.Lock | None = None,
 ) -> Path:
     """Download and verify the run's token shards; return their folder.
 
-    A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
-    that fails. `claim_disk` is called with the number of bytes needed and raises when they are not
-    allowed. Devices of one machine share one folder and pass a common `lock`, so that one of them
-    fills it at a time.
+    A shard with a URL is fetched from there first, if there is a `web` client, and from the
+    coordinator when that fails. `claim_disk` is called with the number of bytes needed and raises
+    when they are not allowed. Devices of one machine share one folder and pass a common `lock`, so
+    that one of them fills it at a time.
     """
     async with lock or trio.Lock():
         folder = home.data_folder(run)
@@ -59,8 +59,7 @@ async def fetch_data(
                 except DataError as error:
                     log.warning("%s; fetching it again", error)
                     path.unlink()
-            by_url = use_urls and shard.url is not None
-            if not by_url or not await _fetch_url(path, shard, manifest):
+            if web is None or not await _fetch_url(web, path, shard, manifest):
                 size = shard.tokens * manifest.data.token_bytes
                 await fetch(
                     node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,
@@ -74,33 +73,24 @@ def _verify(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
     verify_shard(path, shard, manifest.data.token_bytes, manifest.model.vocabulary_size)
 
 
-async def _fetch_url(path: Path, shard: ShardInfo, manifest: Manifest) -> bool:
-    size = shard.tokens * manifest.data.token_bytes
-    try:
-        await trio.to_thread.run_sync(_download, shard.url, path, size)
-        await trio.to_thread.run_sync(_verify, path, shard, manifest)
-        return True
-    except (OSError, ValueError, DataError) as error:
-        log.warning("%s could not be downloaded from %s: %s", shard.name, shard.url, error)
-        path.unlink(missing_ok=True)
+async def _fetch_url(web: WebClient, path: Path, shard: ShardInfo, manifest: Manifest) -> bool:
+    if shard.url is None:
         return False
-
-
-def _download(url: str, path: Path, size_bytes: int) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("only http and https addresses are followed")
+    size = shard.tokens * manifest.data.token_bytes
     part = path.with_suffix(".download")
-    with (
-        urllib.request.urlopen(url, timeout=DOWNLOAD_STALL_SECONDS) as answer,
-        part.open("wb") as file,
-    ):
-        left = size_bytes
-        while left > 0 and (piece := answer.read(min(left, 2**20))):
-            file.write(piece)
-            left -= len(piece)
-        if left or answer.read(1):
-            raise ValueError("its size differs from the manifest's")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync_folder(path.parent)
+    try:
+        with trio.fail_after(STALL_SECONDS + size / LEAST_BYTES_PER_SECOND):
+            await anyio.to_thread.run_sync(
+                web.download, shard.url, part, size, abandon_on_cancel=True
+            )
+        await trio.to_thread.run_sync(_verify, part, shard, manifest)
+        part.replace(path)
+        sync_folder(path.parent)
+        return True
+    except (OSError, ValueError, DataError, trio.TooSlowError) as error:
+        log.warning(
+            "%s could not be downloaded from %s: %s",
+            shard.name, shard.url, error or "it came too slowly",
+        )  # fmt: skip
+        part.unlink(missing_ok=True)
+        return False

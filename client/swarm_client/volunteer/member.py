@@ -3,6 +3,7 @@ pipelines, and its stages."""
 
 from __future__ import annotations
 
+from swarm_client.connectivity.web_download import WebClient
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership, Membership, renew_certificate
 from swarm_client.membership.roster import RosterView
@@ -58,6 +59,7 @@ class Member:
         self._context = context
         self._current = current = CurrentMembership(membership)
         self._attachment = attachment
+        self._roster = roster
         self._averager = averager
         self._spare = spare
         self.pipeline = Pipeline(
@@ -101,7 +103,8 @@ class Member:
             folder = await fetch_data(
                 context.node, context.home, invite.run_id, member.manifest,
                 TransferSource(invite.coordinator, invite.addresses), member.certificate,
-                context.disk.claim, use_urls=use_urls, lock=options.data_lock,
+                context.disk.claim, lock=options.data_lock,
+                web=WebClient(options.private_web_downloads) if use_urls else None,
             )  # fmt: skip
             self.pipeline.trainer.begin(
                 RunSamples(member.manifest, folder),
@@ -128,7 +131,8 @@ class Member:
                     )
                 )
             case AssignStage():
-                self.stages.take(message)
+                holders = tuple(self._roster.dialable(holder) for holder in message.holders)
+                self.stages.take(message.model_copy(update={"holders": holders}))
             case Lease():
                 self.pipeline.trainer.take(message)
             case Mask():

@@ -20,6 +20,8 @@ from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope, open_message, sign_message
+from swarm_shared.network.addresses.announced import is_tcp
+from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses
 from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,10 @@ class PeerDirectory:
 
     def bootstrap_from(self, addresses: tuple[str, ...]) -> None:
         """Use these p2pd addresses (…/p2p/ID) to enter the DHT at the next publication."""
-        if addresses:
-            self._bootstrap_addresses = addresses
+        interfaces = Interfaces.of_this_machine()
+        plain = filter(is_tcp, addresses)
+        if found := tuple(direct_addresses(plain, interfaces)):
+            self._bootstrap_addresses = found
 
     async def run(
         self,

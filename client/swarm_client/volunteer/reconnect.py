@@ -42,6 +42,12 @@ MAXIMUM_BACKOFF_SECONDS = 7.0
 within 10 s."""
 
 
+def heartbeat_seconds(welcome: Welcome, limits: LimitsConfig) -> float:
+    """Return the interval of heartbeats in a session: a welcome can lengthen the manifest's, whose
+    bounds the volunteer has checked, and cannot shorten it."""
+    return max(limits.heartbeat_seconds, welcome.heartbeat_seconds or 0.0)
+
+
 class AttachmentHandler(Protocol):
     """The volunteer, whose content a session carries."""
 
@@ -163,8 +169,9 @@ class Attachment:
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope
                 nursery.start_soon(session.write_all)
-                heartbeat_seconds = welcome.heartbeat_seconds or limits.heartbeat_seconds
-                nursery.start_soon(session.send_heartbeats, heartbeat_seconds, handler.heartbeat)
+                nursery.start_soon(
+                    session.send_heartbeats, heartbeat_seconds(welcome, limits), handler.heartbeat
+                )
                 nursery.start_soon(self._report_receipts, handler, limits.receipt_interval_seconds)
                 if self.leaving or self._leaving_until_resumed:
                     session.send(Leaving())

@@ -10,6 +10,7 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.held_stage import LoadedStage
 from swarm_client.pipeline.receipts import receipt_signer
+from swarm_client.stage.handle.stage_memory import worker_allowance
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.context import VolunteerContext
@@ -49,13 +50,19 @@ class StageLoader:
         self._numbers = itertools.count(1)
 
     def open_worker(self, stage: StageIndex) -> AbstractAsyncContextManager[StageWorker]:
-        """A worker of the stage, with parameters from the manifest's seed."""
-        options = self._context.options
+        """A worker of the stage, with parameters from the manifest's seed. CapacityError when the
+        stage needs more memory than is offered."""
+        options, manifest = self._context.options, self._membership.now.manifest
+        offered_bytes = options.device.memory_bytes
+        allowance = worker_allowance(manifest, stage, offered_bytes, options.threads)
         return open_worker(
-            self._membership.now.manifest, stage, options.device.name, options.threads,
-            int(options.device.memory_bytes * GRAPH_SHARE),
+            manifest, stage, options.device.name, options.threads,
+            int(offered_bytes * GRAPH_SHARE),
             f"swarm-{self._context.node.peer_id[-8:]}-{next(self._numbers)}",
-            self._context.home.log_folder / "worker.log", process=self._spare.process(),
+            self._context.home.log_folder / "worker.log",
+            # A GPU's driver maps memory of the host as it likes.
+            private_bytes=allowance if options.device.name == "cpu" else None,
+            process=self._spare.process(),
         )  # fmt: skip
 
     async def load(self, worker: StageWorker, assignment: AssignStage, *, is_fresh: bool) -> str:

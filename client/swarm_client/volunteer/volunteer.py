@@ -26,7 +26,7 @@ from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.member import Member
 from swarm_client.volunteer.pause import Pause
 from swarm_client.volunteer.peer_directory import PeerDirectory
-from swarm_client.volunteer.reconnect import Attachment
+from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
@@ -150,9 +150,8 @@ class Volunteer:
         membership = verify_welcome(welcome, self.context.invite, self.node.peer_id)
         manifest = membership.manifest
         self._gate.attached(welcome.generation)
-        self._heartbeat_delta = HeartbeatDelta(
-            welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds
-        )
+        self.roster.site = welcome.site
+        self._heartbeat_delta = HeartbeatDelta(heartbeat_seconds(welcome, manifest.limits))
         if self.member is None:
             self.member = self._become_member(membership)
         else:

@@ -22,6 +22,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.codecs.quality import measured_noise
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.run.manifest import (
+    MAX_STEPS,
     CodecsConfig,
     LimitsConfig,
     Manifest,
@@ -112,12 +113,13 @@ class DataSection(FrozenModel):
         default="",
         pattern=r"^(https?://\S+)?$",
         description="Web folder with copies of the files in data/, so that volunteers need not "
-        'fetch them from the coordinator; "" for none.',
+        'fetch them from the coordinator; "" for none. Volunteers follow https to public addresses '
+        "only, unless they allow more.",
     )
 
 
 class TrainingSection(FrozenModel):
-    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
+    steps: int = Field(ge=1, le=MAX_STEPS, description="Optimizer steps of the whole run.")
     microbatches_per_step: int = Field(
         ge=1,
         le=65_536,
@@ -165,7 +167,7 @@ class NetworkSection(FrozenModel):
 
 
 class CheckpointSection(FrozenModel):
-    every_steps: int = Field(default=50, ge=1, description="(fixed)")
+    every_steps: int = Field(default=50, ge=1, le=MAX_STEPS, description="(fixed)")
     keep: int = Field(default=3, ge=1, description="Number of newest checkpoints that are kept.")
 
 

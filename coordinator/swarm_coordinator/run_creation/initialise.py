@@ -35,6 +35,7 @@ from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, with_bottlenecks
+from swarm_shared.scheduling.placement.memory_need import check_stage_memory
 from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
 
 
@@ -157,7 +158,7 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
 def _manifest(
     settings: RunSettings, identity: Identity, stages: tuple[StageRange, ...], data: DataConfig
 ) -> Manifest:
-    return Manifest(
+    manifest = Manifest(
         name=settings.run.name,
         organiser=identity.peer_id,
         model=with_bottlenecks(settings.model.config, stages),
@@ -169,6 +170,9 @@ def _manifest(
         codecs=settings.codecs.config,
         checkpoint_steps=settings.checkpoint.every_steps,
     )
+    # As volunteers do: they leave a run whose stages are larger than its manifest claims.
+    check_stage_memory(manifest)
+    return manifest
 
 
 @contextlib.contextmanager

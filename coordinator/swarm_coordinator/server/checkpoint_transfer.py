@@ -113,7 +113,7 @@ class CheckpointFetcher:
         path = await _in_thread(self.folder.partial_path, command.version, command.stage)
         await fetch(
             self.node,
-            [TransferSource(holder.peer, holder.addresses) for holder in command.holders],
+            [TransferSource(h.peer, (*h.addresses, *h.local)) for h in command.holders],
             command.item, command.bytes, command.sha256, path, self.certificate(), self.run,
         )  # fmt: skip
         checkpoint.files[command.stage] = (command.bytes, command.sha256)

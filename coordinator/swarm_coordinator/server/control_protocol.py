@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -40,7 +40,9 @@ from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import Receipt, open_receipt
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits
+from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.protocol import (
+    AddressUpdate,
     ClientMessage,
     Heartbeat,
     Hello,
@@ -118,6 +120,7 @@ class ControlServer:
     sessions: ClientSessions
     queue: EventQueue
     on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None]
+    proof: AddressProof
     ended: Counter[str] = field(default_factory=Counter)
     """Sessions that ended without a goodbye, by reason."""
     _receipts: ReceiptChecker = field(init=False)
@@ -139,13 +142,18 @@ class ControlServer:
             await self._refuse(stream, error)
             return
         session = self.sessions.open(stream.remote, stream, certified_at)
-        attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
+        session.place = self.proof.place(stream.remote_address)
+        announced = self.proof.checked(hello.announced, session.place)
+        checked = hello.model_copy(update=announced.model_dump(exclude={"kind", "carrier"}))
+        checked = checked.model_copy(update={"carrier": announced.carrier})
+        attached = PeerAttached(session.number, session.peer, checked, certificate, receipts)
         try:
             with session.scope:
                 await self.queue.put(attached)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(session.write_all)
-                    await self._read(session)
+                    nursery.start_soon(self._prove, session, hello.announced)
+                    await self._read(session, nursery)
                     nursery.cancel_scope.cancel()
         finally:
             session.written.set()
@@ -165,7 +173,18 @@ class ControlServer:
         refused = Refused(code=code, reason=str(error)[:500])
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
-    async def _read(self, session: ClientSession) -> None:
+    async def _prove(self, session: ClientSession, announced: AddressUpdate) -> None:
+        """Dial back what the session does not prove, and pass on what was found."""
+        found = await self.proof.dialled_back(session.peer, announced, session.place)
+        if not found <= session.place.dialled_back:
+            session.place = replace(session.place, dialled_back=found | session.place.dialled_back)
+            await self.queue.put(self._announcement(session, announced))
+
+    def _announcement(self, session: ClientSession, announced: AddressUpdate) -> Event:
+        checked = self.proof.checked(announced, session.place)
+        return MessageReceived(session.number, session.peer, checked)
+
+    async def _read(self, session: ClientSession, nursery: trio.Nursery) -> None:
         """Receive messages until the stream ends or the client violates the protocol."""
         try:
             while True:
@@ -175,6 +194,9 @@ class ControlServer:
                     self.on_heartbeat(session.number, session.peer, message)
                     beat = PeerHeartbeat(session.number, session.peer, message)
                     await self.queue.put_heartbeat(beat)
+                elif isinstance(message, AddressUpdate):
+                    await self.queue.put(self._announcement(session, message))
+                    nursery.start_soon(self._prove, session, message)
                 else:
                     await self.queue.put(await self._event(session, message))
         except NetworkError as error:

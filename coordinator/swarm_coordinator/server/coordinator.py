@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -62,6 +62,8 @@ from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
+from swarm_shared.network.addresses.dial_order import Interfaces
+from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.probe.server import serve_probe
 from swarm_shared.protocol import CONTROL_PROTOCOL
 from swarm_shared.transfer.transfer import serve_transfers
@@ -177,7 +179,10 @@ class Coordinator:
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
         reports = LinkReports(node)
-        self.control = ControlServer(admission, self._sessions, self._queue, reports.record)
+        self.control = ControlServer(
+            admission, self._sessions, self._queue, reports.record,
+            AddressProof(self._known_addresses, Interfaces.of_this_machine),
+        )  # fmt: skip
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
             self._own_certificate, self._queue.put,
@@ -223,6 +228,13 @@ class Coordinator:
 
     def _own_certificate(self) -> str:
         return self._admission.certificate(self._service.identity.peer_id, "coordinator")
+
+    def _known_addresses(self, peer: PeerId) -> Sequence[str]:
+        """Where a relay is known to be: the coordinator, or an attached peer."""
+        if peer == self._service.identity.peer_id:
+            return self._state.start.record.addresses
+        relay = self._state.peers.get(peer)
+        return () if relay is None else (*relay.contact.addresses, *relay.contact.local)
 
     def _may_use_relay(self, peer: PeerId) -> bool:
         """Whether a peer is a member, by its own peer ID or that of its p2pd."""

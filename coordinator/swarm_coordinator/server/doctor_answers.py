@@ -82,6 +82,6 @@ def _neighbours(state: RunState, visitor: PeerId) -> tuple[Neighbour, ...]:
     found = [
         Neighbour(peer=peer.peer, addresses=peer.contact.addresses)
         for peer in state.peers.values()
-        if peer.contact.reachability in public and peer.peer != visitor
+        if peer.contact.reachability in public and peer.contact.addresses and peer.peer != visitor
     ]
     return tuple(random.sample(found, min(MAX_NEIGHBOURS, len(found))))

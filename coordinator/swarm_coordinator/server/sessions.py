@@ -21,6 +21,7 @@ from swarm_coordinator.core.events import SessionNumber
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
+from swarm_shared.network.addresses.announced import NOWHERE, PeerPlace
 from swarm_shared.protocol import (
     Close,
     CoordinatorMessage,
@@ -60,6 +61,8 @@ class ClientSession:
     encoders: Encoders = field(default_factory=lambda: Encoders())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
+    place: PeerPlace = NOWHERE
+    """Where it comes from, which decides which of the announced addresses count."""
     written: trio.Event = field(default_factory=trio.Event)
     """Set when the writer has ended: everything was sent, or the session is lost."""
     _outbox: deque[bytes | CoordinatorMessage] = field(default_factory=deque)

@@ -14,6 +14,9 @@ Text = Annotated[str, Field(max_length=500)]
 Address = Annotated[str, Field(max_length=300)]
 Envelope = Annotated[str, Field(max_length=8_192)]
 """A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
+Site = Annotated[str, Field(max_length=32)]
+"""Opaque name of the network from which the coordinator sees a peer: equal for the members of one
+household, and for all within the coordinator's own private network."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 MAX_MAGNITUDE = 1e100
 """Largest number accepted from a peer; sums and products over many peers stay finite."""
@@ -63,6 +66,8 @@ class CarrierAddress(FrozenModel):
     peer: str = Field(max_length=200)
     addresses: tuple[Address, ...] = Field(max_length=32)
     binding: Envelope
+    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    """As in `PeerRecord`; set by the coordinator."""
 
 
 class PeerRecord(FrozenModel):
@@ -79,6 +84,9 @@ class PeerRecord(FrozenModel):
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
     """Whether members may reserve slots at this peer and be dialled through it."""
+    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    """Addresses in private networks, for members of the same site only."""
+    site: Site = ""
 
 
 class StageRow(FrozenModel):

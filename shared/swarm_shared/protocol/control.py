@@ -31,6 +31,7 @@ from swarm_shared.protocol.common import (
     Reachability,
     Reduction,
     Seconds,
+    Site,
     StageRow,
     Stages,
     Text,
@@ -79,6 +80,17 @@ class Hello(FrozenModel):
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: tuple[Envelope, ...] = Field(default=(), max_length=65_536)
     """All receipts of steps that are not applied yet."""
+    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    """As in `PeerRecord`; this and `site` are set by the coordinator, whatever was sent."""
+    site: Site = ""
+
+    @property
+    def announced(self) -> AddressUpdate:
+        """The addresses, as a later update of them would have them."""
+        return AddressUpdate(
+            addresses=self.addresses, carrier=self.carrier, reachability=self.reachability,
+            offers_relay=self.offers_relay, local=self.local, site=self.site,
+        )  # fmt: skip
 
 
 class StageRequest(FrozenModel):
@@ -132,6 +144,9 @@ class AddressUpdate(FrozenModel):
     carrier: CarrierAddress | None = None
     reachability: Reachability
     offers_relay: bool
+    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    """As in `PeerRecord`; this and `site` are set by the coordinator, whatever was sent."""
+    site: Site = ""
 
 
 class Receipts(FrozenModel):
@@ -267,8 +282,10 @@ class Welcome(FrozenModel):
     """p2pd addresses through which hivemind's DHT can be entered."""
     keep: bool = False
     """What the client already holds is current: it needs no new stage."""
-    heartbeat_seconds: float | None = Field(default=None, gt=0)
-    """Interval of heartbeats where it differs from the manifest's."""
+    site: Site = ""
+    """The client's own, to compare with those of roster records."""
+    heartbeat_seconds: float | None = Field(default=None, gt=0, le=3600)
+    """Interval of heartbeats where it is longer than the manifest's."""
 
 
 class Refused(FrozenModel):

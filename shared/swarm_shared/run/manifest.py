@@ -15,7 +15,14 @@ from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.model_config import MAX_LAYERS, ComputeDtype, ModelConfig
+
+MAX_STEPS = 10**12
+"""Largest number of steps; a counter, which costs a volunteer nothing."""
+
+MAX_RATE = 1e9
+"""Largest value of the optimizer's numbers. They decide what the run learns and cost a volunteer
+nothing, so the bound only excludes infinity."""
 
 
 class StageRange(FrozenModel):
@@ -24,11 +31,11 @@ class StageRange(FrozenModel):
     Stage 0 also holds the token embedding; the last stage the final norm and the head.
     """
 
-    first_layer: int = Field(ge=0)
-    end_layer: int = Field(ge=0)
-    work_flops: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    first_layer: int = Field(ge=0, le=MAX_LAYERS)
+    end_layer: int = Field(ge=0, le=MAX_LAYERS)
+    work_flops: float = Field(default=0.0, ge=0, le=1e24)
     """FLOPs of forward and backward of one microbatch, from the planner's profile."""
-    memory_bytes: int = Field(default=0, ge=0)
+    memory_bytes: int = Field(default=0, ge=0, le=2**50)
     """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
 
 
@@ -37,17 +44,17 @@ class ShardInfo(FrozenModel):
 
     name: str = Field(pattern=r"^[a-z0-9_-]{1,64}\.tokens$")
     split: Literal["train", "heldout"]
-    tokens: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=2**40)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    url: str | None = None
+    url: str | None = Field(default=None, max_length=2000)
 
 
 class DataConfig(FrozenModel):
     token_bytes: Literal[1, 2, 4]
-    shards: tuple[ShardInfo, ...] = Field(min_length=2)
+    shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=100_000)
     tokenizer: Literal["bytes", "bpe"]
-    tokenizer_sha256: str | None = None
-    unigram_entropy_nats: float
+    tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    unigram_entropy_nats: float = Field(ge=0, le=100)
     """Entropy of the held-out split's own token distribution, a bound for every unigram model."""
 
     def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
@@ -55,7 +62,7 @@ class DataConfig(FrozenModel):
 
 
 class TrainingConfig(FrozenModel):
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MAX_STEPS)
     microbatches_per_step: int = Field(ge=1, le=65_536)
     sequences_per_microbatch: int = Field(ge=1, le=65_536)
     dtype: ComputeDtype = "float32"
@@ -70,21 +77,29 @@ class TrainingConfig(FrozenModel):
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: float = Field(gt=0, description="Peak rate, after the warm-up.")
+    learning_rate: float = Field(gt=0, le=MAX_RATE, description="Peak rate, after the warm-up.")
     minimum_learning_rate_ratio: float = Field(
         default=0.1, ge=0, le=1, description="The last step's rate over the peak rate."
     )
-    warmup_steps: int = Field(ge=0, description="Steps over which the rate rises from zero.")
+    warmup_steps: int = Field(
+        ge=0, le=MAX_STEPS, description="Steps over which the rate rises from zero."
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-6, gt=0)
+    epsilon: float = Field(default=1e-6, gt=0, le=MAX_RATE)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Of matrices only; norms and other vectors are exempt."
+        default=0.1,
+        ge=0,
+        le=MAX_RATE,
+        description="Of matrices only; norms and other vectors are exempt.",
     )
     clip_norm: float = Field(
-        default=1.0, gt=0, description="Bound on the gradient norm of the whole model."
+        default=1.0,
+        gt=0,
+        le=MAX_RATE,
+        description="Bound on the gradient norm of the whole model.",
     )
 
 
@@ -105,18 +120,23 @@ class CodecsConfig(FrozenModel):
 
 
 class LimitsConfig(FrozenModel):
-    """Bounds that every peer enforces, so that no remote decides how much memory is taken."""
+    """Bounds that every peer enforces, so that no remote decides how much memory is taken.
+
+    They have bounds themselves: the organiser does not decide how often a volunteer's machine wakes
+    up, nor for how many days it waits.
+    """
 
     heartbeat_seconds: float = Field(
-        default=1.0, gt=0, description="Seconds between two heartbeats of a peer."
+        default=1.0, ge=0.05, le=60, description="Seconds between two heartbeats of a peer."
     )
     dead_after_seconds: float = Field(
         default=4.5,
-        gt=0,
+        ge=0.1,
+        le=3600,
         description="Seconds without a heartbeat after which a peer counts as dead.",
     )
     receipt_interval_seconds: float = Field(
-        default=0.5, gt=0, description="Longest time before finished work is reported."
+        default=0.5, ge=0.01, le=60, description="Longest time before finished work is reported."
     )
     edge_credits: int = Field(
         default=16,
@@ -133,17 +153,20 @@ class LimitsConfig(FrozenModel):
     join_hold_seconds: float = Field(
         default=30.0,
         ge=0,
+        le=3600,
         description="Longest time that a step close waits for a joining peer that is downloading "
         "its stage.",
     )
     round_stall_seconds: float = Field(
         default=10.0,
-        gt=0,
+        ge=0.1,
+        le=3600,
         description="Seconds without progress after which an all-reduce has failed.",
     )
     lease_seconds: float = Field(
         default=120.0,
-        gt=0,
+        ge=0.1,
+        le=86_400,
         description="Seconds after which an unfinished microbatch is leased again to another "
         "trainer.",
     )
@@ -166,16 +189,16 @@ def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelC
 class Manifest(FrozenModel):
     format: Literal[1] = 1
     name: str = Field(min_length=1, max_length=100)
-    organiser: str
+    organiser: str = Field(max_length=100)
     """Peer ID of the organiser's key, which signs the manifest and is the coordinator's as well."""
     model: ModelConfig
-    stages: tuple[StageRange, ...] = Field(min_length=1)
+    stages: tuple[StageRange, ...] = Field(min_length=1, max_length=512)
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     limits: LimitsConfig = LimitsConfig()
     codecs: CodecsConfig = CodecsConfig()
-    checkpoint_steps: int = Field(default=50, ge=1)
+    checkpoint_steps: int = Field(default=50, ge=1, le=MAX_STEPS)
 
     @model_validator(mode="after")
     def _stages_cover_the_layers(self) -> Self:

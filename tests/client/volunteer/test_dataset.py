@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import http.server
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,9 @@ import pytest
 import trio
 
 from kits.power_cut.lab import FEW_SEEDS, PowerCutDisk, at_every_instant
+from swarm_client.connectivity.web_download import WebClient
 from swarm_client.machine.home import Home
+from swarm_client.volunteer import dataset
 from swarm_client.volunteer.dataset import fetch_data
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
@@ -28,6 +31,7 @@ from swarm_shared.transfer.transfer import TransferSource, certificate_check, se
 
 RUN = "ab" * 32
 TOKENS = bytes(range(200)) * 50
+LOOPBACK = WebClient(allow_private=True)
 
 
 @contextmanager
@@ -94,7 +98,7 @@ async def test_a_shard_with_a_url_never_asks_the_coordinator(tmp_path: Path) -> 
         )
         async with coordinator_and_volunteer({}, asked) as (node, source, certificate):
             folder = await fetch_data(
-                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate, web=LOOPBACK
             )
     assert (folder / "a.tokens").read_bytes() == TOKENS
     assert asked == []
@@ -118,7 +122,7 @@ async def test_a_web_server_that_fails_or_lies_is_replaced_by_the_coordinator(
         served = {"data/a.tokens": true, "data/b.tokens": true}
         async with coordinator_and_volunteer(served, asked) as (node, source, certificate):
             folder = await fetch_data(
-                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate, web=LOOPBACK
             )
     assert (folder / "a.tokens").read_bytes() == TOKENS
     assert set(asked) == {"data/a.tokens", "data/b.tokens"}
@@ -132,7 +136,9 @@ async def test_a_shard_that_no_source_serves_whole_is_an_error_and_leaves_nothin
     manifest = manifest_of(shard("a.tokens", "train", None), shard("b.tokens", "heldout", None))
     async with coordinator_and_volunteer({"data/a.tokens": lie}, []) as (node, source, proof):
         with pytest.raises(NetworkError):
-            await fetch_data(node, Home.create(tmp_path / "h"), RUN, manifest, source, proof)
+            await fetch_data(
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, proof, web=None
+            )
     assert not (Home.create(tmp_path / "h").data_folder(RUN) / "a.tokens").exists()
 
 
@@ -150,7 +156,7 @@ async def test_what_is_here_and_whole_is_not_fetched_again_and_a_damaged_file_is
     manifest = manifest_of(shard("a.tokens", "train", None), shard("b.tokens", "heldout", None))
     served = {"data/a.tokens": true, "data/b.tokens": true}
     async with coordinator_and_volunteer(served, asked) as (node, source, certificate):
-        await fetch_data(node, home, RUN, manifest, source, certificate)
+        await fetch_data(node, home, RUN, manifest, source, certificate, web=None)
     assert set(asked) == {"data/b.tokens"}
     assert (folder / "b.tokens").read_bytes() == TOKENS
 
@@ -170,7 +176,11 @@ def test_a_power_cut_leaves_no_torn_shard_of_a_web_server(
 
         def fetch() -> None:
             # Neither a node nor a coordinator: it is not asked.
-            trio.run(fetch_data, None, Home.create(home), RUN, manifest, None, "")
+            trio.run(
+                functools.partial(
+                    fetch_data, None, Home.create(home), RUN, manifest, None, "", web=LOOPBACK
+                )
+            )
 
         def check(ended: bool) -> None:
             path = Home.locate(home).data_folder(RUN) / "a.tokens"
@@ -178,3 +188,24 @@ def test_a_power_cut_leaves_no_torn_shard_of_a_web_server(
             assert not path.exists() or path.read_bytes() == TOKENS
 
         assert at_every_instant(disk, fetch, check, FEW_SEEDS) > 40
+
+
+async def test_a_web_server_that_sends_a_byte_at_a_time_is_replaced_by_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(dataset, "LEAST_BYTES_PER_SECOND", 10 * len(TOKENS))
+    asked: list[str] = []
+    true = tmp_path / "true.tokens"
+    true.write_bytes(TOKENS)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # It accepts connections, and never answers.
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tokens"
+        manifest = manifest_of(shard("a.tokens", "train", url), shard("b.tokens", "heldout", None))
+        served = {"data/a.tokens": true, "data/b.tokens": true}
+        async with coordinator_and_volunteer(served, asked) as (node, source, certificate):
+            folder = await fetch_data(
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate, web=LOOPBACK
+            )
+    assert (folder / "a.tokens").read_bytes() == TOKENS
+    assert set(asked) == {"data/a.tokens", "data/b.tokens"}

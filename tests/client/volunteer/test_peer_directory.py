@@ -96,3 +96,17 @@ async def test_without_hivemind_the_directory_is_silent(scene: SimpleNamespace) 
     await scene.directory.publish(record(scene, scene.peer))
     assert scene.shelf.values == {}
     assert await scene.directory.lookup() == []
+
+
+async def test_the_directory_is_not_entered_at_names_other_transports_or_foreign_networks(
+    scene: SimpleNamespace,
+) -> None:
+    good = "/ip4/192.0.2.9/tcp/1/p2p/x"
+    scene.directory.bootstrap_from(
+        (
+            "/dns4/localhost/tcp/22/p2p/x", "/ip4/192.0.2.9/udp/1/quic-v1/p2p/x", good,
+            "/ip4/10.99.98.97/tcp/80/p2p/x",
+        )
+    )  # fmt: skip
+    await scene.directory.publish(record(scene, scene.peer))
+    assert scene.shelf.entered == [(good,)]

@@ -11,10 +11,13 @@ import trio
 from trio.testing import MockClock
 
 from swarm_client.volunteer import reconnect
-from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler
+from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler, heartbeat_seconds
 from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import Generation
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
+from swarm_shared.protocol import Welcome
+from swarm_shared.run.manifest import LimitsConfig
 
 FOUND_SECONDS = 10.0
 """After its return, as the project promises."""
@@ -63,3 +66,13 @@ def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
 
 class FakeInvite:
     coordinator = "12D3KooWNobody"
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 0.5), (1e-6, 0.5), (0.4, 0.5), (3.0, 3.0)])
+def test_a_welcome_lengthens_the_heartbeat_interval_and_never_shortens_it(
+    asked: float | None, seconds: float
+) -> None:
+    welcome = Welcome(
+        generation=Generation(1), certificate="", manifest="", stages=(), heartbeat_seconds=asked
+    )
+    assert heartbeat_seconds(welcome, LimitsConfig(heartbeat_seconds=0.5)) == seconds

@@ -65,7 +65,7 @@ MANIFEST = Manifest(
         vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
         key_value_heads=1, sequence_length=4,
     ),
-    stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=1000, work_flops=1.0),),
+    stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=1_000_000, work_flops=1.0),),
     data=DataConfig(
         token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
         shards=tuple(

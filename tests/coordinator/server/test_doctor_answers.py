@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import open_node
+from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.client import open_probe
 from swarm_shared.probe.server import AnswerHello
 from swarm_shared.protocol import (
@@ -63,8 +65,11 @@ async def look(invite: Invite, **changes: object) -> DoctorWelcome:
 
 
 async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
-    folder: RunFolder,
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The volunteers come from this machine, so that its addresses are proved to be theirs.
+    here = Interfaces(hosts=frozenset(map(ipaddress.ip_address, ("127.0.0.1", "1.2.3.4"))))
+    monkeypatch.setattr(Interfaces, "of_this_machine", lambda: here)
     manifest = load_manifest(folder)
     volunteers = {
         Identity.generate(): reachability
@@ -74,15 +79,25 @@ async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
     async with served(folder) as run:
         alone = await look(run.invite)
         assert alone.neighbours == ()
-        public_address = ("/ip4/1.2.3.4/tcp/4001",)
-        async with client(run.invite, public) as one, client(run.invite) as other:
+        public_address, foreign = ("/ip4/1.2.3.4/tcp/4001",), "/ip4/9.9.9.9/tcp/22"
+        async with (
+            client(run.invite, public) as one,
+            client(run.invite) as other,
+            client(run.invite) as liar,
+        ):
             for volunteer, reachability in zip(
                 (one, other), volunteers.values(), strict=True
             ):  # fmt: skip
                 await volunteer.send(
-                    hello_for(run.invite, addresses=public_address, reachability=reachability)
+                    hello_for(
+                        run.invite, addresses=(*public_address, foreign), reachability=reachability
+                    )
                 )
                 assert isinstance(await volunteer.receive(), Welcome)
+            await liar.send(
+                hello_for(run.invite, addresses=(foreign,), reachability=Reachability.PUBLIC)
+            )
+            assert isinstance(await liar.receive(), Welcome)
             welcome = await look(run.invite)
     assert [neighbour.peer for neighbour in welcome.neighbours] == [public.peer_id]
     assert welcome.neighbours[0].addresses == public_address

@@ -36,6 +36,8 @@ class AveragingOptions:
     """Listen addresses of p2pd. Port 0 stands for the persistent port of this home."""
     trusted_relays: tuple[str, ...] = ()
     """Full addresses (…/p2p/ID) of relays to hold a slot at, for peers that cannot be dialled."""
+    memory_bytes: int | None = None
+    """Memory that the worker may take beyond its start; None for no limit of the system's."""
 
     @property
     def folder(self) -> Path:

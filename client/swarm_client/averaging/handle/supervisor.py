@@ -56,6 +56,7 @@ from swarm_client.ipc.child_process import ChildProcess, start_child
 from swarm_client.ipc.child_rpc import ChildRpc
 from swarm_client.ipc.errors import WorkerDied
 from swarm_client.ipc.numbered import Numbered
+from swarm_client.machine.memory_limit import OVERHEAD_BYTES, limit_memory
 from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import LinkClosed, SwarmError
 
@@ -348,6 +349,9 @@ class AveragingWorker:
         if not isinstance(first, Started):
             self._reason = f"the averaging worker ended at its start; see {child.log_path}"
             return _End.FAILED
+        if options.memory_bytes is not None:
+            # p2pd is a process of its own and has started: it is not limited.
+            limit_memory(child.pid, options.memory_bytes + OVERHEAD_BYTES)
         rpc = ChildRpc(child, "the averaging worker", send_seconds=SEND_SECONDS)
         running = _Running(rpc, first)
         self._send_initial_state(rpc)

@@ -18,23 +18,22 @@ import trio
 from swarm_client.ipc import shared_memory
 from swarm_client.ipc.child_process import ChildProcess
 from swarm_client.ipc.child_rpc import ChildRpc
+from swarm_client.machine.memory_limit import limit_memory
 from swarm_client.stage.handle.liveness import Liveness, Outstanding
 from swarm_client.stage.handle.slots import Buffer, Output, SlotPool
+from swarm_client.stage.handle.stage_memory import slot_count
 from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
 from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.base.units import memory_text
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again, in bytes; see
 `messages.ConfigureStage`."""
-
-BACKWARD_SLOTS = 8
-"""Most slots for backward passes. A forward's slot is held until its gradient has come back, a
-backward's only while its gradient is sent."""
 
 _STORAGE = (
     messages.ConfigureStage,
@@ -49,16 +48,21 @@ class StageWorker:
     """The handle of one worker; many tasks may call it at once. Made by `open_worker`."""
 
     def __init__(
-        self, child: ChildProcess[messages.WorkerAnswer], manifest: Manifest, stage: StageIndex
+        self,
+        child: ChildProcess[messages.WorkerAnswer],
+        manifest: Manifest,
+        stage: StageIndex,
+        limit_bytes: int | None = None,
     ) -> None:
         self.stage = stage
         self.sizes: SlotSizes = slot_sizes(manifest, stage)
         self._tokens = manifest.tokens_per_microbatch
         self._child = child
-        self._rpc = ChildRpc(child, f"the compute process of stage {stage}")
+        limited = "" if limit_bytes is None else f" (limited to {memory_text(limit_bytes)})"
+        self._rpc = ChildRpc(child, f"the compute process of stage {stage}{limited}")
         self._liveness = Liveness()
         microbatches = manifest.limits.stage_queue
-        self.slot_count = microbatches + min(microbatches, BACKWARD_SLOTS)
+        self.slot_count = slot_count(manifest)
         self._forward_slots = SlotPool(range(microbatches))
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
@@ -324,6 +328,7 @@ async def open_worker(
     namespace: str,
     log_path: Path,
     *,
+    private_bytes: int | None = None,
     kept_budget_bytes: int = KEPT_BUDGET_BYTES,
     process: AbstractAsyncContextManager[WorkerChild] | None = None,
 ) -> AsyncIterator[StageWorker]:
@@ -331,12 +336,15 @@ async def open_worker(
 
     `namespace` begins the names of its shared memory; no other live worker may use it. `process`
     is a process started in advance (`swarm_client.stage.handle.warm_worker`); by default a new one
-    is started. WorkerDied or RequestFailed if it cannot start (missing device, too little memory).
+    is started. `private_bytes` bounds the memory that it takes beyond its imports
+    (`swarm_client.stage.handle.stage_memory`). WorkerDied or RequestFailed if it cannot start
+    (missing device, too little memory).
     """
     attached: list[shared_memory.Segment] = []
     try:
         async with process or worker_process(threads, log_path) as child:
-            worker = StageWorker(child, manifest, stage)
+            limit = None if private_bytes is None else limit_memory(child.pid, private_bytes)
+            worker = StageWorker(child, manifest, stage, limit)
             async with _quiet_nursery() as nursery:
                 nursery.start_soon(worker._receive_all)
                 nursery.start_soon(worker._rpc.send_all)

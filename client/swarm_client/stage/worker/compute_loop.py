@@ -7,6 +7,7 @@ traceback in its log, and the daemon starts another one.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.base.types import Step
+from swarm_shared.base.units import memory_text
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 
@@ -314,11 +316,22 @@ def _outcome(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Nu
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        message = f"the device's memory is full ({str(error).splitlines()[0][:300]})"
+        message = f"{_full_memory()} ({str(error).splitlines()[0][:300]})"
     # Outside of the handler, because its traceback keeps tensors alive that must be freed first.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return messages.Failed(code="out_of_memory", message=message)
+
+
+def _full_memory() -> str:
+    """Describe which memory is full: the daemon may have limited this process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit == resource.RLIM_INFINITY:
+        return "the device's memory is full"
+    return (
+        f"the stage needs more than the {memory_text(limit)} that this process may take; "
+        "offer more with --memory-gib, or leave the run"
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

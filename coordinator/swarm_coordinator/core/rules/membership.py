@@ -32,7 +32,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         peer=event.peer,
         session=event.session,
         profile=PeerProfile(hello.name, hello.device, hello.memory_bytes, hello.wanted_stage),
-        contact=PeerContact(hello.addresses, hello.carrier, hello.reachability, hello.offers_relay),
+        contact=PeerContact.of(hello.announced),
         certificate=event.certificate,
         last_heard=now,
     )
@@ -50,6 +50,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             manifest=run.start.manifest_envelope,
             stages=run.peers.stage_rows(),
             directory=_dht_entry_points(run, peer),
+            site=peer.contact.site,
             keep=held is not None,
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
@@ -130,7 +131,9 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
         # A peer that attaches again is listed itself, and cannot enter through itself.
         carrier = peer.contact.carrier
         if peer is not joining and carrier is not None:
-            found.extend(f"{a}/p2p/{carrier.peer}" for a in carrier.addresses[:2])
+            is_near = peer.contact.site == joining.contact.site
+            dialable = (*carrier.addresses, *(carrier.local if is_near else ()))
+            found.extend(f"{a}/p2p/{carrier.peer}" for a in dialable[:2])
         if len(found) >= 8:
             break
     return tuple(found[:8])

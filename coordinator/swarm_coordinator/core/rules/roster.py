@@ -60,9 +60,7 @@ MAXIMUM_REVOKED = 65_536
 
 def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now: float) -> None:
     """Update a peer's addresses and reachability."""
-    contact = PeerContact(
-        message.addresses, message.carrier, message.reachability, message.offers_relay
-    )
+    contact = PeerContact.of(message)
     if contact == peer.contact:
         return
     run.peers.set_contact(peer, contact)

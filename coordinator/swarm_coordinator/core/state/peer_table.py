@@ -452,5 +452,7 @@ def _record(peer: PeerState, accepts_work: bool) -> PeerRecord:
         accepts_work=accepts_work,
         reachability=contact.reachability,
         offers_relay=contact.offers_relay,
+        local=contact.local,
+        site=contact.site,
     )
     return peer.record

@@ -15,7 +15,7 @@ from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.core.state.utilisation import LastHeartbeat
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import CarrierAddress, PeerRecord, Reachability
+from swarm_shared.protocol import AddressUpdate, CarrierAddress, PeerRecord, Reachability
 
 NO_VERSION = Version(0)
 
@@ -57,6 +57,16 @@ class PeerContact:
     carrier: CarrierAddress | None
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
+    local: tuple[str, ...] = ()
+    """Private addresses, for peers of the same site."""
+    site: str = ""
+
+    @classmethod
+    def of(cls, announced: AddressUpdate) -> PeerContact:
+        return cls(
+            announced.addresses, announced.carrier, announced.reachability,
+            announced.offers_relay, announced.local, announced.site,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -50,10 +50,17 @@ RECENT_SECONDS: Final = 10.0
 """Time after an attempt in which further connections belong to it: both ends dial, and more than
 one connection may result."""
 MAX_ADDRESSES: Final = 8
+MAX_ADDRESSES_DIALLED: Final = 4
+"""Addresses of a remote that are dialled: a public one of each IP version, and two in its own
+network. Nothing proves that they are the remote's."""
+MAX_DIALS: Final = 8
+"""Dials of one address in an attempt: 1.6 s in which both ends' dials must meet. An address that
+goes on refusing may be that of a machine with no part in the run."""
 REMOTE_ATTEMPT_PAUSE_SECONDS: Final = 5.0
-"""Pause between attempts that a remote begins and that fail: the remote decides which addresses
-this node dials, and must not cause a flood."""
-MAX_REMOTE_ATTEMPTS: Final = 32
+"""Pause after the first failed attempt that a remote has begun; doubled with each further one: the
+remote decides which addresses this node dials, and must not cause a flood."""
+LONGEST_REMOTE_PAUSE_SECONDS: Final = 120.0
+MAX_REMOTE_ATTEMPTS: Final = 8
 """Attempts begun by remotes at once; a refused remote tries again."""
 PLAIN_DIAL_DELAY_SECONDS: Final = 0.3
 """Delay of a plain dial after the start: when the remote needs no hole, it is reachable from any
@@ -194,7 +201,11 @@ class HolePuncher:
         if self._invited >= MAX_REMOTE_ATTEMPTS:
             return False
         ended = self._ended.get(peer)
-        return ended is None or trio.current_time() - ended >= REMOTE_ATTEMPT_PAUSE_SECONDS
+        pause_seconds = backoff_seconds(
+            self._failures.get(peer, 1) - 1, REMOTE_ATTEMPT_PAUSE_SECONDS,
+            LONGEST_REMOTE_PAUSE_SECONDS,
+        )  # fmt: skip
+        return ended is None or trio.current_time() - ended >= pause_seconds
 
     async def _take_invitation(self, peer: PeerId, stream: YamuxStream) -> None:
         with self._attempt(peer):
@@ -233,7 +244,7 @@ class HolePuncher:
         """Return the remote's addresses that are worth dialling from here."""
         unpacked = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
         addresses = dict.fromkeys(address for address in unpacked if address is not None)
-        return direct_addresses(addresses, self._interfaces())
+        return direct_addresses(addresses, self._interfaces())[:MAX_ADDRESSES_DIALLED]
 
     async def _dial(self, peer: PeerId, addresses: list[str], *, as_initiator: bool) -> bool:
         """Dial all of the addresses repeatedly until one connects or the time is over."""
@@ -259,7 +270,9 @@ class HolePuncher:
                 for place in places:
                     expected.pop(place, None)
         now = trio.current_time()
-        self._ended = {p: t for p, t in self._ended.items() if now - t < RECENT_SECONDS}
+        self._ended = {
+            p: t for p, t in self._ended.items() if now - t < LONGEST_REMOTE_PAUSE_SECONDS
+        }
         self._ended[peer] = now
         if self._has_direct(peer):
             self.succeeded += 1
@@ -275,7 +288,9 @@ class HolePuncher:
     async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:
         target = Multiaddr(address)
         dial = self._swarm.dial_addr if as_initiator else self._swarm.dial_addr_as_responder
-        while not self._has_direct(peer):
+        for _ in range(MAX_DIALS):
+            if self._has_direct(peer):
+                return
             try:
                 with dial_errors(address):
                     await dial(target, peer_id, self._source(6 if "/ip6/" in address else 4))

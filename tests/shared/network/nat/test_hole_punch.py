@@ -290,7 +290,7 @@ async def test_an_invitation_makes_a_node_dial_a_few_addresses_a_few_times(
         with trio.move_on_after(3):
             while True:
                 await invite(attacker, target, *victims)
-        assert dialled <= 8 * (1 + int(0.5 / hole_punch.RETRY_SECONDS))
+        assert 0 < dialled <= 4 * (1 + int(0.5 / hole_punch.RETRY_SECONDS))
         nursery.cancel_scope.cancel()
 
 
@@ -339,3 +339,41 @@ async def test_nobody_can_claim_the_place_of_another_peer(monkeypatch: pytest.Mo
             await until(partial(target._puncher._is_running, peer.peer_id))
             await trio.sleep(0.2)
             assert [str(peer) for peer in swarm.expected_as_initiator.values()] == [honest.peer_id]
+
+
+async def test_invitations_that_lead_nowhere_are_taken_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member that names foreign addresses again and again sends few connections there."""
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.1)
+    monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.25)
+    dialled = 0
+
+    async def count(stream: trio.SocketStream) -> None:
+        nonlocal dialled
+        dialled += 1
+
+    async with (
+        a_relay() as relay,
+        a_node(None, ANY_PORT) as target,
+        a_node() as attacker,
+        trio.open_nursery() as nursery,
+    ):
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, count, [listener])
+        victim = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
+        attacker.admit_only(lambda peer, protocol: protocol != DCUTR_PROTOCOL)
+        await hold_slot(target, relay)
+        await connect_over_relay(attacker, target)
+        await until(lambda: not target._puncher._attempts)
+        before, taken = target._puncher.failed, 0
+        with trio.move_on_after(4):
+            while True:
+                await invite(attacker, target, victim)
+                taken += 1
+        # After 0.25, 0.5, 1, 2 and 4 s, and the pauses of attempts before.
+        assert 1 <= target._puncher.failed - before <= 5
+        assert taken <= 6
+        assert 1 <= dialled <= 6
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,55 @@
+"""How much memory a stage worker may take, computed by the volunteer from the model's shape.
+
+No figure of the manifest is believed: see `swarm_shared.scheduling.placement.memory_need`.
+"""
+
+from __future__ import annotations
+
+from swarm_client.machine.memory_limit import private_allowance
+from swarm_client.stage.protocol.slot_sizes import slot_sizes
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.base.units import memory_text
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.memory_need import least_stage_memory
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
+
+BACKWARD_SLOTS = 8
+"""Most slots for backward passes. A forward's slot is held until its gradient has come back, a
+backward's only while its gradient is sent."""
+
+EXACT_TOTAL_BYTES = 8
+PLAIN_TOTAL_BYTES = 4
+"""Bytes of one element of a flat vector of gradients: a float64 where gradients are counted."""
+
+
+def slot_count(manifest: Manifest) -> int:
+    """Return the number of payload slots of a worker: forwards, then backwards."""
+    microbatches = manifest.limits.stage_queue
+    return microbatches + min(microbatches, BACKWARD_SLOTS)
+
+
+def worker_allowance(
+    manifest: Manifest, stage: StageIndex, offered_bytes: int, threads: int
+) -> int:
+    """Return the private memory that a worker of the stage may take beyond its runtime.
+
+    CapacityError when the stage, or its payloads in flight, need more than `offered_bytes`.
+    """
+    needed = max(manifest.stages[stage].memory_bytes, least_stage_memory(manifest)[stage])
+    if needed > offered_bytes:
+        raise CapacityError(
+            f"stage {stage} needs {memory_text(needed)} of memory and this machine offers "
+            f"{memory_text(offered_bytes)}; offer more with --memory-gib, or choose another device"
+        )
+    slots_bytes = slot_sizes(manifest, stage).slot_bytes * slot_count(manifest)
+    if slots_bytes > offered_bytes:
+        raise CapacityError(
+            f"the microbatches that may be in flight at stage {stage} take "
+            f"{memory_text(slots_bytes)} and this machine offers {memory_text(offered_bytes)}; "
+            "offer more with --memory-gib, or ask the organiser for a smaller stage_queue"
+        )
+    exact = manifest.codecs.average == "exact"
+    total_bytes = EXACT_TOTAL_BYTES if exact else PLAIN_TOTAL_BYTES
+    flat_bytes = 2 * total_bytes * stage_sizes(manifest)[stage].parameters
+    return private_allowance(offered_bytes, flat_bytes, threads)

@@ -1,0 +1,60 @@
+"""The least memory that a stage can need, from the model's shape alone, and the check of a manifest
+that claims less.
+
+A manifest is the organiser's word. A volunteer that offers one gibibyte must not take a stage of
+three because the manifest says that it is small, so it computes a lower bound itself, without
+torch: the parameters exactly, and of what autograd keeps only the activations that every
+implementation has to keep. `swarm_shared.model.profile`, from which an organiser's figures come,
+measures all of them, so that no honest manifest is below the bound; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.units import memory_text
+from swarm_shared.run.codec_sizes import DTYPE_BYTES
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.stage_cut import GRAPHS, bytes_per_parameter
+from swarm_shared.scheduling.placement.stage_sizes import FLOAT_BYTES, stage_sizes
+
+
+def least_stage_memory(manifest: Manifest) -> tuple[int, ...]:
+    """Return the bytes that a peer of each stage takes at least, without the runtime's own
+    overhead."""
+    tokens, item_bytes = manifest.tokens_per_microbatch, DTYPE_BYTES[manifest.training.dtype]
+    per_parameter = bytes_per_parameter(
+        manifest.training.staleness, manifest.codecs.average == "exact"
+    )
+    per_layer = item_bytes * tokens * _layer_activations(manifest)
+    # The cross entropy keeps a float32 for each word of the vocabulary.
+    head = FLOAT_BYTES * tokens * manifest.model.vocabulary_size
+    last = manifest.stage_count - 1
+    return tuple(
+        per_parameter * sizes.parameters
+        + GRAPHS * ((cut.end_layer - cut.first_layer) * per_layer + (head if index == last else 0))
+        for index, (cut, sizes) in enumerate(
+            zip(manifest.stages, stage_sizes(manifest), strict=True)
+        )
+    )
+
+
+def check_stage_memory(manifest: Manifest) -> None:
+    """Raise CapacityError if the manifest claims less memory for a stage than it can need."""
+    for stage, (cut, least) in enumerate(
+        zip(manifest.stages, least_stage_memory(manifest), strict=True)
+    ):
+        if cut.memory_bytes < least:
+            raise CapacityError(
+                f"the manifest claims {memory_text(cut.memory_bytes)} of memory for stage {stage}, "
+                f"and a stage of this shape needs at least {memory_text(least)}: a volunteer "
+                "would take more than it offers; leave this run, or ask the organiser to make it "
+                "anew with `swarm-coordinator init`"
+            )
+
+
+def _layer_activations(manifest: Manifest) -> int:
+    """Return the values that autograd keeps of one layer for each token: the inputs of its
+    matrices, norms, attention and SwiGLU."""
+    config = manifest.model
+    keys = config.key_value_heads * config.head_size
+    return 8 * config.hidden_size + 2 * keys + 4 * config.intermediate_size

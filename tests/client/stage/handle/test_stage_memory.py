@@ -1,0 +1,158 @@
+"""A volunteer that offers little memory, and runs that take more.
+
+The first tests are about the volunteer's own figures, the last ones about real worker processes
+under the operating system's limit.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from swarm_client.machine.devices import Device
+from swarm_client.machine.memory_limit import OVERHEAD_BYTES
+from swarm_client.stage.handle.stage_memory import worker_allowance
+from swarm_client.stage.handle.warm_worker import WarmWorker
+from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.volunteer.stage_loader import StageLoader
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.run.manifest import (
+    CodecsConfig,
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.scheduling.placement.memory_need import least_stage_memory
+
+MIB = 2**20
+
+
+def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int = 4) -> Manifest:
+    """A run of one layer of this width, which claims so much memory, or what it needs."""
+    shards = tuple(
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        for split in ("train", "heldout")
+    )
+    manifest = Manifest(
+        name="hungry",
+        organiser="organiser",
+        model=ModelConfig(
+            vocabulary_size=64, hidden_size=width, intermediate_size=4 * width, layers=1, heads=4,
+            key_value_heads=4, sequence_length=16,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=claimed_bytes or 0),),
+        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
+        training=TrainingConfig(
+            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        limits=LimitsConfig(stage_queue=stage_queue),
+        codecs=CodecsConfig(average="exact"),
+    )  # fmt: skip
+    if claimed_bytes is not None:
+        return manifest
+    cut = manifest.stages[0].model_copy(update={"memory_bytes": least_stage_memory(manifest)[0]})
+    return manifest.model_copy(update={"stages": (cut,)})
+
+
+def loader_of(manifest: Manifest, offered_bytes: int, folder: Path) -> StageLoader:
+    """The loader of a volunteer that offers so much memory."""
+    context: Any = SimpleNamespace(
+        options=SimpleNamespace(device=Device("cpu", "CPU", offered_bytes), threads=1),
+        node=SimpleNamespace(peer_id=f"peer{uuid.uuid4().hex[:8]}"),
+        home=SimpleNamespace(log_folder=folder),
+    )
+    membership: Any = SimpleNamespace(now=SimpleNamespace(manifest=manifest))
+    return StageLoader(context, membership, None, WarmWorker(1, folder / "worker.log"))  # type: ignore[arg-type]
+
+
+def peak_bytes(worker: StageWorker) -> int:
+    for line in Path(f"/proc/{worker.pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the worker has ended")
+
+
+def test_a_stage_that_needs_more_than_is_offered_is_refused_whatever_the_manifest_claims():
+    manifest = make_manifest(1024, claimed_bytes=1000)
+    with pytest.raises(CapacityError, match=r"stage 0 needs 458 MiB .* offers 256 MiB"):
+        worker_allowance(manifest, StageIndex(0), 256 * MIB, 1)
+
+
+def test_a_stage_that_claims_more_than_is_offered_is_refused():
+    manifest = make_manifest(64, claimed_bytes=2**40)
+    with pytest.raises(CapacityError, match="stage 0 needs 1 TiB"):
+        worker_allowance(manifest, StageIndex(0), 256 * MIB, 1)
+
+
+def test_payloads_in_flight_that_take_more_than_is_offered_are_refused():
+    queue = {"limits": LimitsConfig(stage_queue=4096)}
+    manifest = make_manifest(64).model_copy(update=queue)
+    with pytest.raises(CapacityError, match="microbatches that may be in flight at stage 0"):
+        worker_allowance(manifest, StageIndex(0), 16 * MIB, 1)
+
+
+def test_what_lies_in_shared_memory_is_taken_off_the_private_memory():
+    manifest = make_manifest(256)
+    offered = 512 * MIB
+    allowance = worker_allowance(manifest, StageIndex(0), offered, 1)
+    parameters = 16 * 256 * 256 + 2 * 64 * 256
+    assert offered - 16 * 1.01 * parameters < allowance - OVERHEAD_BYTES < offered
+
+
+@pytest.mark.process
+def test_a_worker_of_a_hidden_giant_never_starts(tmp_path: Path):
+    """With a claim that was believed, the worker took twelve times what was offered."""
+    loader = loader_of(make_manifest(1024, claimed_bytes=1000), 64 * MIB, tmp_path)
+
+    async def main() -> None:
+        async with loader.open_worker(StageIndex(0)) as worker:
+            pytest.fail(f"the worker took {peak_bytes(worker) / MIB:.0f} MiB of 64 MiB")
+
+    with pytest.raises(CapacityError, match="stage 0 needs"):
+        trio.run(main)
+
+
+@pytest.mark.process
+def test_the_system_stops_a_worker_at_its_limit_and_the_daemon_gets_a_sentence(tmp_path: Path):
+    manifest = make_manifest(2048)
+
+    async def main() -> None:
+        async with open_worker(
+            manifest, StageIndex(0), "cpu", 1, 2**30, f"test-{uuid.uuid4().hex[:12]}",
+            tmp_path / "worker.log", private_bytes=256 * MIB,
+        ) as worker:  # fmt: skip
+            pytest.fail(f"the worker took {peak_bytes(worker) / MIB:.0f} MiB")
+
+    with pytest.raises(RequestFailed, match=r"needs more than the .* that this process may take"):
+        trio.run(main)
+
+
+@pytest.mark.process
+def test_a_worker_within_its_limit_works(tmp_path: Path):
+    manifest = make_manifest(512)
+    needed = manifest.stages[0].memory_bytes
+    loader = loader_of(manifest, needed, tmp_path)
+
+    async def main() -> None:
+        async with loader.open_worker(StageIndex(0)) as worker:
+            inputs = bytes(4 * manifest.tokens_per_microbatch)
+            for microbatch in range(6):
+                done = await worker.forward(1, microbatch, True, (inputs, inputs))  # type: ignore[arg-type]
+                assert done.added
+                done.release()
+            assert peak_bytes(worker) < needed + OVERHEAD_BYTES
+
+    trio.run(main)

@@ -1,0 +1,157 @@
+"""A member that announces somebody else's address, against a real coordinator and real nodes.
+
+Connections are counted at the foreign port: 127.0.0.2 is not this machine's own address to the
+coordinator, as any host of the internet is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
+from swarm_client.membership.roster import RosterView
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
+    AddressUpdate,
+    AssignStage,
+    CarrierAddress,
+    PeerRecord,
+    Reachability,
+    Ready,
+    Roster,
+    RosterChange,
+    StageRequest,
+    Welcome,
+)
+
+
+@dataclass
+class Foreign:
+    """A machine with no part in the run."""
+
+    port: int = 0
+    connections: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"/ip4/127.0.0.2/tcp/{self.port}"
+
+    def announced(self) -> tuple[str, ...]:
+        relay = Identity.from_seed(b"r" * 32).peer_id
+        return (
+            self.address, f"/dns4/localhost/tcp/{self.port}",
+            f"/ip4/127.0.0.2/udp/{self.port}/quic-v1",
+            f"{self.address}/p2p/{relay}/p2p-circuit",
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def foreign_machine() -> AsyncIterator[Foreign]:
+    foreign = Foreign()
+
+    async def count(stream: trio.SocketStream) -> None:
+        foreign.connections += 1
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.2")
+        foreign.port = listener.socket.getsockname()[1]
+        nursery.start_soon(trio.serve_listeners, count, [listener])
+        yield foreign
+        nursery.cancel_scope.cancel()
+
+
+async def attach(one: Client, invite: Invite, stage: int, **changes: object) -> Welcome:
+    """Say hello and hold a stage."""
+    await one.send(hello_for(invite, **changes))
+    welcome = await one.receive()
+    assert isinstance(welcome, Welcome)
+    await one.send(StageRequest(stage=StageIndex(stage)))
+    while not isinstance(await one.receive(), AssignStage):
+        pass
+    await one.send(Ready(stage=StageIndex(stage), version=0, digest="d"))
+    return welcome
+
+
+async def record_of(one: Client, view: RosterView, peer: PeerId) -> PeerRecord:
+    """The peer's record in the rosters that the coordinator sends."""
+    while (record := view.get(peer)) is None:
+        message = await one.receive()
+        if isinstance(message, Roster):
+            view.replace(message)
+        elif isinstance(message, RosterChange):
+            view.change(message)
+    return record
+
+
+async def test_no_member_is_sent_to_a_machine_that_another_one_names(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    async with (
+        served(folder) as run,
+        foreign_machine() as foreign,
+        client(run.invite) as attacker,
+        client(run.invite) as honest,
+    ):
+        lies = foreign.announced()
+        carrier = CarrierAddress(peer="p2pd", addresses=lies, binding="", local=lies)
+        await attach(attacker, run.invite, 0, addresses=lies, carrier=carrier, local=lies, site="x")
+        await attacker.send(
+            AddressUpdate(
+                addresses=lies, carrier=carrier, reachability=Reachability.PUBLIC,
+                offers_relay=True, local=lies,
+            )
+        )  # fmt: skip
+        welcome = await attach(honest, run.invite, 1)
+        assert not [address for address in welcome.directory if "127.0.0.2" in address]
+        view = RosterView()
+        view.site = welcome.site
+        record = await record_of(honest, view, attacker.node.peer_id)
+        with contextlib.suppress(NetworkError):
+            await honest.node.connect(attacker.node.peer_id, record.addresses)
+        assert foreign.connections == 0
+        assert record.addresses == ()
+        assert record.carrier is not None
+        assert record.carrier.addresses == ()
+
+
+async def test_members_of_one_machine_find_each_other(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    async with (
+        served(folder) as run,
+        client(run.invite) as first,
+        client(run.invite) as second,
+    ):
+        await first.node.listen(["/ip4/127.0.0.1/tcp/0"])
+        await attach(first, run.invite, 0, addresses=first.node.addresses)
+        welcome = await attach(second, run.invite, 1)
+        view = RosterView()
+        view.site = welcome.site
+        record = await record_of(second, view, first.node.peer_id)
+        assert record.addresses == tuple(first.node.addresses)
+        await second.node.connect(first.node.peer_id, record.addresses)
+        assert second.node.is_connected(first.node.peer_id)
+
+
+async def test_a_member_of_another_site_gets_no_private_address(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    async with (
+        served(folder) as run,
+        client(run.invite) as first,
+        client(run.invite) as second,
+    ):
+        await first.node.listen(["/ip4/127.0.0.1/tcp/0"])
+        await attach(first, run.invite, 0, addresses=first.node.addresses)
+        await attach(second, run.invite, 1)
+        view = RosterView()
+        view.site = "another household"
+        record = await record_of(second, view, first.node.peer_id)
+        assert record.addresses == ()

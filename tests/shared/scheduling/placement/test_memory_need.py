@@ -1,0 +1,121 @@
+"""The least memory of a stage against what torch measures, and manifests that claim less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.model.profile import profile_layers
+from swarm_shared.run.manifest import (
+    CodecsConfig,
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import PRESETS, ComputeDtype, ModelConfig
+from swarm_shared.run.stage_cut import plan_stages, stage_memory_bytes
+from swarm_shared.scheduling.placement.memory_need import check_stage_memory, least_stage_memory
+
+
+def honest_manifest(
+    model: ModelConfig, sequences: int, stages: int, dtype: ComputeDtype = "float32",
+    staleness: Any = 0, average: Any = "exact",
+) -> Manifest:  # fmt: skip
+    """A manifest with the figures that `swarm-coordinator init` measures."""
+    profile = profile_layers(model, sequences, dtype)
+    exact = average == "exact"
+    cuts = plan_stages(profile, stages, staleness=staleness, exact=exact)
+    shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
+    return Manifest(
+        name="memory",
+        organiser="me",
+        model=model,
+        stages=tuple(
+            cut.model_copy(
+                update={
+                    "memory_bytes": stage_memory_bytes(
+                        profile, cut, index == 0, index == stages - 1,
+                        staleness=staleness, exact=exact,
+                    )
+                }
+            )
+            for index, cut in enumerate(cuts)
+        ),
+        data=DataConfig(
+            token_bytes=4, tokenizer="bytes", unigram_entropy_nats=1.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", **shard),
+                ShardInfo(name="b.tokens", split="heldout", **shard),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=1, microbatches_per_step=1, sequences_per_microbatch=sequences, seed=0,
+            dtype=dtype, staleness=staleness,
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+        codecs=CodecsConfig(average=average),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_bound_is_just_below_what_torch_measures(name: str, dtype: ComputeDtype):
+    chosen = PRESETS[name]
+    manifest = honest_manifest(chosen.model, chosen.sequences_per_microbatch, chosen.stages, dtype)
+    check_stage_memory(manifest)
+    for cut, least in zip(manifest.stages, least_stage_memory(manifest), strict=True):
+        assert 0.8 * cut.memory_bytes < least <= cut.memory_bytes
+
+
+@given(
+    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 4)]),
+    sizes=st.tuples(
+        st.integers(1, 8), st.integers(8, 200), st.integers(2, 500), st.integers(2, 60)
+    ),
+    layers=st.integers(1, 4),
+    stages=st.integers(1, 3),
+    sequences=st.integers(1, 5),
+    tied=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    staleness=st.sampled_from([0, 1]),
+    average=st.sampled_from(["exact", "none", "int8"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_honest_manifest_is_refused(
+    heads: tuple[int, int], sizes: tuple[int, int, int, int], layers: int, stages: int,
+    sequences: int, tied: bool, dtype: ComputeDtype, staleness: int, average: str,
+):  # fmt: skip
+    width, intermediate, vocabulary, length = sizes
+    model = ModelConfig(
+        vocabulary_size=vocabulary, hidden_size=8 * width * heads[0],
+        intermediate_size=intermediate, layers=layers, heads=heads[0], key_value_heads=heads[1],
+        sequence_length=length, tie_embeddings=tied,
+    )  # fmt: skip
+    check_stage_memory(honest_manifest(model, sequences, stages, dtype, staleness, average))
+
+
+def test_a_manifest_that_hides_the_size_of_a_stage_is_refused_in_a_sentence():
+    small = PRESETS["small"]
+    manifest = honest_manifest(small.model, small.sequences_per_microbatch, 2)
+    first, second = manifest.stages
+    hidden = second.model_copy(update={"memory_bytes": 1000})
+    with pytest.raises(CapacityError, match="claims 1000 B of memory for stage 1") as refused:
+        check_stage_memory(manifest.model_copy(update={"stages": (first, hidden)}))
+    assert "leave this run" in str(refused.value)
+
+
+def test_a_microbatch_of_more_tokens_needs_more_memory():
+    stage = StageRange(first_layer=0, end_layer=4)
+    model = PRESETS["tiny"].model
+    one, many = (
+        honest_manifest(model, sequences, 1).model_copy(update={"stages": (stage,)})
+        for sequences in (1, 100)
+    )
+    assert least_stage_memory(many)[0] > 10 * least_stage_memory(one)[0]
