@@ -111,7 +111,9 @@ def _relay_address(address: str, relays: RelayAddresses) -> str | None:
     """Return the address of the circuit's relay, if the relay is known to be there."""
     way, _, rest = address.partition(CIRCUIT)
     head, named, relay = way.rpartition("/p2p/")
-    return head if named and not rest and head in relays(PeerId(relay)) else None
+    # A peer may name itself behind the circuit; nothing else may follow there.
+    ends = not rest or (rest.startswith("/p2p/") and rest.count("/") == 2)
+    return head if named and ends and head in relays(PeerId(relay)) else None
 
 
 def _is_global(ip: IpAddress) -> bool:

@@ -57,7 +57,8 @@ def test_an_address_at_which_the_peer_was_dialled_back_counts():
         "/ip4/203.0.113.5/tcp/4001/ws", "/ip4/203.0.113.5/tcp/0", "/unix/tmp/socket", "", "/",
         "/ip4/203.0.113.5/tcp/4001/p2p/x/p2p-circuit", "/p2p-circuit",
         f"/ip4/203.0.113.6/tcp/22/p2p/{RELAY}/p2p-circuit",
-        f"{AT_RELAY}/p2p/{STRANGER}/p2p-circuit", f"{AT_RELAY}/p2p/{RELAY}/p2p-circuit/p2p/x",
+        f"{AT_RELAY}/p2p/{STRANGER}/p2p-circuit",
+        f"{AT_RELAY}/p2p/{RELAY}/p2p-circuit/p2p/x/p2p-circuit",
         f"/dns4/router.lan/tcp/80/p2p/{RELAY}/p2p-circuit",
     ],
 )  # fmt: skip
@@ -68,7 +69,9 @@ def test_names_other_transports_and_unknown_relays_are_never_passed_on(address: 
 def test_a_circuit_counts_where_its_relay_is_known_to_be():
     circuit = f"{AT_RELAY}/p2p/{RELAY}/p2p-circuit"
     near = f"/ip4/192.168.1.9/tcp/4001/p2p/{RELAY}/p2p-circuit"
-    assert sort(place("203.0.113.5"), circuit, near) == Announced((circuit,), (near,))
+    named = f"{circuit}/p2p/{STRANGER}"  # as a node announces it
+    found = sort(place("203.0.113.5"), circuit, named, near)
+    assert found == Announced((circuit, named), (near,))
 
 
 def test_two_volunteers_behind_one_router_still_find_each_other_and_no_one_else_dials_there():
