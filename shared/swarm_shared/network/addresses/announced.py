@@ -113,7 +113,8 @@ def _relay_address(address: str, relays: RelayAddresses) -> str | None:
     head, named, relay = way.rpartition("/p2p/")
     # A peer may name itself behind the circuit; nothing else may follow there.
     ends = not rest or (rest.startswith("/p2p/") and rest.count("/") == 2)
-    return head if named and ends and head in relays(PeerId(relay)) else None
+    known = {address.partition("/p2p/")[0] for address in relays(PeerId(relay))}
+    return head if named and ends and head in known else None
 
 
 def _is_global(ip: IpAddress) -> bool:

@@ -30,7 +30,7 @@ def place(observed: str | None, *dialled_back: str) -> PeerPlace:
 
 
 def relays(peer: PeerId) -> tuple[str, ...]:
-    return (AT_RELAY, "/ip4/192.168.1.9/tcp/4001") if peer == RELAY else ()
+    return (f"{AT_RELAY}/p2p/{RELAY}", "/ip4/192.168.1.9/tcp/4001") if peer == RELAY else ()
 
 
 def sort(where: PeerPlace, *addresses: str) -> Announced:
