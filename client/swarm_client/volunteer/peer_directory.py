@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 
 import trio
-from pydantic import Field
 
 from swarm_client.averaging.handle.requests import DirectoryRequests
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId, UnixSeconds
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope, open_message, sign_message
@@ -34,7 +33,7 @@ MAX_RECORD_BYTES = 32 * 1024
 
 class DirectoryRecord(FrozenModel):
     record: PeerRecord
-    expires: float = Field(ge=0, allow_inf_nan=False)
+    expires: UnixSeconds
 
 
 class PeerDirectory:

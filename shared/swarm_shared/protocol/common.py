@@ -1,4 +1,4 @@
-"""Bounded field types and records that several protocols share."""
+"""Records that several protocols share."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
-
-Text = Annotated[str, Field(max_length=500)]
-Address = Annotated[str, Field(max_length=300)]
-Envelope = Annotated[str, Field(max_length=8_192)]
-"""A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-MAX_MAGNITUDE = 1e100
-"""Largest number accepted from a peer; sums and products over many peers stay finite."""
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-"""A rate per second, of bytes or of microbatches."""
-Loss = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""A loss in nats, summed over tokens."""
-Norm = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""The norm of a gradient, or its square."""
-Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
-Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
+from swarm_shared.base.types import (
+    MAX_REDUCTION_MEMBERS,
+    Addresses,
+    CarrierPeerId,
+    Count,
+    Envelope,
+    Flops,
+    PeerId,
+    ProtocolName,
+    Rate,
+    Seconds,
+    StageIndex,
+)
 
 
 class Reachability(StrEnum):
@@ -60,8 +55,8 @@ class LinkPath(FrozenModel):
 class CarrierAddress(FrozenModel):
     """Where a peer's p2pd can be reached; `binding` is signed by the peer's main key."""
 
-    peer: str = Field(max_length=200)
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    peer: CarrierPeerId
+    addresses: Addresses
     binding: Envelope
 
 
@@ -70,7 +65,7 @@ class PeerRecord(FrozenModel):
 
     peer: PeerId
     stage: StageIndex
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    addresses: Addresses
     certificate: Envelope
     microbatches_per_second: Rate
     carrier: CarrierAddress | None = None
@@ -86,8 +81,8 @@ class StageRow(FrozenModel):
 
     stage: StageIndex
     peers: Count
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
-    work_flops: float = Field(ge=0, allow_inf_nan=False)
+    microbatches_per_second: Rate
+    work_flops: Flops
     memory_bytes: Count
 
 
@@ -95,7 +90,7 @@ class LinkBytes(FrozenModel):
     """Bytes over one link of the reporting peer since it started."""
 
     remote: PeerId
-    protocol: Annotated[str, Field(max_length=100)]
+    protocol: ProtocolName
     sent: Count
     received: Count
 
@@ -104,8 +99,10 @@ class Reduction(FrozenModel):
     """One all-reduce of a step close: of the stage's own gradient, or of a tied embedding's."""
 
     part: Literal["own", "tied"]
-    members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
-    weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(default=(), max_length=4096)
+    members: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_REDUCTION_MEMBERS)
+    weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(
+        default=(), max_length=MAX_REDUCTION_MEMBERS
+    )
     """How much of the vector each member reduces, in proportion and in the members' order; empty
     for equal shares."""
 

@@ -14,6 +14,21 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import (
+    MAX_EXACT_INTEGER,
+    MAX_MICROBATCHES,
+    MAX_SHARDS,
+    MAX_STAGES,
+    Count,
+    Flops,
+    Loss,
+    Magnitude,
+    PeerId,
+    RunName,
+    Seconds,
+    Sha256,
+    Url,
+)
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
@@ -24,11 +39,11 @@ class StageRange(FrozenModel):
     Stage 0 also holds the token embedding; the last stage the final norm and the head.
     """
 
-    first_layer: int = Field(ge=0)
-    end_layer: int = Field(ge=0)
-    work_flops: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    first_layer: int = Field(ge=0, le=MAX_STAGES)
+    end_layer: int = Field(ge=0, le=MAX_STAGES)
+    work_flops: Flops = 0.0
     """FLOPs of forward and backward of one microbatch, from the planner's profile."""
-    memory_bytes: int = Field(default=0, ge=0)
+    memory_bytes: Count = 0
     """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
 
 
@@ -37,17 +52,17 @@ class ShardInfo(FrozenModel):
 
     name: str = Field(pattern=r"^[a-z0-9_-]{1,64}\.tokens$")
     split: Literal["train", "heldout"]
-    tokens: int = Field(ge=1)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    url: str | None = None
+    tokens: int = Field(ge=1, le=MAX_EXACT_INTEGER)
+    sha256: Sha256
+    url: Url | None = None
 
 
 class DataConfig(FrozenModel):
     token_bytes: Literal[1, 2, 4]
-    shards: tuple[ShardInfo, ...] = Field(min_length=2)
+    shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=MAX_SHARDS)
     tokenizer: Literal["bytes", "bpe"]
-    tokenizer_sha256: str | None = None
-    unigram_entropy_nats: float
+    tokenizer_sha256: Sha256 | None = None
+    unigram_entropy_nats: Loss
     """Entropy of the held-out split's own token distribution, a bound for every unigram model."""
 
     def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
@@ -55,12 +70,12 @@ class DataConfig(FrozenModel):
 
 
 class TrainingConfig(FrozenModel):
-    steps: int = Field(ge=1)
-    microbatches_per_step: int = Field(ge=1, le=65_536)
+    steps: int = Field(ge=1, le=MAX_EXACT_INTEGER)
+    microbatches_per_step: int = Field(ge=1, le=MAX_MICROBATCHES)
     sequences_per_microbatch: int = Field(ge=1, le=65_536)
     dtype: ComputeDtype = "float32"
     seed: int = Field(ge=0, lt=2**63)
-    evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
+    evaluation_microbatches: int = Field(default=8, ge=0, le=MAX_MICROBATCHES)
     """Held-out microbatches evaluated after the last step (and never trained on)."""
     staleness: Literal[0, 1] = 0
     """Steps by which the parameters of a gradient lag behind. With 1, step t is computed with
@@ -70,20 +85,24 @@ class TrainingConfig(FrozenModel):
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: float = Field(gt=0, description="Peak rate, after the warm-up.")
+    learning_rate: Magnitude = Field(gt=0, description="Peak rate, after the warm-up.")
     minimum_learning_rate_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="The last step's rate over the peak rate."
+        default=0.1,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="The last step's rate over the peak rate.",
     )
-    warmup_steps: int = Field(ge=0, description="Steps over which the rate rises from zero.")
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-6, gt=0)
+    warmup_steps: Count = Field(description="Steps over which the rate rises from zero.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, allow_inf_nan=False)
+    beta2: float = Field(default=0.95, ge=0, lt=1, allow_inf_nan=False)
+    epsilon: Magnitude = Field(default=1e-6, gt=0)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="Of matrices only; norms and other vectors are exempt."
+    weight_decay: Magnitude = Field(
+        default=0.1, description="Of matrices only; norms and other vectors are exempt."
     )
-    clip_norm: float = Field(
+    clip_norm: Magnitude = Field(
         default=1.0, gt=0, description="Bound on the gradient norm of the whole model."
     )
 
@@ -107,15 +126,15 @@ class CodecsConfig(FrozenModel):
 class LimitsConfig(FrozenModel):
     """Bounds that every peer enforces, so that no remote decides how much memory is taken."""
 
-    heartbeat_seconds: float = Field(
+    heartbeat_seconds: Seconds = Field(
         default=1.0, gt=0, description="Seconds between two heartbeats of a peer."
     )
-    dead_after_seconds: float = Field(
+    dead_after_seconds: Seconds = Field(
         default=4.5,
         gt=0,
         description="Seconds without a heartbeat after which a peer counts as dead.",
     )
-    receipt_interval_seconds: float = Field(
+    receipt_interval_seconds: Seconds = Field(
         default=0.5, gt=0, description="Longest time before finished work is reported."
     )
     edge_credits: int = Field(
@@ -130,18 +149,17 @@ class LimitsConfig(FrozenModel):
         le=4096,
         description="Microbatches that one peer holds at once, over all senders.",
     )
-    join_hold_seconds: float = Field(
+    join_hold_seconds: Seconds = Field(
         default=30.0,
-        ge=0,
         description="Longest time that a step close waits for a joining peer that is downloading "
         "its stage.",
     )
-    round_stall_seconds: float = Field(
+    round_stall_seconds: Seconds = Field(
         default=10.0,
         gt=0,
         description="Seconds without progress after which an all-reduce has failed.",
     )
-    lease_seconds: float = Field(
+    lease_seconds: Seconds = Field(
         default=120.0,
         gt=0,
         description="Seconds after which an unfinished microbatch is leased again to another "
@@ -165,17 +183,17 @@ def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelC
 
 class Manifest(FrozenModel):
     format: Literal[1] = 1
-    name: str = Field(min_length=1, max_length=100)
-    organiser: str
+    name: RunName
+    organiser: PeerId
     """Peer ID of the organiser's key, which signs the manifest and is the coordinator's as well."""
     model: ModelConfig
-    stages: tuple[StageRange, ...] = Field(min_length=1)
+    stages: tuple[StageRange, ...] = Field(min_length=1, max_length=MAX_STAGES)
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
     limits: LimitsConfig = LimitsConfig()
     codecs: CodecsConfig = CodecsConfig()
-    checkpoint_steps: int = Field(default=50, ge=1)
+    checkpoint_steps: int = Field(default=50, ge=1, le=MAX_EXACT_INTEGER)
 
     @model_validator(mode="after")
     def _stages_cover_the_layers(self) -> Self:

@@ -6,12 +6,13 @@ SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MAX_STAGES, Magnitude
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -22,16 +23,18 @@ class ModelConfig(FrozenModel):
     vocabulary_size: int = Field(ge=2, le=1_000_000)
     hidden_size: int = Field(ge=8, le=65_536)
     intermediate_size: int = Field(ge=8, le=262_144)
-    layers: int = Field(ge=1, le=512)
+    layers: int = Field(ge=1, le=MAX_STAGES)
     heads: int = Field(ge=1, le=512)
     key_value_heads: int = Field(ge=1, le=512)
     sequence_length: int = Field(ge=2, le=131_072)
-    rope_theta: float = Field(default=10_000.0, gt=0)
-    norm_epsilon: float = Field(default=1e-5, gt=0)
+    rope_theta: Magnitude = Field(default=10_000.0, gt=0)
+    norm_epsilon: Magnitude = Field(default=1e-5, gt=0)
     tie_embeddings: bool = False
     bottleneck_size: int = Field(default=0, ge=0, le=65_536)
     """Width of the activation at a stage boundary; 0 for the whole residual stream."""
-    bottlenecks: tuple[int, ...] = Field(default=(), max_length=512)
+    bottlenecks: tuple[Annotated[int, Field(ge=0, le=MAX_STAGES)], ...] = Field(
+        default=(), max_length=MAX_STAGES
+    )
     """Layers before which the model has a bottleneck: where it may be cut."""
 
     @model_validator(mode="after")

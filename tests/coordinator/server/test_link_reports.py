@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.server import link_reports as module
 from swarm_coordinator.server.link_reports import MIN_REMEMBERED_PER_REPORTER, LinkReports
@@ -157,7 +158,7 @@ def test_of_those_that_have_gone_the_last_ones_are_remembered(
 
 STATES = st.lists(
     st.dictionaries(
-        st.sampled_from(["b", "c", "d", "e"]),
+        st.sampled_from([named(name) for name in "bcde"]),
         st.tuples(st.integers(0, 3), st.sampled_from(PathKind), st.sampled_from([0.01, 0.1])),
     ),
     min_size=1, max_size=8,

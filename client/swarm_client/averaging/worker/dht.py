@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 
 from swarm_client.averaging.protocol.messages import (
+    MAX_RECORDS,
     Bootstrap,
     Bootstrapped,
     Found,
@@ -30,7 +31,6 @@ from swarm_shared.base.errors import NetworkError
 logger = logging.getLogger(__name__)
 
 ENTER_SECONDS = 5.0
-MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 48 * 1024
 """Bound on a stored record, in bytes; larger ones are left out."""
 
