@@ -23,9 +23,8 @@ from swarm_coordinator.core.events import (
     StoredStage,
 )
 from swarm_coordinator.storage import journal
-from swarm_coordinator.storage.admission_rows import insert_admission
+from swarm_coordinator.storage.admission_rows import insert_admission, write_binding
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.device_owner_rows import write_binding
 from swarm_coordinator.storage.retention import prune
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import LinkBytes
