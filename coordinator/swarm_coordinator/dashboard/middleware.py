@@ -10,11 +10,12 @@ from math import ceil
 from starlette.responses import JSONResponse
 
 from swarm_coordinator.dashboard.http_server import Application, Message, is_this_machine
+from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.rate_limit import RateLimit
 
 BURST = 120.0
 PER_SECOND = 30.0
-"""Requests of one address: the page makes a dozen when it opens, then two a second."""
+"""Requests of one IPv4 address or one IPv6 /64: the page makes a dozen when it opens, then two a second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
 """Requests of all addresses together. This machine counts only here: all clients of a reverse proxy
@@ -67,7 +68,7 @@ class GuardMiddleware:
             await self.application(scope, receive, with_headers)
 
     def _wait_seconds(self, address: str) -> float:
-        wait = 0.0 if is_this_machine(address) else self.per_address.take(address)
+        wait = 0.0 if is_this_machine(address) else self.per_address.take(address_group(address))
         return wait or self.overall.take("all")
 
 

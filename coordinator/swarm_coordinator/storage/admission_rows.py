@@ -2,8 +2,7 @@
 of devices.
 
 Called by `storage.records` and `storage.store`. A row of admission is ended by a time in its last
-column (revoked, removed, lifted) and never deleted, so that it stays known which peers were admitted
-when.
+column (revoked, removed, lifted) and never deleted, so that it stays known which peers had access.
 """
 
 from __future__ import annotations

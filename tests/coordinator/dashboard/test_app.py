@@ -215,6 +215,8 @@ def test_one_address_has_a_rate_of_its_own() -> None:
     assert guard._wait_seconds("198.51.100.1") == 0
     assert guard._wait_seconds("198.51.100.1") > 0
     assert guard._wait_seconds("198.51.100.2") == 0
+    assert guard._wait_seconds("2001:db8::1") == 0
+    assert guard._wait_seconds("2001:db8::2") > 0, "of the same /64"
     assert [guard._wait_seconds("127.0.0.1") for _ in range(5)] == [0] * 5
 
 

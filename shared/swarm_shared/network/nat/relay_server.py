@@ -23,9 +23,10 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.libp2p.host import address_group, take_one
+from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import (
     MESSAGE_SECONDS,
