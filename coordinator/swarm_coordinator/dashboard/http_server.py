@@ -41,8 +41,8 @@ MAX_REQUESTS = 1_000
 """Requests on one connection, so that no client keeps one forever."""
 MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
-"""Of one IPv4 address or one IPv6 /64. A browser opens six. Does not apply to this machine, from which all clients of a reverse proxy
-connect."""
+"""Connections from one IPv4 address or one IPv6 /64; a browser opens six. Does not apply to this
+machine, from which all clients of a reverse proxy connect."""
 _RECEIVE_BYTES = 16 * 1024
 
 Message = MutableMapping[str, Any]

@@ -15,7 +15,8 @@ from swarm_shared.base.rate_limit import RateLimit
 
 BURST = 120.0
 PER_SECOND = 30.0
-"""Requests of one IPv4 address or one IPv6 /64: the page makes a dozen when it opens, then two a second."""
+"""Requests of one IPv4 address or one IPv6 /64: the page makes a dozen when it opens, then two a
+second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
 """Requests of all addresses together. This machine counts only here: all clients of a reverse proxy

@@ -181,7 +181,7 @@ async def test_all_addresses_of_a_v6_network_together_have_the_connections_of_on
     server = HttpServer(echo, max_connections=512)
     async with trio.open_nursery() as nursery:
         for number in range(512):
-            ours, theirs = trio.testing.memory_stream_pair()
+            _, theirs = trio.testing.memory_stream_pair()
             theirs.socket = FakeSocket(f"2001:db8::{number:x}")  # type: ignore[attr-defined]
             nursery.start_soon(server.handle, theirs)
         await trio.testing.wait_all_tasks_blocked(0.05)
