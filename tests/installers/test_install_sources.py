@@ -96,7 +96,7 @@ def test_constraints_that_were_changed_end_the_installation(tmp_path: Path, sour
     (source / "SHA256SUMS").write_text(
         f"{sha256(CONTENT)}  {WHEEL}\n{sha256(PINS.encode())}  constraints.txt\n"
     )
-    with pytest.raises(InstallRefused, match="constraints.txt is damaged"):
+    with pytest.raises(InstallRefused, match=r"constraints\.txt is damaged"):
         constraints_for_pip(tmp_path, source / WHEEL)
 
 

@@ -1,4 +1,4 @@
-"""IP addresses: with a TCP port, their one spelling as a multiaddr, and what counts as one address."""
+"""IP addresses: with a TCP port, as multiaddrs, and what counts as one address."""
 
 from __future__ import annotations
 
