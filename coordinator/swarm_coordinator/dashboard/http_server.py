@@ -128,12 +128,21 @@ def is_this_machine(address: str) -> bool:
         return False
 
 
+def _own_address(stream: trio.SocketStream) -> str:
+    """Return the address of this machine that a client has connected to."""
+    try:
+        return str(stream.socket.getsockname()[0]).removeprefix("::ffff:")
+    except OSError:
+        return ""
+
+
 class _Connection:
     def __init__(self, server: HttpServer, stream: trio.SocketStream, address: str) -> None:
         self._server = server
         self.application = server.application
         self._stream = stream
         self._address = address
+        self._own_address = _own_address(stream)
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
 
     async def run(self) -> None:
@@ -236,7 +245,7 @@ class _Connection:
             "root_path": "",
             "headers": [(bytes(name), bytes(value)) for name, value in request.headers],
             "client": (self._address, 0),
-            "server": None,
+            "server": (self._own_address, 0),
             "state": {},
         }
 
