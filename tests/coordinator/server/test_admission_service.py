@@ -467,7 +467,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
         await order(token_run, PeerBanned(peer=gone, reason="cheats"))
         paths = (
             LinkPath(
-                remote=named("bert"), kind=PathKind.RELAYED, relay=named("car1"),
+                remote=run.invite.coordinator, kind=PathKind.RELAYED, relay=named("car1"),
                 rtt_seconds=0.08, bytes_per_second=1.2e6,
             ),
         )  # fmt: skip
@@ -486,7 +486,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
         reported = [p for p in status["paths"] if p["reporter"] == one.node.peer_id]
         assert reported == [
             {
-                "reporter": one.node.peer_id, "remote": named("bert"), "kind": "relayed",
+                "reporter": one.node.peer_id, "remote": run.invite.coordinator, "kind": "relayed",
                 "relay": named("car1"), "rtt_seconds": 0.08, "bytes_per_second": 1.2e6,
             }
         ]  # fmt: skip
