@@ -9,6 +9,6 @@ _CHARACTERS = 52
 
 
 def named(name: str) -> PeerId:
-    """Return an ID with `name` in it, which consists of base58 characters. IDs of names of one
-    length have the order of the names."""
-    return PeerId(f"{_PREFIX}{name}".ljust(_CHARACTERS, "1"))
+    """Return an ID that ends with `name`, which consists of base58 characters: shortened IDs show
+    their end. IDs of names of one length have the order of the names."""
+    return PeerId(_PREFIX + name.rjust(_CHARACTERS - len(_PREFIX), "1"))
