@@ -246,16 +246,17 @@ fetch() {
             download "${from%/*}/SHA256SUMS" "$scratch/SHA256SUMS" 2>/dev/null ||
                 rm -f "$scratch/SHA256SUMS"
         fi
+        constraints=$scratch/constraints.txt
+        [ -n "$sha256" ] || download "${from%/*}/constraints.txt" "$constraints" 2>/dev/null ||
+            rm -f "$constraints"
+        check_constraints "$scratch/SHA256SUMS"
         check "$scratch/SHA256SUMS"
-        constraints=
-        if download "${from%/*}/constraints.txt" "$scratch/constraints.txt" 2>/dev/null; then
-            constraints=$scratch/constraints.txt
-        fi
         ;;
     *.whl)
         wheel=$from
-        check "$(dirname "$wheel")/SHA256SUMS"
         constraints=$(dirname "$wheel")/constraints.txt
+        check_constraints "$(dirname "$wheel")/SHA256SUMS"
+        check "$(dirname "$wheel")/SHA256SUMS"
         ;;
     *)
         wheel=
@@ -267,7 +268,11 @@ fetch() {
 
 download() {
     if command -v curl >/dev/null 2>&1; then
-        curl --fail --silent --show-error --location --output "$2" "$1"
+        # From https never on to plain http.
+        case $1 in https://*) set -- "$1" "$2" --proto-redir =https ;; esac
+        source_url=$1 target=$2
+        shift 2
+        curl --fail --silent --show-error --location "$@" --output "$target" "$source_url"
     elif command -v wget >/dev/null 2>&1; then
         wget --quiet --output-document="$2" "$1"
     else
@@ -279,19 +284,50 @@ download() {
 check() {
     name=$(basename "$wheel")
     if [ -z "$sha256" ] && [ -f "$1" ]; then
-        # Two columns: the hash, then the name with an asterisk before it where it was read binary.
-        sha256=$(awk -v name="$name" '$2 == name || $2 == "*" name { print $1; exit }' "$1")
+        sha256=$(listed_in "$1" "$name")
         [ -n "$sha256" ] || fail "the SHA256SUMS beside $name does not list it; nothing was installed"
     fi
     if [ -z "$sha256" ]; then
         say "no SHA256SUMS lies beside $name: it is taken as it is"
         return
     fi
-    found=$("$python" -c 'import hashlib, sys
-print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$wheel")
+    found=$(sha256_of "$wheel")
     [ "$found" = "$sha256" ] || fail "$name is damaged or not the one that was meant: its SHA-256 is" \
         "$found instead of $sha256; nothing was installed"
     say "the SHA-256 of $name is right"
+}
+
+# What pip reads decides what it runs: a line `name @ URL` names any code. So the constraints are taken
+# only where the same source vouches for the wheel as well, and never beside a hash given by hand,
+# which is of the wheel alone.
+check_constraints() {
+    [ -f "$constraints" ] || return 0
+    if [ -n "$sha256" ]; then
+        say "constraints.txt is not taken: --sha256 is of the wheel alone"
+        constraints=
+    elif [ -f "$1" ]; then
+        listed=$(listed_in "$1" constraints.txt)
+        if [ -z "$listed" ]; then
+            say "constraints.txt is not taken: SHA256SUMS does not list it"
+            constraints=
+        elif [ "$(sha256_of "$constraints")" != "$listed" ]; then
+            fail "constraints.txt is damaged or not the one that was meant; nothing was installed"
+        fi
+    fi
+    [ -n "$constraints" ] || return 0
+    other=$(grep -Evm 1 '^[[:space:]]*(#.*)?$|^[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+[[:space:]]*$' \
+        "$constraints") || return 0
+    fail "constraints.txt holds '$other', which is no version such as name==1.2; nothing was installed"
+}
+
+# Two columns: the hash, then the name with an asterisk before it where it was read binary.
+listed_in() {
+    awk -v name="$2" '$2 == name || $2 == "*" name { print $1; exit }' "$1"
+}
+
+sha256_of() {
+    "$python" -c 'import hashlib, sys
+print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$1"
 }
 
 # ---------------------------------------------------------------- the environment

@@ -168,7 +168,9 @@ async def attack_coordinator(insider: Insider) -> None:
         "hello again": encode(
             Hello(run=insider.invite.run_id, software="0", addresses=(), device="", memory_bytes=0)
         ),
-        "a receipt of another run": encode(Receipts(receipts=(insider.receipt(mine, run="ab"),))),
+        "a receipt of another run": encode(
+            Receipts(receipts=(insider.receipt(mine, run="cd" * 32),))
+        ),
         "a receipt that is none": encode(Receipts(receipts=("AAAA",))),
         "a rate beyond all measure": b'{"kind":"heartbeat","microbatches_per_second":1.7e308,'
         b'"queued":0}',

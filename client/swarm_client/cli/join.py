@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm_client.cli.options import home_option, print_event
+from swarm_client.cli.options import home_option, invite_argument, print_event
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
@@ -31,7 +31,7 @@ FRESH_LOG_BYTES = 5 * 2**20
 
 
 @click.command()
-@click.argument("invite")
+@invite_argument(required=True)
 @home_option
 @click.option(
     "--device", "devices", multiple=True, metavar="DEVICE",
@@ -90,6 +90,8 @@ def join(
     detach: bool,
 ) -> None:
     """Join the run that INVITE names; Ctrl-C leaves cleanly.
+
+    With - as INVITE it is read from standard input, where no other user of this machine sees it.
 
     If a daemon already runs in this home, it joins the run and this command returns.
     """

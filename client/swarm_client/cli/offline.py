@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from swarm_client.cli.options import home_option, json_option, print_json
+from swarm_client.cli.options import home_option, invite_argument, json_option, print_json
 from swarm_client.machine.home import Home
 from swarm_shared.base.version import SOFTWARE_VERSION
 
@@ -41,7 +41,7 @@ def credit(home: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("invite", required=False)
+@invite_argument(required=False)
 @home_option
 @click.option(
     "--device", default="auto", show_default=True, help="Device to check: cpu, cuda:0, … or auto."
@@ -49,6 +49,8 @@ def credit(home: Path | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
     """Check this machine and the path to the run that INVITE names, within half a minute.
+
+    With - as INVITE it is read from standard input.
 
     Downloads nothing and changes nothing in the home. The exit code is 0 if no check failed
     (warnings do not fail a check), otherwise that of the first failed check.

@@ -6,8 +6,10 @@ import contextlib
 import datetime
 import json
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -18,6 +20,7 @@ from swarm_shared.base.text import printable
 JSON_VERSION = 1
 """Version of every JSON document that a command prints; within a version fields are only added."""
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 home_option = click.option(
@@ -26,6 +29,26 @@ home_option = click.option(
     envvar="SWARM_CLIENT_HOME",
     help="Folder of identity, caches and logs.",
 )
+_INVITE_CHARACTERS = 10_000
+"""Longest invite that is read from standard input; the longest possible one has 8192."""
+
+
+def _invite_or_input(
+    context: click.Context, parameter: click.Parameter, invite: str | None
+) -> str | None:
+    """Return the invite; for `-` the one on standard input, because arguments are visible to all
+    users of the machine and an invite may hold a token."""
+    if invite != "-":
+        return invite
+    if sys.stdin.isatty():
+        return sys.stdin.readline(_INVITE_CHARACTERS)
+    return sys.stdin.read(_INVITE_CHARACTERS)
+
+
+def invite_argument(*, required: bool) -> Callable[[_F], _F]:
+    return click.argument("invite", required=required, callback=_invite_or_input)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

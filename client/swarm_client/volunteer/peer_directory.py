@@ -1,7 +1,6 @@
 """The second peer directory: signed records in hivemind's DHT (design: hivemind's DHT).
 
-A record is accepted wherever the DHT stores it, for its signature alone: it is signed by the peer's
-own key and contains a membership certificate of the run.
+The form of a record and its check are in `swarm_client.averaging.protocol.directory_record`.
 """
 
 from __future__ import annotations
@@ -11,32 +10,22 @@ import time
 from collections.abc import Callable
 
 import trio
-from pydantic import Field
 
 from swarm_client.averaging.handle.requests import DirectoryRequests
+from swarm_client.averaging.protocol.directory_record import open_record, sign_record
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
-from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import decode_envelope, open_message, sign_message
 from swarm_shared.network.addresses.announced import is_tcp
 from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses
 from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)
 
-DIRECTORY_DOMAIN = "swarmtrain-directory-1"
 RECORD_LIFETIME_SECONDS = 120.0
 """Lifetime of a record: a peer that has left disappears within two minutes."""
 PUBLISH_INTERVAL_SECONDS = 20.0
 """Seconds between two renewals of this peer's record."""
-MAX_RECORD_BYTES = 32 * 1024
-
-
-class DirectoryRecord(FrozenModel):
-    record: PeerRecord
-    expires: float = Field(ge=0, allow_inf_nan=False)
 
 
 class PeerDirectory:
@@ -79,9 +68,7 @@ class PeerDirectory:
         if not self._requests.available:
             return
         expires = time.time() + RECORD_LIFETIME_SECONDS
-        signed = sign_message(
-            self._identity, DirectoryRecord(record=record, expires=expires), DIRECTORY_DOMAIN
-        )
+        signed = sign_record(self._identity, record, expires)
         try:
             # A bootstrap peer may be unavailable for a moment, for example while its p2pd restarts.
             if self._bootstrap_addresses and await self._requests.bootstrap(
@@ -104,19 +91,7 @@ class PeerDirectory:
         records: list[PeerRecord] = []
         for value in found.values():
             try:
-                records.append(self._checked(value, time.time()))
+                records.append(open_record(value, self._run, self._organiser, time.time()))
             except (AdmissionError, FrameError, SignatureError) as error:
                 log.info("a directory record was rejected: %s", error)
         return records
-
-    def _checked(self, value: bytes, now: float) -> PeerRecord:
-        message, signer = open_message(
-            value, DirectoryRecord, DIRECTORY_DOMAIN, max_bytes=MAX_RECORD_BYTES
-        )
-        if signer != message.record.peer:
-            raise SignatureError(f"{signer} signed the record of {message.record.peer}")
-        if message.expires < now:
-            raise SignatureError(f"the record of {signer} has expired")
-        envelope = decode_envelope(message.record.certificate)
-        check_certificate(envelope, self._run, self._organiser, now, signer)
-        return message.record

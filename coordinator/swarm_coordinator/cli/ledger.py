@@ -10,9 +10,9 @@ import click
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_identity, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
+from swarm_coordinator.storage.admission_rows import read_bindings
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.database import database_exists, open_for_reading
-from swarm_coordinator.storage.device_owner_rows import read_bindings
 from swarm_shared.base.atomic_file import atomic_file
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import StorageError, UsageError

@@ -289,6 +289,11 @@ class HttpSection(FrozenModel):
         description='HOST:PORT. "127.0.0.1:0" serves this machine only, at a free port that is '
         'kept; "0.0.0.0:8080" serves every machine (no peer\'s address is shown); "" for none.',
     )
+    hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names under which a reverse proxy on this machine publishes the dashboard, "
+        'such as ["run.example.org"]. At an address of this machine alone other names are refused.',
+    )
 
     @model_validator(mode="after")
     def _an_address(self) -> Self:

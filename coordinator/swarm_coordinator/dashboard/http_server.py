@@ -28,6 +28,8 @@ from urllib.parse import unquote
 import h11
 import trio
 
+from swarm_shared.base.endpoint import address_group
+
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
@@ -39,8 +41,8 @@ MAX_REQUESTS = 1_000
 """Requests on one connection, so that no client keeps one forever."""
 MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
-"""A browser opens six. Does not apply to this machine, from which all clients of a reverse proxy
-connect."""
+"""Connections from one IPv4 address or one IPv6 /64; a browser opens six. Does not apply to this
+machine, from which all clients of a reverse proxy connect."""
 _RECEIVE_BYTES = 16 * 1024
 
 Message = MutableMapping[str, Any]
@@ -90,6 +92,7 @@ class HttpServer:
             address = str(stream.socket.getpeername()[0])
         except OSError:
             address = ""
+        group = address_group(address)
         async with stream:
             if not self._has_room(address):
                 self.counts.refused_connections += 1
@@ -97,7 +100,7 @@ class HttpServer:
                     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                         await stream.send_all(_BUSY)
                 return
-            self._open[address] += 1
+            self._open[group] += 1
             try:
                 await _Connection(self, stream, address).run()
             except (ClientDisconnected, trio.BrokenResourceError, trio.ClosedResourceError):
@@ -106,16 +109,16 @@ class HttpServer:
                 self.counts.failures += 1
                 log.exception("a request could not be answered")
             finally:
-                self._open[address] -= 1
-                if not self._open[address]:
-                    del self._open[address]
+                self._open[group] -= 1
+                if not self._open[group]:
+                    del self._open[group]
 
     def _has_room(self, address: str) -> bool:
         if self.connections >= self.max_connections:
             return False
         if is_this_machine(address):
             return True
-        return self._open[address] < self.max_connections_of_one_address
+        return self._open[address_group(address)] < self.max_connections_of_one_address
 
 
 def is_this_machine(address: str) -> bool:
@@ -125,12 +128,21 @@ def is_this_machine(address: str) -> bool:
         return False
 
 
+def _own_address(stream: trio.SocketStream) -> str:
+    """Return the address of this machine that a client has connected to."""
+    try:
+        return str(stream.socket.getsockname()[0]).removeprefix("::ffff:")
+    except OSError:
+        return ""
+
+
 class _Connection:
     def __init__(self, server: HttpServer, stream: trio.SocketStream, address: str) -> None:
         self._server = server
         self.application = server.application
         self._stream = stream
         self._address = address
+        self._own_address = _own_address(stream)
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
 
     async def run(self) -> None:
@@ -233,7 +245,7 @@ class _Connection:
             "root_path": "",
             "headers": [(bytes(name), bytes(value)) for name, value in request.headers],
             "client": (self._address, 0),
-            "server": None,
+            "server": (self._own_address, 0),
             "state": {},
         }
 

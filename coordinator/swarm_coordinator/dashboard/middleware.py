@@ -1,7 +1,8 @@
-"""Checks before every path: rate limits and security headers."""
+"""Checks before every path: the host's name, rate limits and security headers."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,13 @@ from math import ceil
 from starlette.responses import JSONResponse
 
 from swarm_coordinator.dashboard.http_server import Application, Message, is_this_machine
+from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.rate_limit import RateLimit
 
 BURST = 120.0
 PER_SECOND = 30.0
-"""Requests of one address: the page makes a dozen when it opens, then two a second."""
+"""Requests of one IPv4 address or one IPv6 /64: the page makes a dozen when it opens, then two a
+second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
 """Requests of all addresses together. This machine counts only here: all clients of a reverse proxy
@@ -44,6 +47,8 @@ class GuardMiddleware:
     overall: RateLimit = field(
         default_factory=lambda: RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
     )
+    hosts: frozenset[str] = frozenset()
+    """Names of this machine at its loopback addresses, besides those that it always has."""
     answers: Counter[str] = field(default_factory=Counter)
     """Responses by status class, like 2xx."""
 
@@ -60,15 +65,41 @@ class GuardMiddleware:
             await send(message)
 
         wait_seconds = self._wait_seconds(str(scope["client"][0]))
-        if wait_seconds > 0:
+        if not self._is_for_this_host(scope):
+            await _MISDIRECTED(scope, receive, with_headers)
+        elif wait_seconds > 0:
             refusal = _refusal(max(1, ceil(wait_seconds)))
             await refusal(scope, receive, with_headers)
         else:
             await self.application(scope, receive, with_headers)
 
+    def _is_for_this_host(self, scope: Message) -> bool:
+        """Whether a request at a loopback address names this machine.
+
+        A page of another site can have its own name resolve to 127.0.0.1 after it was loaded (DNS
+        rebinding). The browser then takes the dashboard for that site's and gives it the answers,
+        but it sends the site's name.
+        """
+        server = scope["server"]
+        if server is None or not is_this_machine(server[0]):
+            return True
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        name = _PORT.sub("", given[0]).strip("[]").lower() if len(given) == 1 else ""
+        return name == "localhost" or name in self.hosts or is_this_machine(name)
+
     def _wait_seconds(self, address: str) -> float:
-        wait = 0.0 if is_this_machine(address) else self.per_address.take(address)
+        wait = 0.0 if is_this_machine(address) else self.per_address.take(address_group(address))
         return wait or self.overall.take("all")
+
+
+_PORT = re.compile(r":[0-9]*$")
+_MISDIRECTED = JSONResponse(
+    {
+        "error": "this dashboard does not serve that name; use localhost, or add the name to hosts "
+        "in [http] of run.toml if a reverse proxy passes it on"
+    },
+    421,
+)
 
 
 def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:

@@ -25,7 +25,7 @@ from swarm_coordinator.dashboard.middleware import GuardMiddleware
 from swarm_coordinator.dashboard.prometheus import HttpStatistics, exposition
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
-from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.credit.credit import work_shares
@@ -49,7 +49,8 @@ class Dashboard:
         self.app = build_app(
             AppContext(self.snapshot_loop, folder.dashboard_token(), self._metrics)
         )
-        self.guard = GuardMiddleware(self.app)
+        hosts = frozenset(name.lower() for name in load_settings(folder).http.hosts)
+        self.guard = GuardMiddleware(self.app, hosts=hosts)
         self.server = HttpServer(self.guard)
 
     def _metrics(self, snapshot: Snapshot) -> bytes:

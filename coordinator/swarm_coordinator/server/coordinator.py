@@ -178,7 +178,7 @@ class Coordinator:
         service, node, admission = self._service, self._node, self._admission
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
-        reports = LinkReports(node)
+        reports = LinkReports(node, self._state.peers.__contains__)
         self.control = ControlServer(
             admission, self._sessions, self._queue, reports.record,
             AddressProof(self._known_addresses, Interfaces.of_this_machine),
@@ -219,6 +219,7 @@ class Coordinator:
             nursery.start_soon(self._sessions.wake_writers)
             nursery.start_soon(status_writer.write_status_repeatedly)
             nursery.start_soon(status_writer.write_links_repeatedly)
+            nursery.start_soon(status_writer.prune_rows_repeatedly)
             nursery.start_soon(self._admission_service.serve_commands, self._note)
             nursery.start_soon(self._admission_service.renew_certificates)
             if self._service.dashboard_process is not None:

@@ -7,7 +7,7 @@ session, so each report belongs to a session: a new session of a peer begins wit
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,10 +22,13 @@ Paths = dict[PeerId, tuple[LinkPath, ...]]
 
 MAX_REMEMBERED = 100_000
 """Links kept of all reporters together, and paths: tens of megabytes. Each reporter has an equal
-share of them and loses what it has not reported for longest. The database keeps all links."""
+share of them and loses what it has not reported for longest, saved or not."""
 
 MIN_REMEMBERED_PER_REPORTER = 8
 """Links and paths kept of a reporter, however many reporters there are."""
+
+MAX_PROTOCOLS = 16
+"""Names of protocols that count of one reporter in a session; a volunteer has eight."""
 
 MAX_DETACHED_REPORTERS = 10_000
 """Detached reporters whose links are still shown."""
@@ -46,13 +49,25 @@ class ReporterState:
     session: SessionNumber
     links: dict[tuple[PeerId, str], LinkBytes] = field(default_factory=dict)
     paths: dict[PeerId, LinkPath] = field(default_factory=dict)
+    protocols: set[str] = field(default_factory=set)
+
+    def takes(self, protocol: str) -> bool:
+        """Whether links of this protocol count."""
+        if len(self.protocols) < MAX_PROTOCOLS:
+            self.protocols.add(protocol)
+        return protocol in self.protocols
 
 
 class LinkReports:
-    """Reports by peer. The coordinator's own are those of its node."""
+    """Reports by peer. The coordinator's own are those of its node.
 
-    def __init__(self, node: Node) -> None:
+    Only links and paths to peers of the run count: to the coordinator, to those attached now, and
+    to those that have reported and are still remembered. A reporter can name any number of others.
+    """
+
+    def __init__(self, node: Node, is_attached: Callable[[PeerId], bool]) -> None:
         self._node = node
+        self._is_attached = is_attached
         self._of: dict[PeerId, ReporterState] = {}
         self._unsaved: dict[PeerId, dict[tuple[PeerId, str], LinkBytes]] = {}
 
@@ -69,18 +84,26 @@ class LinkReports:
         if heartbeat.changed_paths or heartbeat.lost_paths:
             for remote in heartbeat.lost_paths:
                 of.paths.pop(remote, None)
-            for path in heartbeat.changed_paths:
+            for path in filter(self._is_of_run, heartbeat.changed_paths):
                 _set_newest(of.paths, path.remote, path)
             _drop_oldest(of.paths, self._room(MAX_PATHS), self._node.peer_id)
 
     def _record_links(self, reporter: PeerId, of: ReporterState, heartbeat: Heartbeat) -> None:
         unsaved = self._unsaved.setdefault(reporter, {})
-        for link in heartbeat.changed_links:
+        for link in filter(self._is_of_run, heartbeat.changed_links):
+            if not of.takes(link.protocol):
+                continue
             key = (link.remote, link.protocol)
             unsaved[key] = link
             _set_newest(of.links, key, link)
         _drop_oldest(of.links, self._room(MAX_LINKS))
-        _drop_oldest(unsaved, MAX_LINKS)
+        _drop_oldest(unsaved, self._room(MAX_LINKS))
+        if not unsaved:
+            del self._unsaved[reporter]
+
+    def _is_of_run(self, reported: LinkBytes | LinkPath) -> bool:
+        remote = reported.remote
+        return remote == self._node.peer_id or remote in self._of or self._is_attached(remote)
 
     def _room(self, most: int) -> int:
         return min(most, max(MIN_REMEMBERED_PER_REPORTER, MAX_REMEMBERED // len(self._of)))

@@ -15,7 +15,7 @@ from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_coordinator.status.status_file import write_status
-from swarm_coordinator.storage.records import LinksReported
+from swarm_coordinator.storage.records import LinksReported, RowsPruned
 from swarm_shared.base.errors import StorageError
 
 STATUS_SECONDS = 1.0
@@ -27,6 +27,8 @@ LINKS_SECONDS = 10.0
 the second."""
 COMMIT_SECONDS = 0.25
 """Seconds between two commits of some links."""
+PRUNE_SECONDS = 60.0
+"""Seconds between two deletions of what is beyond the limits of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class StatusWriter:
             for links in self.reports.unsaved_links():
                 self.service.store.post(LinksReported(links))
                 await trio.sleep(COMMIT_SECONDS)
+
+    async def prune_rows_repeatedly(self) -> None:
+        while True:
+            self.service.store.post(RowsPruned())
+            await trio.sleep(PRUNE_SECONDS)
 
     def save_links(self) -> None:
         """Write all links at once, at the end of the run."""

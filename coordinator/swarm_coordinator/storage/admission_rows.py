@@ -1,7 +1,8 @@
-"""SQL of admission: tokens (hashed), the peers they admitted, the allow-list and bans.
+"""SQL of admission: tokens (hashed), the peers they admitted, the allow-list, bans, and the owners
+of devices.
 
-Called by `storage.records` and `storage.store`. A row is ended by a time in its last column
-(revoked, removed, lifted) and never deleted, so that it stays known which peers were admitted when.
+Called by `storage.records` and `storage.store`. A row of admission is ended by a time in its last
+column (revoked, removed, lifted) and never deleted, so that it stays known which peers had access.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from swarm_coordinator.admission.book import (
     TokenCreated,
     TokenRevoked,
 )
+from swarm_coordinator.admission.device_owners import named_owner
 from swarm_coordinator.storage.connection import Connection
 from swarm_shared.base.types import PeerId
+from swarm_shared.identity.owners import effective_bindings
 
 
 def insert_admission(connection: Connection, record: AdmissionRecord, now: float) -> None:
@@ -99,3 +102,31 @@ def read_seen_since(connection: Connection, since: float) -> dict[PeerId, float]
             "SELECT peer, last_seen FROM peers WHERE last_seen >= ? ORDER BY id", (since,)
         )
     }
+
+
+# ---------------------------------------------------------------- owners of devices
+
+
+def write_binding(connection: Connection, peer_row: int, device: PeerId, binding: str) -> None:
+    """Store the binding of `device`; an empty one means that it is bound to no owner."""
+    owner = named_owner(device, binding or None)
+    connection.execute(
+        "INSERT INTO owners (peer, owner, binding) VALUES (?, ?, ?) "
+        "ON CONFLICT (peer) DO UPDATE SET owner = excluded.owner, binding = excluded.binding",
+        (peer_row, owner or "", binding),
+    )
+
+
+def read_bindings(connection: Connection) -> dict[PeerId, tuple[PeerId, str]]:
+    """Return owner and signed envelope by device, of all effective bindings."""
+    rows = connection.execute(
+        "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
+        "WHERE o.owner <> ''"
+    ).fetchall()
+    stands = effective_bindings({PeerId(peer): PeerId(owner) for peer, owner, _ in rows})
+    return {PeerId(peer): (PeerId(owner), text) for peer, owner, text in rows if peer in stands}
+
+
+def read_owners(connection: Connection) -> dict[PeerId, PeerId]:
+    """Return the owner by device, of all effective bindings."""
+    return {device: owner for device, (owner, _) in read_bindings(connection).items()}

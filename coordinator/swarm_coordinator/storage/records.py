@@ -23,9 +23,9 @@ from swarm_coordinator.core.events import (
     StoredStage,
 )
 from swarm_coordinator.storage import journal
-from swarm_coordinator.storage.admission_rows import insert_admission
+from swarm_coordinator.storage.admission_rows import insert_admission, write_binding
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.device_owner_rows import write_binding
+from swarm_coordinator.storage.retention import prune
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import LinkBytes
 
@@ -49,13 +49,18 @@ class LinksReported:
     links: Mapping[PeerId, tuple[LinkBytes, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class RowsPruned:
+    """The oldest rows beyond the limits of `storage.retention` are deleted."""
+
+
 _ON_BRANCH_STEPS = 200
 """Number of last steps read for `on_current_history`. A peer that has the run's version but counted
 in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | Note | PeerSeen | LinksReported | AdmissionRecord
+    | Note | PeerSeen | LinksReported | RowsPruned | AdmissionRecord
 )  # fmt: skip
 
 
@@ -130,6 +135,8 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
                 write_binding(connection, _peer_row(connection, peer, now), peer, binding)
         case LinksReported():
             _insert_links(connection, record, now)
+        case RowsPruned():
+            prune(connection)
         case _:
             insert_admission(connection, record, now)
 

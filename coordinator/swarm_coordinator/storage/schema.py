@@ -4,7 +4,8 @@ Owns the schema and its version number; opens and writes no database. The schema
 SQLite's dialect; `for_postgresql` translates it, so that both stores have one schema and one
 version number.
 
-Rows are appended and never deleted. Two kinds of columns change afterwards: `superseded_by` points
+Rows of the run's history are appended and never deleted; the oldest links, notes and idle peers are
+(`storage.retention`). Two kinds of columns change afterwards: `superseded_by` points
 from a step, checkpoint, evaluation or finish to the rollback that removed it from the run's
 history, and a time ends a token, an allowance or a ban. Partial unique indices make the database
 itself refuse a step that counts twice, or a second ban of the same peer.

@@ -27,10 +27,9 @@ import trio
 
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.core.events import CheckpointRecord, Restored
-from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
+from swarm_coordinator.storage.admission_rows import read_admission, read_owners, read_seen_since
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
-from swarm_coordinator.storage.device_owner_rows import read_owners
 from swarm_coordinator.storage.records import (
     Record,
     insert,

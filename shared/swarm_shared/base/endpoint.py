@@ -1,4 +1,4 @@
-"""An IP address with a TCP port, and its one spelling as a multiaddr."""
+"""IP addresses: with a TCP port, as multiaddrs, and what counts as one address."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ class Endpoint:
     @property
     def multiaddr(self) -> str:
         return f"/ip{self.ip.version}/{self.ip}/tcp/{self.port}"
+
+
+def address_group(host: str) -> str:
+    """Return what counts as one address: an IPv4 address, or the /64 that a household receives."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)

@@ -68,6 +68,10 @@ class OwnerSums:
         return math.fsum(part.recent.per_day(now) for part in self.parts)
 
 
+MAX_IDLE_DESCRIPTIONS = 10_000
+"""Peers without a share whose names are kept: in mode `open` one machine makes any number."""
+
+
 class ContributionSums:
     """The shares of applied steps, summed as they are added. Removes nothing: after a rollback the
     sums are made anew."""
@@ -116,10 +120,21 @@ class ContributionSums:
         self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None
     ) -> None:
         """Set what a peer states about itself now, and the owner that it is bound to."""
+        for known in (self._names, self._teams, self.owners):
+            known.pop(peer, None)  # the newest comes last
         self._names[peer], self._teams[peer] = name or None, team or None
-        self.owners.pop(peer, None)
         if owner is not None:
             self.owners[peer] = owner
+        if len(self._names) > len(self.peers) + 2 * MAX_IDLE_DESCRIPTIONS:
+            self._forget_oldest_idle()
+
+    def _forget_oldest_idle(self) -> None:
+        """Forget descriptions of peers that counted in no step and own no device that did."""
+        owners = {self.owners.get(device) for device in self.peers}
+        idle = [peer for peer in self._names if peer not in self.peers and peer not in owners]
+        for peer in idle[: max(0, len(idle) - MAX_IDLE_DESCRIPTIONS)]:
+            del self._names[peer], self._teams[peer]
+            self.owners.pop(peer, None)
 
     def by_owner(self) -> Iterator[OwnerSums]:
         """The sums of every owner, in no particular order."""

@@ -13,7 +13,18 @@ from pydantic import Field
 
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import (
+    CarrierPeerId,
+    Count,
+    Generation,
+    Loss,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    UnixSeconds,
+)
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import open_message, sign_message
 
@@ -40,9 +51,9 @@ class MembershipCertificate(FrozenModel):
 
     peer: PeerId
     run: RunId
-    generation: Generation = Field(ge=0)
-    not_before: float = Field(ge=0, allow_inf_nan=False)
-    expires: float = Field(ge=0, allow_inf_nan=False)
+    generation: Generation
+    not_before: UnixSeconds
+    expires: UnixSeconds
     role: Role
 
 
@@ -50,14 +61,14 @@ class Receipt(FrozenModel):
     """A receipt signed by `peer`: it has accumulated one stage of one microbatch."""
 
     run: RunId
-    generation: Generation = Field(ge=0)
+    generation: Generation
     step: Step = Field(ge=1)
-    microbatch: MicrobatchIndex = Field(ge=0)
-    stage: StageIndex = Field(ge=0)
+    microbatch: MicrobatchIndex
+    stage: StageIndex
     peer: PeerId
-    samples: int = Field(ge=0, lt=2**53)
-    tokens: int = Field(ge=0, lt=2**53)
-    loss_sum: float | None = Field(default=None, ge=-1e100, le=1e100, allow_inf_nan=False)
+    samples: Count
+    tokens: Count
+    loss_sum: Loss | None = None
     """Loss summed over the tokens; only the last stage has it."""
 
 
@@ -65,8 +76,8 @@ class CarrierBinding(FrozenModel):
     """A binding signed by `peer`: the p2pd daemon with `carrier_peer_id` is its own."""
 
     peer: PeerId
-    carrier_peer_id: str = Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")
-    expires: float = Field(ge=0, allow_inf_nan=False)
+    carrier_peer_id: CarrierPeerId
+    expires: UnixSeconds
 
 
 class OwnerBinding(FrozenModel):

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from swarm_shared.base.errors import InviteError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import RUN_ID_PATTERN, Address, PeerId, RunId, Token
 from swarm_shared.identity.keys import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
 from swarm_shared.identity.signing import describe_validation_error
 
@@ -54,11 +54,11 @@ class Invite(FrozenModel):
     """The coordinator's key and addresses, the run, and the organiser whose signature counts."""
 
     coordinator: PeerId
-    addresses: tuple[str, ...] = Field(min_length=1, max_length=_MAX_FIELD_BYTES)
+    addresses: tuple[Address, ...] = Field(min_length=1, max_length=_MAX_FIELD_BYTES)
     """Multiaddrs of the coordinator, without the `/p2p/…` part that names it."""
-    run_id: RunId = Field(pattern=r"^([0-9a-f]{2}){1,64}$")
+    run_id: RunId
     organiser: PeerId
-    token: str | None = None
+    token: Token | None = None
 
     @field_validator("coordinator", "organiser")
     @classmethod
@@ -68,6 +68,13 @@ class Invite(FrozenModel):
         except SignatureError as error:
             raise ValueError(str(error)) from error
         return peer_id
+
+    @field_validator("run_id")
+    @classmethod
+    def _is_the_id_of_a_run(cls, run: RunId) -> RunId:
+        if not re.fullmatch(RUN_ID_PATTERN, run):
+            raise ValueError(f"{run[:80]!r} is not the ID of a run")
+        return run
 
     @field_validator("addresses")
     @classmethod

@@ -7,11 +7,9 @@ DOCTOR_PROTOCOL alone.
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId, UnixSeconds
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS, MAX_CREDENTIAL_BYTES
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import (
@@ -29,7 +27,7 @@ PASS_SECONDS = 300.0
 class ProbePass(FrozenModel):
     peer: PeerId
     run: RunId
-    expires: float = Field(ge=0, allow_inf_nan=False)
+    expires: UnixSeconds
 
 
 def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import LinkBytes
 
-OTHERS = PeerId("others")
-"""Counts the peers beyond MAX_LINKS together: a remote can make any number of IDs."""
 MAX_LINKS = 25_000
+"""Links with a counter of their own. The rest share one, which is not reported: a remote can make
+any number of IDs."""
 
 
 @dataclass(slots=True)
@@ -25,12 +25,13 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._links: dict[tuple[PeerId, str], LinkTraffic] = {}
+        self._rest = LinkTraffic()
 
     def link(self, remote: PeerId, protocol: str) -> LinkTraffic:
         """Return the counter of one link, which the caller adds to in place."""
         key = (remote, protocol)
         if key not in self._links and len(self._links) >= MAX_LINKS:
-            key = (OTHERS, protocol)
+            return self._rest
         return self._links.setdefault(key, LinkTraffic())
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import trio
 
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.endpoint import Endpoint, address_group
 from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import FramedStream, FrameLimits, Node
-from swarm_shared.network.libp2p.host import address_group, take_one
+from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.nat.dial_back import dial_back
 from swarm_shared.protocol import (
     DOCTOR_PROTOCOL,

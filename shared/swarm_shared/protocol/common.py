@@ -1,4 +1,4 @@
-"""Bounded field types and records that several protocols share."""
+"""Records that several protocols share."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
-
-Text = Annotated[str, Field(max_length=500)]
-Address = Annotated[str, Field(max_length=300)]
-Envelope = Annotated[str, Field(max_length=8_192)]
-"""A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
-Site = Annotated[str, Field(max_length=32)]
-"""Opaque name of the network from which the coordinator sees a peer: equal for the members of one
-household, and for all within the coordinator's own private network."""
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-MAX_MAGNITUDE = 1e100
-"""Largest number accepted from a peer; sums and products over many peers stay finite."""
-Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-"""A rate per second, of bytes or of microbatches."""
-Loss = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""A loss in nats, summed over tokens."""
-Norm = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False)]
-"""The norm of a gradient, or its square."""
-Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
-Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
+from swarm_shared.base.types import (
+    MAX_REDUCTION_MEMBERS,
+    Addresses,
+    CarrierPeerId,
+    Count,
+    Envelope,
+    Flops,
+    Magnitude,
+    PeerId,
+    ProtocolName,
+    Rate,
+    Seconds,
+    Site,
+    StageIndex,
+)
 
 
 class Reachability(StrEnum):
@@ -63,10 +57,10 @@ class LinkPath(FrozenModel):
 class CarrierAddress(FrozenModel):
     """Where a peer's p2pd can be reached; `binding` is signed by the peer's main key."""
 
-    peer: str = Field(max_length=200)
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    peer: CarrierPeerId
+    addresses: Addresses
     binding: Envelope
-    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    local: Addresses = ()
     """As in `PeerRecord`; set by the coordinator."""
 
 
@@ -75,16 +69,16 @@ class PeerRecord(FrozenModel):
 
     peer: PeerId
     stage: StageIndex
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    addresses: Addresses
     certificate: Envelope
-    microbatches_per_second: Rate
+    microbatches_per_second: Magnitude
     carrier: CarrierAddress | None = None
     accepts_work: bool = True
     """False while the peer is leaving: it still averages, but receives no new microbatch."""
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
     """Whether members may reserve slots at this peer and be dialled through it."""
-    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    local: Addresses = ()
     """Addresses in private networks, for members of the same site only."""
     site: Site = ""
 
@@ -94,8 +88,9 @@ class StageRow(FrozenModel):
 
     stage: StageIndex
     peers: Count
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
-    work_flops: float = Field(ge=0, allow_inf_nan=False)
+    microbatches_per_second: Magnitude
+    """The sum over the stage's peers, each of which reports a `Rate`."""
+    work_flops: Flops
     memory_bytes: Count
 
 
@@ -103,7 +98,7 @@ class LinkBytes(FrozenModel):
     """Bytes over one link of the reporting peer since it started."""
 
     remote: PeerId
-    protocol: Annotated[str, Field(max_length=100)]
+    protocol: ProtocolName
     sent: Count
     received: Count
 
@@ -112,8 +107,10 @@ class Reduction(FrozenModel):
     """One all-reduce of a step close: of the stage's own gradient, or of a tied embedding's."""
 
     part: Literal["own", "tied"]
-    members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
-    weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(default=(), max_length=4096)
+    members: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_REDUCTION_MEMBERS)
+    weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(
+        default=(), max_length=MAX_REDUCTION_MEMBERS
+    )
     """How much of the vector each member reduces, in proportion and in the members' order; empty
     for equal shares."""
 

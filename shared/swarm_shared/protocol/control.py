@@ -8,33 +8,49 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_se
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import (
+    MAX_MICROBATCHES,
+    MAX_PEERS,
+    MAX_STAGES,
+    Addresses,
+    Count,
+    Credit,
+    Digest,
+    DisplayName,
+    Envelope,
     Generation,
+    ItemName,
+    Loss,
+    Magnitude,
+    ManifestEnvelope,
+    Microbatches,
     MicrobatchIndex,
+    MicrobatchReceipts,
+    Norm,
+    OwnerEnvelope,
     PeerId,
+    Peers,
+    Rate,
+    ReceiptEnvelopes,
     RunId,
+    Seconds,
+    Sha256,
+    Site,
+    SoftwareVersion,
     StageIndex,
+    Stages,
     Step,
+    Text,
+    Token,
     Version,
 )
 from swarm_shared.protocol.common import (
-    Address,
     CarrierAddress,
-    Count,
-    Envelope,
     LinkBytes,
     LinkPath,
-    Loss,
-    Microbatches,
-    Norm,
     PeerRecord,
-    Rate,
     Reachability,
     Reduction,
-    Seconds,
-    Site,
     StageRow,
-    Stages,
-    Text,
 )
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
@@ -46,25 +62,21 @@ MAX_PATHS = 1024
 # ---------------------------------------------------------------- client to coordinator
 
 
-OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
-"""An `OwnerBinding` in base64; one has about 340 characters."""
-
-
 class Hello(FrozenModel):
     """The first message of a client, sent again at every re-attachment."""
 
     kind: Literal["hello"] = "hello"
     run: RunId
-    software: Annotated[str, Field(max_length=50)]
-    token: Annotated[str, Field(max_length=200)] | None = None
-    name: Annotated[str, Field(max_length=60)] | None = None
-    team: Annotated[str, Field(max_length=40)] | None = None
+    software: SoftwareVersion
+    token: Token | None = None
+    name: DisplayName | None = None
+    team: DisplayName | None = None
     """Team that the credit counts for as well; peers that send the same name are in the same
     team."""
     owner: OwnerEnvelope | None = None
     """Binding signed by the key that this device belongs to; without it the device is its own
     owner."""
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    addresses: Addresses
     carrier: CarrierAddress | None = None
     device: Text
     memory_bytes: Count
@@ -74,13 +86,13 @@ class Hello(FrozenModel):
     stage: StageIndex | None = None
     """The stage this client already holds, at `version`; None for a joining peer."""
     version: Version = Version(0)
-    digest: Annotated[str, Field(max_length=64)] = ""
+    digest: Digest = ""
     """The fingerprint's digest of that state; who does not hold the state cannot know it."""
-    averaged_attempt: int | None = None
+    averaged_attempt: Count | None = None
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
-    receipts: tuple[Envelope, ...] = Field(default=(), max_length=65_536)
+    receipts: ReceiptEnvelopes = ()
     """All receipts of steps that are not applied yet."""
-    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    local: Addresses = ()
     """As in `PeerRecord`; this and `site` are set by the coordinator, whatever was sent."""
     site: Site = ""
 
@@ -140,11 +152,11 @@ class AddressUpdate(FrozenModel):
     """A peer's current addresses, after an address, a relay or its reachability has changed."""
 
     kind: Literal["address_update"] = "address_update"
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    addresses: Addresses
     carrier: CarrierAddress | None = None
     reachability: Reachability
     offers_relay: bool
-    local: tuple[Address, ...] = Field(default=(), max_length=32)
+    local: Addresses = ()
     """As in `PeerRecord`; this and `site` are set by the coordinator, whatever was sent."""
     site: Site = ""
 
@@ -154,7 +166,7 @@ class Receipts(FrozenModel):
     peer."""
 
     kind: Literal["receipts"] = "receipts"
-    receipts: tuple[Envelope, ...] = Field(max_length=65_536)
+    receipts: ReceiptEnvelopes
 
 
 class LeaseResult(FrozenModel):
@@ -166,7 +178,7 @@ class LeaseResult(FrozenModel):
     lease: Count
     ok: bool
     reason: Text = ""
-    receipts: tuple[Envelope, ...] = Field(default=(), max_length=512)
+    receipts: MicrobatchReceipts = ()
     evaluation_loss_sum: Loss | None = None
     evaluation_tokens: Count = 0
 
@@ -216,7 +228,7 @@ class NotFinite(FrozenModel):
 class Applied(FrozenModel):
     kind: Literal["applied"] = "applied"
     step: Step
-    digest: Annotated[str, Field(max_length=64)]
+    digest: Digest
     norm: Norm
 
 
@@ -226,7 +238,7 @@ class Ready(FrozenModel):
     kind: Literal["ready"] = "ready"
     stage: StageIndex
     version: Version
-    digest: Annotated[str, Field(max_length=64)]
+    digest: Digest
 
 
 class SyncFailed(FrozenModel):
@@ -242,9 +254,9 @@ class SnapshotReady(FrozenModel):
     kind: Literal["snapshot_ready"] = "snapshot_ready"
     version: Version
     stage: StageIndex
-    item: Annotated[str, Field(max_length=200)]
+    item: ItemName
     bytes: Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
 class SnapshotFailed(FrozenModel):
@@ -275,16 +287,15 @@ class Welcome(FrozenModel):
     kind: Literal["welcome"] = "welcome"
     generation: Generation
     certificate: Envelope
-    manifest: Annotated[str, Field(max_length=4 * 2**20)]
-    """The signed manifest envelope, in base64."""
-    stages: tuple[StageRow, ...] = Field(max_length=512)
-    directory: tuple[Address, ...] = Field(default=(), max_length=32)
+    manifest: ManifestEnvelope
+    stages: tuple[StageRow, ...] = Field(max_length=MAX_STAGES)
+    directory: Addresses = ()
     """p2pd addresses through which hivemind's DHT can be entered."""
     keep: bool = False
     """What the client already holds is current: it needs no new stage."""
     site: Site = ""
     """The client's own, to compare with those of roster records."""
-    heartbeat_seconds: float | None = Field(default=None, gt=0, le=3600)
+    heartbeat_seconds: Annotated[Seconds, Field(gt=0, le=3600)] | None = None
     """Interval of heartbeats where it is longer than the manifest's."""
 
 
@@ -311,9 +322,9 @@ class AssignStage(FrozenModel):
     stage: StageIndex
     version: Version
     source: Literal["fresh", "snapshot"]
-    item: Annotated[str, Field(max_length=200)] = ""
+    item: ItemName = ""
     bytes: Count = 0
-    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    sha256: Sha256 | Literal[""] = ""
     holders: tuple[PeerRecord, ...] = Field(default=(), max_length=64)
     reason: Text = ""
     prepare: bool = False
@@ -324,8 +335,8 @@ class Roster(FrozenModel):
 
     kind: Literal["roster"] = "roster"
     serial: Count
-    peers: tuple[PeerRecord, ...] = Field(max_length=65_536)
-    revoked: tuple[PeerId, ...] = Field(default=(), max_length=65_536)
+    peers: tuple[PeerRecord, ...] = Field(max_length=MAX_PEERS)
+    revoked: Peers = ()
     """Peers that must not be served although their certificates have not expired yet."""
 
 
@@ -335,10 +346,10 @@ class RosterChange(FrozenModel):
     kind: Literal["roster_change"] = "roster_change"
     serial: Count
     since: Count
-    changed: tuple[PeerRecord, ...] = Field(max_length=65_536)
+    changed: tuple[PeerRecord, ...] = Field(max_length=MAX_PEERS)
     """New members, and members whose record has changed."""
-    removed: tuple[PeerId, ...] = Field(max_length=65_536)
-    revoked: tuple[PeerId, ...] | None = Field(default=None, max_length=65_536)
+    removed: Peers
+    revoked: Peers | None = None
     """The complete list, as in a roster; None when it is unchanged."""
 
 
@@ -365,7 +376,7 @@ class Lease(FrozenModel):
     max_window: Count = 0
     """Most microbatches in flight; between the two, the trainer's own measurement decides
     (`swarm_shared.scheduling.inflight_window`)."""
-    microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=65_536)
+    microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=MAX_MICROBATCHES)
 
 
 class Mask(FrozenModel):
@@ -403,8 +414,8 @@ class Apply(FrozenModel):
     kind: Literal["apply"] = "apply"
     step: Step
     attempt: Count
-    global_norm: float = Field(ge=0, allow_inf_nan=False)
-    learning_rate: float = Field(ge=0, allow_inf_nan=False)
+    global_norm: Norm
+    learning_rate: Magnitude
 
 
 class SaveSnapshot(FrozenModel):
@@ -421,12 +432,11 @@ class LeaderboardEntry(FrozenModel):
     own."""
     devices: tuple[PeerId, ...] = Field(default=(), max_length=16)
     """Further device keys of this owner; truncated to 16."""
-    name: Annotated[str, Field(max_length=60)] | None = None
-    team: Annotated[str, Field(max_length=60)] | None = None
+    name: DisplayName | None = None
+    team: DisplayName | None = None
     tokens: Count
     """Tokens counted in applied steps, over all stages the owner's devices have held."""
-    credit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Tokens times the stage's share of the model's work."""
+    credit: Credit
 
 
 class RunNews(FrozenModel):
@@ -434,7 +444,7 @@ class RunNews(FrozenModel):
 
     kind: Literal["run_news"] = "run_news"
     version: Version
-    loss: float | None = Field(default=None, allow_inf_nan=False)
+    loss: Loss | None = None
     """Nats per token in the last applied step; None also when it was not a number."""
     tokens_per_second: Rate | None = None
     waiting_for: Text = ""

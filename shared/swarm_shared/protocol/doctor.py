@@ -13,9 +13,20 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import (
+    Address,
+    Addresses,
+    Count,
+    Envelope,
+    PeerId,
+    RunId,
+    Seconds,
+    SoftwareVersion,
+    Text,
+    Token,
+    UnixSeconds,
+)
 from swarm_shared.base.version import SOFTWARE_VERSION
-from swarm_shared.protocol.common import Address, Count, Envelope, Seconds, Text
 
 DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"
 
@@ -28,8 +39,8 @@ RATE_CHUNK_BYTES = 64 * 1024
 class DoctorHello(FrozenModel):
     kind: Literal["doctor_hello"] = "doctor_hello"
     run: RunId
-    software: Annotated[str, Field(max_length=50)]
-    token: Annotated[str, Field(max_length=200)] | None = None
+    software: SoftwareVersion
+    token: Token | None = None
     """For the coordinator alone, which checks it without using it up."""
     certificate: Envelope | None = None
     probe_pass: Envelope | None = None
@@ -39,12 +50,12 @@ class Neighbour(FrozenModel):
     """A volunteer that answers probes as well."""
 
     peer: PeerId
-    addresses: tuple[Address, ...] = Field(max_length=32)
+    addresses: Addresses
 
 
 class DoctorWelcome(FrozenModel):
     kind: Literal["doctor_welcome"] = "doctor_welcome"
-    software: Annotated[str, Field(max_length=50)] = SOFTWARE_VERSION
+    software: SoftwareVersion = SOFTWARE_VERSION
     software_fits: bool = True
     """Whether the server's version accepts the client's `software`."""
     observed_address: Address | None = None
@@ -76,7 +87,7 @@ class Echo(FrozenModel):
 class EchoAnswer(FrozenModel):
     kind: Literal["echo_answer"] = "echo_answer"
     number: Count
-    unix_seconds: float = Field(ge=0, allow_inf_nan=False)
+    unix_seconds: UnixSeconds
     """The server's wall clock."""
 
 

@@ -11,8 +11,19 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step
-from swarm_shared.protocol.common import Count, Envelope, Loss, Seconds, Stages, Text
+from swarm_shared.base.types import (
+    Count,
+    Envelope,
+    Loss,
+    MicrobatchIndex,
+    MicrobatchReceipts,
+    RunId,
+    Seconds,
+    StageIndex,
+    Stages,
+    Step,
+    Text,
+)
 
 STAGE_PROTOCOL = "/swarmtrain/stage/1"
 
@@ -74,7 +85,7 @@ class Backward(FrozenModel):
 
     kind: Literal["backward"] = "backward"
     request: Count
-    receipts: tuple[Envelope, ...] = Field(max_length=512)
+    receipts: MicrobatchReceipts
     service_seconds: Seconds
     """Computing time of this peer's device, without queueing and without downstream stages."""
     total_seconds: Seconds = 0.0

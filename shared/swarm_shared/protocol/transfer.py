@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import RunId
-from swarm_shared.protocol.common import Count, Envelope, Text
+from swarm_shared.base.types import Count, Envelope, ItemName, RunId, Sha256, Text
 
 TRANSFER_PROTOCOL = "/swarmtrain/transfer/1"
 
@@ -21,7 +20,7 @@ class TransferHello(FrozenModel):
 
 class ChunkRequest(FrozenModel):
     kind: Literal["chunk_request"] = "chunk_request"
-    item: Annotated[str, Field(max_length=200)]
+    item: ItemName
     offset: Count
     bytes: int = Field(ge=1, le=4 * 2**20)
 
@@ -30,10 +29,10 @@ class ChunkAnswer(FrozenModel):
     """The payload is the chunk; `sha256` is its hash, `item_bytes` the size of the whole item."""
 
     kind: Literal["chunk_answer"] = "chunk_answer"
-    item: Annotated[str, Field(max_length=200)]
+    item: ItemName
     offset: Count
     item_bytes: Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
 class TransferRefused(FrozenModel):

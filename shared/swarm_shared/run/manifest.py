@@ -14,6 +14,16 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import (
+    MAX_MICROBATCHES,
+    MAX_SHARDS,
+    MAX_STAGES,
+    Finite,
+    PeerId,
+    RunName,
+    Sha256,
+    Url,
+)
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
 from swarm_shared.run.model_config import MAX_LAYERS, ComputeDtype, ModelConfig
 
@@ -33,7 +43,7 @@ class StageRange(FrozenModel):
 
     first_layer: int = Field(ge=0, le=MAX_LAYERS)
     end_layer: int = Field(ge=0, le=MAX_LAYERS)
-    work_flops: float = Field(default=0.0, ge=0, le=1e24)
+    work_flops: Finite = Field(default=0.0, ge=0, le=1e24)
     """FLOPs of forward and backward of one microbatch, from the planner's profile."""
     memory_bytes: int = Field(default=0, ge=0, le=2**50)
     """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
@@ -45,16 +55,16 @@ class ShardInfo(FrozenModel):
     name: str = Field(pattern=r"^[a-z0-9_-]{1,64}\.tokens$")
     split: Literal["train", "heldout"]
     tokens: int = Field(ge=1, le=2**40)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    url: str | None = Field(default=None, max_length=2000)
+    sha256: Sha256
+    url: Url | None = None
 
 
 class DataConfig(FrozenModel):
     token_bytes: Literal[1, 2, 4]
-    shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=100_000)
+    shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=MAX_SHARDS)
     tokenizer: Literal["bytes", "bpe"]
-    tokenizer_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    unigram_entropy_nats: float = Field(ge=0, le=100)
+    tokenizer_sha256: Sha256 | None = None
+    unigram_entropy_nats: Finite = Field(ge=0, le=100)
     """Entropy of the held-out split's own token distribution, a bound for every unigram model."""
 
     def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
@@ -63,11 +73,11 @@ class DataConfig(FrozenModel):
 
 class TrainingConfig(FrozenModel):
     steps: int = Field(ge=1, le=MAX_STEPS)
-    microbatches_per_step: int = Field(ge=1, le=65_536)
+    microbatches_per_step: int = Field(ge=1, le=MAX_MICROBATCHES)
     sequences_per_microbatch: int = Field(ge=1, le=65_536)
     dtype: ComputeDtype = "float32"
     seed: int = Field(ge=0, lt=2**63)
-    evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
+    evaluation_microbatches: int = Field(default=8, ge=0, le=MAX_MICROBATCHES)
     """Held-out microbatches evaluated after the last step (and never trained on)."""
     staleness: Literal[0, 1] = 0
     """Steps by which the parameters of a gradient lag behind. With 1, step t is computed with
@@ -77,25 +87,29 @@ class TrainingConfig(FrozenModel):
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: float = Field(gt=0, le=MAX_RATE, description="Peak rate, after the warm-up.")
-    minimum_learning_rate_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="The last step's rate over the peak rate."
+    learning_rate: Finite = Field(gt=0, le=MAX_RATE, description="Peak rate, after the warm-up.")
+    minimum_learning_rate_ratio: Finite = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="The last step's rate over the peak rate.",
     )
     warmup_steps: int = Field(
         ge=0, le=MAX_STEPS, description="Steps over which the rate rises from zero."
     )
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    epsilon: float = Field(default=1e-6, gt=0, le=MAX_RATE)
+    beta1: Finite = Field(default=0.9, ge=0, lt=1)
+    beta2: Finite = Field(default=0.95, ge=0, lt=1)
+    epsilon: Finite = Field(default=1e-6, gt=0, le=MAX_RATE)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
-    weight_decay: float = Field(
+    weight_decay: Finite = Field(
         default=0.1,
         ge=0,
         le=MAX_RATE,
         description="Of matrices only; norms and other vectors are exempt.",
     )
-    clip_norm: float = Field(
+    clip_norm: Finite = Field(
         default=1.0,
         gt=0,
         le=MAX_RATE,
@@ -126,16 +140,16 @@ class LimitsConfig(FrozenModel):
     up, nor for how many days it waits.
     """
 
-    heartbeat_seconds: float = Field(
+    heartbeat_seconds: Finite = Field(
         default=1.0, ge=0.05, le=60, description="Seconds between two heartbeats of a peer."
     )
-    dead_after_seconds: float = Field(
+    dead_after_seconds: Finite = Field(
         default=4.5,
         ge=0.1,
         le=3600,
         description="Seconds without a heartbeat after which a peer counts as dead.",
     )
-    receipt_interval_seconds: float = Field(
+    receipt_interval_seconds: Finite = Field(
         default=0.5, ge=0.01, le=60, description="Longest time before finished work is reported."
     )
     edge_credits: int = Field(
@@ -150,20 +164,20 @@ class LimitsConfig(FrozenModel):
         le=4096,
         description="Microbatches that one peer holds at once, over all senders.",
     )
-    join_hold_seconds: float = Field(
+    join_hold_seconds: Finite = Field(
         default=30.0,
         ge=0,
         le=3600,
         description="Longest time that a step close waits for a joining peer that is downloading "
         "its stage.",
     )
-    round_stall_seconds: float = Field(
+    round_stall_seconds: Finite = Field(
         default=10.0,
         ge=0.1,
         le=3600,
         description="Seconds without progress after which an all-reduce has failed.",
     )
-    lease_seconds: float = Field(
+    lease_seconds: Finite = Field(
         default=120.0,
         ge=0.1,
         le=86_400,
@@ -188,11 +202,11 @@ def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelC
 
 class Manifest(FrozenModel):
     format: Literal[1] = 1
-    name: str = Field(min_length=1, max_length=100)
-    organiser: str = Field(max_length=100)
+    name: RunName
+    organiser: PeerId
     """Peer ID of the organiser's key, which signs the manifest and is the coordinator's as well."""
     model: ModelConfig
-    stages: tuple[StageRange, ...] = Field(min_length=1, max_length=512)
+    stages: tuple[StageRange, ...] = Field(min_length=1, max_length=MAX_STAGES)
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig

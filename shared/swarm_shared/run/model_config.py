@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import Finite
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -29,8 +30,8 @@ class ModelConfig(FrozenModel):
     heads: int = Field(ge=1, le=512)
     key_value_heads: int = Field(ge=1, le=512)
     sequence_length: int = Field(ge=2, le=131_072)
-    rope_theta: float = Field(default=10_000.0, gt=0, le=1e9)
-    norm_epsilon: float = Field(default=1e-5, gt=0, le=1)
+    rope_theta: Finite = Field(default=10_000.0, gt=0, le=1e9)
+    norm_epsilon: Finite = Field(default=1e-5, gt=0, le=1)
     tie_embeddings: bool = False
     bottleneck_size: int = Field(default=0, ge=0, le=65_536)
     """Width of the activation at a stage boundary; 0 for the whole residual stream."""

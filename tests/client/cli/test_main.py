@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -69,6 +70,29 @@ def test_something_that_is_no_invite_is_reported_as_such(run: Run) -> None:
     code, text = run("join", "hello")
     assert code == InviteError.exit_code
     one_sentence(text)
+
+
+def test_an_invite_on_standard_input_is_in_no_argument(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Arguments are shown to all users of a machine, and an invite may hold a token."""
+    for text in (invite(), f"  {invite()}\n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code, shown = run("join", "-", "--home", str(tmp_path / "h"), "--device", "toaster")
+        assert code == UsageError.exit_code, "the invite was good, the device is not"
+        assert "cpu, cuda:0 or auto" in one_sentence(shown)
+    for text in ("", "hello", "a" * 100_000):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert run("join", "-")[0] == InviteError.exit_code
+
+
+def test_the_doctor_takes_an_invite_on_standard_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    code, shown = run("doctor", "-")
+    assert code == InviteError.exit_code
+    assert "begins with 'hello'" in shown
 
 
 def test_an_unknown_device_is_a_usage_error(run: Run, tmp_path: Path) -> None:

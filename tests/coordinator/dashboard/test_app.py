@@ -215,7 +215,39 @@ def test_one_address_has_a_rate_of_its_own() -> None:
     assert guard._wait_seconds("198.51.100.1") == 0
     assert guard._wait_seconds("198.51.100.1") > 0
     assert guard._wait_seconds("198.51.100.2") == 0
+    assert guard._wait_seconds("2001:db8::1") == 0
+    assert guard._wait_seconds("2001:db8::2") > 0, "of the same /64"
     assert [guard._wait_seconds("127.0.0.1") for _ in range(5)] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        ("127.0.0.1:8080", True), ("localhost", True), ("LOCALHOST:80", True), ("[::1]:8080", True),
+        ("127.0.0.2", True), ("run.example.org", True), ("Run.Example.org:443", True),
+        ("evil.example", False), ("evil.example:8080", False), ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False), ("192.0.2.1", False), ("", False),
+        ("2130706433", False),
+    ],
+)  # fmt: skip
+async def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(
+    folder: RunFolder, host: str, is_served: bool
+) -> None:
+    """DNS rebinding: the browser sends the name of the site that it believes to read."""
+    async with pages_of(folder) as client:
+        client.pages.guard.hosts = frozenset({"run.example.org"})
+        for path in (*PUBLIC, "/"):
+            assert ((await client.get(path, host=host)).status == 200) is is_served, path
+
+
+async def test_every_name_is_served_where_other_machines_connect() -> None:
+    guard = GuardMiddleware(lambda *_: None)  # type: ignore[arg-type, return-value]
+    for address, name, is_served in (
+        ("192.0.2.7", b"run.example.org", True), ("::1", b"run.example.org", False),
+        ("127.0.0.1", b"run.example.org", False), ("2001:db8::7", b"run.example.org", True),
+    ):  # fmt: skip
+        scope = {"server": (address, 0), "headers": [(b"host", name)]}
+        assert guard._is_for_this_host(scope) is is_served
 
 
 # ---------------------------------------------------------------- live events
@@ -245,7 +277,7 @@ class Listener:
 
 async def follow(client: Client) -> Listener:
     stream = await client.connect()
-    await stream.send_all(b"GET /api/v1/events/stream HTTP/1.1\r\nhost: x\r\n\r\n")
+    await stream.send_all(b"GET /api/v1/events/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
     return Listener(stream)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from swarm_coordinator.dashboard.http_server import (
     MAX_BODY_BYTES,
+    MAX_CONNECTIONS_OF_ONE_ADDRESS,
     MAX_HEAD_BYTES,
     HttpServer,
     Message,
@@ -173,6 +174,33 @@ def test_one_address_has_only_so_many_connections_but_this_machine_as_many_as_it
     assert server._has_room("127.0.0.1")
     server._open["198.51.100.3"] += 3
     assert not server._has_room("127.0.0.1")
+
+
+async def test_all_addresses_of_a_v6_network_together_have_the_connections_of_one_address() -> None:
+    """A household has a /64, and a rented machine as well: 2^64 addresses."""
+    server = HttpServer(echo, max_connections=512)
+    async with trio.open_nursery() as nursery:
+        for number in range(512):
+            _, theirs = trio.testing.memory_stream_pair()
+            theirs.socket = FakeSocket(f"2001:db8::{number:x}")  # type: ignore[attr-defined]
+            nursery.start_soon(server.handle, theirs)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert server.connections == MAX_CONNECTIONS_OF_ONE_ADDRESS
+        assert server._has_room("2001:db8:0:1::1"), "another household"
+        nursery.cancel_scope.cancel()
+
+
+class FakeSocket:
+    """The socket of a connection from an address that this machine does not have."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._host, 1
+
+    def getsockname(self) -> tuple[str, int]:
+        return "2001:db8:1::1", 80
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

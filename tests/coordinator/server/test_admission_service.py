@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
+from kits.peer_names import named
 from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS, REVOKED_SECONDS
 from swarm_coordinator.admission.requests import (
     CreateToken,
@@ -466,7 +467,7 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
         await order(token_run, PeerBanned(peer=gone, reason="cheats"))
         paths = (
             LinkPath(
-                remote=PeerId("bert"), kind=PathKind.RELAYED, relay=PeerId("carl"),
+                remote=run.invite.coordinator, kind=PathKind.RELAYED, relay=named("car1"),
                 rtt_seconds=0.08, bytes_per_second=1.2e6,
             ),
         )  # fmt: skip
@@ -485,8 +486,8 @@ async def test_the_status_holds_admission_and_the_paths_of_every_peer(
         reported = [p for p in status["paths"] if p["reporter"] == one.node.peer_id]
         assert reported == [
             {
-                "reporter": one.node.peer_id, "remote": "bert", "kind": "relayed",
-                "relay": "carl", "rtt_seconds": 0.08, "bytes_per_second": 1.2e6,
+                "reporter": one.node.peer_id, "remote": run.invite.coordinator, "kind": "relayed",
+                "relay": named("car1"), "rtt_seconds": 0.08, "bytes_per_second": 1.2e6,
             }
         ]  # fmt: skip
         # The coordinator's own, measured by its node.

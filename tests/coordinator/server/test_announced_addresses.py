@@ -15,6 +15,7 @@ from pathlib import Path
 import trio
 
 from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
+from kits.peer_names import named
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
@@ -102,7 +103,7 @@ async def test_no_member_is_sent_to_a_machine_that_another_one_names(tmp_path: P
         client(run.invite) as honest,
     ):
         lies = foreign.announced()
-        carrier = CarrierAddress(peer="p2pd", addresses=lies, binding="", local=lies)
+        carrier = CarrierAddress(peer=named("carrier"), addresses=lies, binding="", local=lies)
         await attach(attacker, run.invite, 0, addresses=lies, carrier=carrier, local=lies, site="x")
         await attacker.send(
             AddressUpdate(

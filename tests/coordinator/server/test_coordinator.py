@@ -17,6 +17,7 @@ import trio
 
 from kits.coordinator.coordinator_lab import lasting_crew
 from kits.coordinator.shell_world import (
+    LINK,
     Volunteer,
     checkpoint_of,
     client,
@@ -88,7 +89,7 @@ async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: Run
         (v.identity.peer_id, v.stage, 8) for v in volunteers
     }
     assert {p.name for p in found.peers} >= {"volunteer-0", "volunteer-1"}
-    assert {(k.reporter, k.sent) for k in found.links if k.remote == "someone"} == {
+    assert {(k.reporter, k.sent) for k in found.links if k.protocol == LINK} == {
         (v.identity.peer_id, 10) for v in volunteers
     }
     assert any(k.reporter == run.invite.coordinator and k.received for k in found.links)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.server import link_reports as module
 from swarm_coordinator.server.link_reports import MIN_REMEMBERED_PER_REPORTER, LinkReports
@@ -40,7 +41,7 @@ class OwnNode:
 
 
 def reports() -> LinkReports:
-    return LinkReports(OwnNode())  # type: ignore[arg-type]
+    return LinkReports(OwnNode(), lambda peer: True)  # type: ignore[arg-type]
 
 
 def link(remote: str, sent: int) -> LinkBytes:
@@ -155,9 +156,31 @@ def test_of_those_that_have_gone_the_last_ones_are_remembered(
     assert told.links().keys() == {"a", "c", "d", OWN}
 
 
+def test_links_and_paths_to_peers_that_are_not_of_the_run_take_no_place() -> None:
+    """An admitted member reports links that it made up, as many as fit into 300 heartbeats."""
+    told = LinkReports(OwnNode(), {BERT}.__contains__)  # type: ignore[arg-type]
+    for number in range(300):
+        names = [named(f"{letter}{number + 1111}".replace("0", "a")) for letter in "abcdefgh"]
+        rows = tuple(link(name, number) for name in names)
+        hear(told, 1, changed_links=rows, changed_paths=tuple(path(name) for name in names))
+    hear(told, 1, changed_links=(link(BERT, 1), link(OWN, 2)), changed_paths=(path(BERT),))
+    hear(told, 2, peer=BERT, changed_links=(link(ANNA, 3),))
+    assert told.links() == {ANNA: (link(BERT, 1), link(OWN, 2)), BERT: (link(ANNA, 3),), OWN: ()}
+    assert paths_of(told) == (path(BERT),)
+    assert saved(told) == {ANNA: (link(BERT, 1), link(OWN, 2)), BERT: (link(ANNA, 3),)}
+
+
+def test_links_of_made_up_protocols_take_no_place() -> None:
+    told = reports()
+    for number in range(1_000):
+        one = LinkBytes(remote=BERT, protocol=f"/made-up/{number}", sent=1, received=1)
+        hear(told, 1, changed_links=(one,))
+    assert len(told.links()[ANNA]) == len(saved(told)[ANNA]) == module.MAX_PROTOCOLS
+
+
 STATES = st.lists(
     st.dictionaries(
-        st.sampled_from(["b", "c", "d", "e"]),
+        st.sampled_from([named(name) for name in "bcde"]),
         st.tuples(st.integers(0, 3), st.sampled_from(PathKind), st.sampled_from([0.01, 0.1])),
     ),
     min_size=1, max_size=8,

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import trio
 
+from kits.peer_names import named
 from swarm_coordinator.core.events import AppliedStep, CheckpointRecord, StageShare
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.records import Record
 from swarm_coordinator.storage.store import SqliteStore, Store
-from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
-ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
+ANNA, BERT = named("KooWAnna"), named("KooWBert")
 STAGES, MICROBATCHES = 2, 2
 
 

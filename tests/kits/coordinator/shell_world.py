@@ -24,7 +24,7 @@ from swarm_coordinator.server.coordinator import serve
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import LinkClosed
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import Generation, MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -198,7 +198,7 @@ class Volunteer:
                 pass  # the coordinator has stopped; a test may start this volunteer again
 
     async def _beat(self, stream: FramedStream) -> None:
-        link = LinkBytes(remote=PeerId("someone"), protocol=LINK, sent=10, received=20)
+        link = LinkBytes(remote=self.invite.coordinator, protocol=LINK, sent=10, received=20)
         while True:
             await stream.send(
                 encode(Heartbeat(microbatches_per_second=1.0, queued=0, changed_links=(link,)))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_shared.base.types import PeerId
+from swarm_shared.credit import contributions
 from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.credit.credit import RecentCredit, credit_of
 
@@ -57,3 +58,20 @@ def test_a_rollback_clears_the_sums_and_keeps_the_owners() -> None:
     assert sums.ranked() == []
     sums.add(A, 1, 1, 5)
     assert [(one.owner, one.name, one.tokens) for one in sums.ranked()] == [(B, "anna", 5)]
+
+
+def test_of_peers_that_never_counted_only_the_newest_are_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contributions, "MAX_IDLE_DESCRIPTIONS", 5)
+    sums = ContributionSums()
+    sums.add(A, 0, 1, 10)
+    sums.describe(B, "owner", "team", None)
+    sums.describe(A, "device", None, B)
+    for number in range(1000):
+        one, other = PeerId(f"x{number}"), PeerId(f"y{number}")
+        sums.describe(one, "made up", "team", other)
+        sums.describe(other, "made up", "team", one)
+    assert len(sums._names) == len(sums._teams) <= 13
+    assert len(sums.owners) <= 13
+    assert [(one.owner, one.name) for one in sums.by_owner()] == [(B, "owner")]

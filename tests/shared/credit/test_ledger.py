@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_shared.base.errors import ProtocolError, SignatureError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.credit import work_shares
@@ -28,7 +29,7 @@ from swarm_shared.run.manifest import (
 from swarm_shared.run.model_config import preset
 
 ORGANISER, STRANGER = Identity.generate(), Identity.generate()
-ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
+ANNA, BERT = named("Anna"), named("Bert")
 AS_OF = 2e6
 MICROBATCHES = 4
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data.sampler import (
     heldout_microbatch,
@@ -41,7 +42,7 @@ def manifest_of(
     ]
     return Manifest(
         name="test",
-        organiser="nobody",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
             key_value_heads=1, sequence_length=T,

@@ -169,8 +169,9 @@ def test_a_carrier_binding_holds_until_it_expires() -> None:
 
 
 def test_a_carrier_binding_names_a_peer_id() -> None:
-    with pytest.raises(ValidationError):
-        CarrierBinding(peer=PEER.peer_id, carrier_peer_id="not base58: 0OIl", expires=NOW)
+    wrong = CarrierBinding(peer=PEER.peer_id, carrier_peer_id="not base58: 0OIl", expires=NOW)
+    with pytest.raises(FrameError, match="carrier_peer_id"):
+        open_carrier_binding(sign_carrier_binding(PEER, wrong), PEER.peer_id, NOW)
 
 
 def test_a_certificate_of_an_older_generation_than_asked_for_is_refused() -> None:

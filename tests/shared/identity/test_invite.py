@@ -29,7 +29,7 @@ invites = st.builds(
     Invite,
     coordinator=peer_ids,
     addresses=st.lists(multiaddrs, min_size=1, max_size=6).map(tuple),
-    run_id=st.binary(min_size=1, max_size=64).map(lambda data: RunId(data.hex())),
+    run_id=st.binary(min_size=32, max_size=32).map(lambda data: RunId(data.hex())),
     organiser=peer_ids,
     token=st.none() | st.text("abcXYZ019-é", min_size=1, max_size=50),
 )
@@ -187,6 +187,7 @@ def test_base32_has_one_spelling_for_each_content(data: bytes) -> None:
         {"addresses": ("/dns4/" + "a" * 300,)},
         {"coordinator": "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"},
         {"run_id": "not hex"},
+        {"run_id": "ab" * 31},
         {"token": ""},
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import cycle
 
 import pytest
 import trio
@@ -32,7 +34,13 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_PEER
-from swarm_shared.network.libp2p.yamux import FIRST_WINDOW_BYTES, YamuxConnection, YamuxStream
+from swarm_shared.network.libp2p.yamux import (
+    FIRST_WINDOW_BYTES,
+    INITIAL_WINDOW_BYTES,
+    YamuxConnection,
+    YamuxStream,
+)
+from swarm_shared.network.libp2p.yamux_frames import data_header
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=100_000)
@@ -286,6 +294,48 @@ async def test_who_sends_more_than_was_granted_is_disconnected() -> None:
         await lost.wait()
         assert sum(len(chunk) for chunk in theirs._chunks) <= FIRST_WINDOW_BYTES
         assert await victim.works()
+
+
+def held_bytes(stream: YamuxStream) -> int:
+    """The memory of what has arrived on a stream and was not read, whatever objects hold it."""
+    return sys.getsizeof(stream._chunks) + sum(
+        sys.getsizeof(chunk) + (sys.getsizeof(chunk.obj) if isinstance(chunk, memoryview) else 0)
+        for chunk in stream._chunks
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (13,), (200,), (4095,), (4096, 1), (1, 30_000), (65_000, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("together", [False, True], ids=["a-message-each", "many-in-a-message"])
+async def test_a_window_is_charged_by_the_memory_it_takes_however_the_data_is_cut(
+    sizes: tuple[int, ...], together: bool
+) -> None:
+    """Frames of one byte on a stream that is not read cost 379 bytes of memory each."""
+    async with a_victim() as victim, open_node(Identity.generate()) as attacker:
+
+        async def never_read(stream: FramedStream) -> None:
+            await trio.sleep_forever()
+
+        victim.node.serve("/test/silent/1", never_read, LIMITS)
+        framed = await attacker.open_stream(
+            victim.node.peer_id, "/test/silent/1", LIMITS, victim.node.addresses
+        )
+        stream, connection = framed._muxed, framed._muxed.connection
+        [theirs] = connection_of(victim.node)._streams.values()
+        before = theirs._receive_window
+        frames = [bytes(size) for size, _ in zip(cycle(sizes), range(2_000), strict=False)]
+        while sum(map(len, frames)) > INITIAL_WINDOW_BYTES:
+            frames.pop()
+        for frame in frames:
+            connection.queue.put(data_header(stream.stream_id, len(frame)) + frame)
+            while connection.queue.queued_bytes and not together:
+                await trio.sleep(0)
+        sent = sum(map(len, frames))
+        with trio.fail_after(20):
+            while before - theirs._receive_window < sent:
+                await trio.sleep(0.01)
+        assert held_bytes(theirs) <= 2.5 * sent + 1024, "bytes of the window, and bytes held"
 
 
 async def test_who_asks_for_answers_and_does_not_read_them_is_disconnected() -> None:

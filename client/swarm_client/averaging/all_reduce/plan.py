@@ -14,9 +14,12 @@ import json
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
+
+from pydantic import Field
 
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MAX_EXACT_INTEGER, Magnitude, PeerId
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 PIECE_ELEMENTS = 256 * 1024
@@ -25,6 +28,10 @@ enough to pipeline."""
 
 MAX_MEMBERS = 1024
 MAX_ROUND_ID_CHARACTERS = 200
+RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
+Members = Annotated[tuple[PeerId, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+Shares = Annotated[tuple[Magnitude, ...], Field(max_length=MAX_MEMBERS)]
+Elements = Annotated[int, Field(ge=1, le=MAX_EXACT_INTEGER)]
 ALIGNMENT_ELEMENTS = 16
 """Slices begin at multiples of 64 bytes, so that no two reducers write to one cache line."""
 
@@ -39,12 +46,12 @@ class RoundSpec:
     Raises ProtocolError for an impossible round.
     """
 
-    round_id: str
-    members: tuple[PeerId, ...]
+    round_id: RoundId
+    members: Members
     me: PeerId
-    elements: int
-    shares: tuple[float, ...] | None = None
-    piece_elements: int = PIECE_ELEMENTS
+    elements: Elements
+    shares: Shares | None = None
+    piece_elements: Elements = PIECE_ELEMENTS
     codec: AverageCodec = "none"
 
     def __post_init__(self) -> None:

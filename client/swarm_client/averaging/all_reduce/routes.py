@@ -11,14 +11,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.clock import Clock
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import Count, PeerId
 
 FIRST_ROUTE_BACKOFF_SECONDS = 60.0
 MAX_ROUTE_BACKOFF_SECONDS = 15 * 60.0
 _MAX_FAULTS = 4096
+
+Reason = Annotated[str, Field(max_length=64 * 1024)]
+"""An error of this machine as text."""
 
 
 class Route(StrEnum):
@@ -43,7 +49,7 @@ class RouteFault:
 
     peer: PeerId
     route: Route
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,8 @@ class StreamTraffic:
 
     peer: PeerId
     route: Route
-    bytes_sent: int
-    bytes_received: int
+    bytes_sent: Count
+    bytes_received: Count
 
 
 def possible_routes(

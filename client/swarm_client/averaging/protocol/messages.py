@@ -10,28 +10,46 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Base64Bytes, ConfigDict, Field, TypeAdapter
+from pydantic import Base64Encoder, ConfigDict, EncodedBytes, Field, TypeAdapter
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.plan import (
     MAX_MEMBERS,
-    MAX_ROUND_ID_CHARACTERS,
+    RoundId,
     RoundSpec,
 )
-from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
+from swarm_client.averaging.all_reduce.routes import Reason, Route, RouteFault, StreamTraffic
 from swarm_client.ipc.numbered import Failure, Numbered
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import (
+    Address,
+    CarrierPeerId,
+    Count,
+    PeerId,
+    Peers,
+    RunId,
+    UnixSeconds,
+)
+from swarm_shared.identity.credentials import MAX_CREDENTIAL_BYTES
 
-RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
+MAX_RECORDS = 4096
+"""Records of the directory that one look-up returns."""
+
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-Address = Annotated[str, Field(max_length=300)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=64)]
-P2pdPeerId = Annotated[str, Field(max_length=128)]
+P2pdPeerId = CarrierPeerId | Literal[""]
+Path = Annotated[str, Field(max_length=4096)]
+SharedMemoryName = Annotated[str, Field(max_length=255)]
 Key = Annotated[str, Field(min_length=1, max_length=300)]
 SignedRecord = Annotated[bytes, Field(max_length=48 * 1024)]
 """A signed directory record. Its signature proves its content, wherever it was found."""
+Credential = Annotated[
+    bytes, Field(max_length=2 * MAX_CREDENTIAL_BYTES), EncodedBytes(encoder=Base64Encoder)
+]
+"""A signed envelope; its bound is that of its base64."""
+Links = Annotated[tuple[StreamTraffic, ...], Field(max_length=MAX_MEMBERS * len(Route))]
+Faults = Annotated[tuple[RouteFault, ...], Field(max_length=MAX_MEMBERS * len(Route))]
 _BYTES_AS_BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 
@@ -42,9 +60,9 @@ class ConfigureAveraging(Numbered):
     """Start p2pd and the worker's services."""
 
     kind: Literal["configure_averaging"] = "configure_averaging"
-    identity_path: str
+    identity_path: Path
     """File of p2pd's own key; created when it is missing."""
-    socket_folder: str
+    socket_folder: Path
     """Absolute, short and private to this worker: the folder of p2pd's control sockets."""
     host_addresses: Addresses = ("/ip4/0.0.0.0/tcp/0",)
     trusted_relays: Addresses = ()
@@ -70,8 +88,8 @@ class StartRound(Numbered):
     kind: Literal["start_round"] = "start_round"
     spec: RoundSpec
     members: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
-    source_shm_name: str
-    result_shm_name: str
+    source_shm_name: SharedMemoryName
+    result_shm_name: SharedMemoryName
     offset_elements: Annotated[int, Field(ge=0, lt=2**48)] = 0
     stall_seconds: Seconds
     join_seconds: Seconds
@@ -104,9 +122,9 @@ class SetMembership(Numbered):
     kind: Literal["set_membership"] = "set_membership"
     run: RunId
     organiser: PeerId
-    certificate: Base64Bytes
-    binding: Base64Bytes
-    revoked: Annotated[tuple[PeerId, ...], Field(max_length=65_536)] = ()
+    certificate: Credential
+    binding: Credential
+    revoked: Peers = ()
 
 
 class Publish(Numbered):
@@ -117,7 +135,7 @@ class Publish(Numbered):
     key: Key
     subkey: Key
     value: SignedRecord
-    expires_unix_seconds: float
+    expires_unix_seconds: UnixSeconds
 
 
 class Lookup(Numbered):
@@ -154,7 +172,7 @@ class Started(Numbered):
 
     kind: Literal["started"] = "started"
     p2pd_peer_id: P2pdPeerId
-    addresses: tuple[str, ...]
+    addresses: Addresses
     """Listen addresses of p2pd, without the peer ID."""
 
 
@@ -163,7 +181,7 @@ class Unavailable(Numbered):
     would not help."""
 
     kind: Literal["unavailable"] = "unavailable"
-    reason: str
+    reason: Reason
     permanent: bool
 
 
@@ -171,7 +189,7 @@ class AddressesChanged(Numbered):
     """New addresses of p2pd, after a relay was reached or lost or an interface appeared."""
 
     kind: Literal["addresses_changed"] = "addresses_changed"
-    addresses: tuple[str, ...]
+    addresses: Addresses
 
 
 class Pong(Numbered):
@@ -184,20 +202,20 @@ class RoundDone(Numbered):
     """Answer to StartRound: the result segment holds the sum."""
 
     kind: Literal["round_done"] = "round_done"
-    links: tuple[StreamTraffic, ...] = ()
-    faults: tuple[RouteFault, ...] = ()
+    links: Links = ()
+    faults: Faults = ()
 
 
 class RoundFailureReport(Failure):
     """Answer to StartRound: the round has failed."""
 
     kind: Literal["round_failed"] = "round_failed"
-    reason: str
+    reason: Reason
     failure: RoundFailure
     culprit: PeerId | None = None
     route: Route | None = None
-    links: tuple[StreamTraffic, ...] = ()
-    faults: tuple[RouteFault, ...] = ()
+    links: Links = ()
+    faults: Faults = ()
 
     def error(self) -> RoundFailed:
         failed = RoundFailed(self.reason, self.culprit, failure=self.failure, route=self.route)
@@ -209,8 +227,8 @@ class Record(FrozenModel):
     """A record of the directory."""
 
     model_config = _BYTES_AS_BASE64
-    subkey: str
-    value: bytes
+    subkey: Key
+    value: SignedRecord
 
 
 class Published(Numbered):
@@ -224,21 +242,21 @@ class Found(Numbered):
     """Answer to Lookup."""
 
     kind: Literal["found"] = "found"
-    records: tuple[Record, ...]
+    records: Annotated[tuple[Record, ...], Field(max_length=MAX_RECORDS)]
 
 
 class Bootstrapped(Numbered):
     """Answer to Bootstrap: the number of workers that answered."""
 
     kind: Literal["bootstrapped"] = "bootstrapped"
-    reached: int
+    reached: Count
 
 
 class DirectoryRequestFailed(Failure):
     """Answer to a directory request that failed."""
 
     kind: Literal["directory_request_failed"] = "directory_request_failed"
-    reason: str
+    reason: Reason
 
     def error(self) -> NetworkError:
         return NetworkError(f"the directory did not answer: {self.reason}")

@@ -51,6 +51,11 @@ class RunAuthorizer:
         """Verified tokens: member, peer ID of its p2pd, and the time of expiry."""
         self._nonces: OrderedDict[bytes, float] = OrderedDict()
 
+    @property
+    def membership(self) -> SetMembership | None:
+        """This peer's proof of membership; None before it is admitted."""
+        return self._membership
+
     def set_membership(self, membership: SetMembership) -> None:
         """Set the proof that this peer sends from now on, and the revoked peers."""
         before = self._membership

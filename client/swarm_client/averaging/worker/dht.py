@@ -2,8 +2,8 @@
 
 The DHT node lives in the averaging worker's event loop and shares its p2pd (hivemind.DHT would fork
 a process and start another one). Only members of the run are answered
-(`swarm_client.averaging.worker.authorizer`). Records are opaque bytes here: the daemon signs what
-it publishes and checks what it finds, because any member can store under any key.
+(`swarm_client.averaging.worker.authorizer`). The daemon signs what it publishes; what is found is
+checked here and there, because any member can store under any key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import logging
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
+from swarm_client.averaging.protocol.directory_record import is_record_of
 from swarm_client.averaging.protocol.messages import (
+    MAX_RECORDS,
     Bootstrap,
     Bootstrapped,
     Found,
@@ -25,21 +28,22 @@ from swarm_client.averaging.protocol.messages import (
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import NetworkError
 
 logger = logging.getLogger(__name__)
 
 ENTER_SECONDS = 5.0
-MAX_RECORDS = 4096
-MAX_RECORD_BYTES = 48 * 1024
-"""Bound on a stored record, in bytes; larger ones are left out."""
 
 
 class DhtDirectory:
     """A DHT node. Made by `start`."""
 
-    def __init__(self, hivemind: Hivemind, node: Any, streams: P2pdStreams) -> None:
+    def __init__(
+        self, hivemind: Hivemind, node: Any, streams: P2pdStreams, authorizer: RunAuthorizer
+    ) -> None:
         self._hivemind = hivemind
+        self._authorizer = authorizer
         self._node = node
         self._streams = streams
 
@@ -51,7 +55,7 @@ class DhtDirectory:
         node = await hivemind.DHTNode.create(
             p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
         )
-        return cls(hivemind, node, streams)
+        return cls(hivemind, node, streams, authorizer)
 
     async def bootstrap(self, request: Bootstrap) -> Bootstrapped:
         """Enter the directory through peers too."""
@@ -84,15 +88,21 @@ class DhtDirectory:
         return Published(stored=bool(stored))
 
     async def lookup(self, request: Lookup) -> Found:
-        """Find all records under a key; malformed ones are left out."""
+        """Find the records of members under a key.
+
+        Signatures are verified before a record takes one of the places: any member can store any
+        number of entries under the key, but only one record of its own.
+        """
         found = await self._node.get(request.key, latest=True)
-        if found is None or not isinstance(found.value, dict):
+        membership = self._authorizer.membership
+        if membership is None or found is None or not isinstance(found.value, dict):
             return Found(records=())
+        run, organiser = membership.run, membership.organiser
         records: list[Record] = []
         for subkey, entry in found.value.items():
-            value = entry.value
-            if not isinstance(subkey, str) or not isinstance(value, bytes):
-                continue
-            if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
-                records.append(Record(subkey=subkey, value=value))
+            if is_record_of(subkey, entry.value, run, organiser, wall()):
+                records.append(Record(subkey=subkey, value=entry.value))
+            if len(records) == MAX_RECORDS:
+                break
+            await anyio.lowlevel.checkpoint()  # thousands of signatures take seconds
         return Found(records=tuple(records))

@@ -7,7 +7,6 @@ peers by itself and answers identify requests.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from collections import Counter
@@ -40,6 +39,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
+from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
@@ -277,19 +277,6 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             take_one(self._pending, address)
         assert isinstance(muxer, YamuxConnection)
         return muxer
-
-
-def address_group(host: str) -> str:
-    """Return what counts as one address: an IPv4 address, or the /64 that a household receives."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return str(ip.ipv4_mapped)
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip)
 
 
 def take_one(counter: Counter[KeyT], key: KeyT) -> None:

@@ -70,6 +70,12 @@ EXTRA_WINDOW_BUDGET_BYTES = 64 * 1024 * 1024
 MIN_RTT_SECONDS = 0.02
 """Lower bound of the round trip by which windows grow: an idle loopback measures 1 ms, which does
 not include the time a busy event loop takes to answer."""
+SMALLEST_VIEW_BYTES = 4096
+"""Shortest piece that is kept as a view of its message, which costs some hundred bytes beside the
+message. Shorter pieces are joined, so that bytes that arrive one by one take no more memory than
+their window."""
+JOINED_BYTES = 64 * 1024
+"""Length up to which pieces are joined: what has been read is freed in parts of this size."""
 MAX_REMOTE_STREAMS = 1024
 ACCEPT_BACKLOG = 256
 MESSAGES_PER_TURN = 16
@@ -102,7 +108,8 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self.muxed_conn = connection
         self.connection = connection
         self.stream_id = stream_id
-        self._chunks: deque[memoryview] = deque()
+        self._chunks: deque[memoryview | bytearray] = deque()
+        """What has arrived and not been read: views of messages, and buffers of joined pieces."""
         self._readable = trio.Event()
         self._writable = trio.Event()
         self._send_window = INITIAL_WINDOW_BYTES
@@ -159,7 +166,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             await self._readable.wait()
         chunk = self._chunks.popleft()
         self._grant(len(chunk))
-        return chunk
+        return memoryview(chunk)
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Return when everything is queued for sending. Cancelling it may leave a part sent."""
@@ -210,13 +217,29 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._readable.set()
         self._writable.set()
 
-    def receive(self, data: memoryview) -> None:
-        """Take data from the remote. YamuxViolation when it exceeds what was granted."""
+    def receive(self, data: memoryview, pins: int) -> None:
+        """Take data from the remote, out of a message of `pins` bytes. YamuxViolation when it
+        exceeds what was granted.
+
+        The memory held is bounded by the window, however the remote cuts its data: a view keeps the
+        whole message, and each object costs more than a byte.
+        """
         if len(data) > self._receive_window or self._fin_received:
             raise YamuxViolation(f"stream {self.stream_id} got more than was granted")
         self._receive_window -= len(data)
-        self._chunks.append(data)
+        if len(data) >= SMALLEST_VIEW_BYTES and 2 * len(data) > pins:
+            self._chunks.append(data)
+        else:
+            self._join(data)
         self._wake_reader()
+
+    def _join(self, data: memoryview) -> None:
+        """Copy data to the end of the last buffer, or into a new one."""
+        last = self._chunks[-1] if self._chunks else None
+        if isinstance(last, bytearray) and len(last) + len(data) <= JOINED_BYTES:
+            last += data
+        else:
+            self._chunks.append(bytearray(data))
 
     def receive_end(self) -> None:
         self._fin_received = True
@@ -520,9 +543,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         self._missing_bytes -= len(data)
         stream = self._receiving
         if stream is not None and stream.stream_id in self._streams:
-            # A view keeps the whole message in memory: used only for most of a message, else a
-            # remote could hold a whole message with a byte of window.
-            stream.receive(data if 2 * len(data) > pins else memoryview(bytes(data)))
+            stream.receive(data, pins)
         if not self._missing_bytes:
             self._receiving = None
             self._receive_flags(stream, self._receiving_flags)

@@ -4,7 +4,8 @@ Owns admission to slots and circuits, and every limit. The traffic is encrypted 
 a circuit (Noise inside Noise): the relay sees which peers communicate, and how much.
 
 Limits are checked before anything is stored: slots in all and per network address, circuits in all,
-per peer, per pair of peers and per network address, bytes and seconds per circuit.
+per peer, per pair of peers and per network address, bytes and seconds per circuit, and bytes per
+second of each network address.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.errors import FrameError, NetworkError
+from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.libp2p.host import address_group, take_one
+from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import (
     MESSAGE_SECONDS,
@@ -60,6 +63,13 @@ class RelayLimits:
     circuit_seconds: float = 24 * 3600.0
     circuit_bytes: int = 2**40
     """Bytes in both directions together; a circuit that is used up is opened anew."""
+    address_burst_bytes: int = 64 * 2**20
+    address_bytes_per_second: int = 4 * 2**20
+    """Rate of all circuits opened from one address, both directions together: more than a home
+    uplink has, and little enough that relaying leaves the machine its core."""
+    recheck_seconds: float = 60.0
+    """Seconds between two checks whether the ends of a circuit may still use the relay. A circuit
+    ends at the second refusal in a row: a member that is attaching again is absent for a moment."""
 
 
 HALF_CLOSED_SECONDS: Final = 10.0
@@ -87,6 +97,9 @@ class RelayServer:
         self._circuits: Counter[PeerId] = Counter()
         self._circuits_of_pair: Counter[tuple[PeerId, PeerId]] = Counter()
         self._circuits_from: Counter[str] = Counter()
+        self._rate = RateLimit(
+            limits.address_burst_bytes, limits.address_bytes_per_second, clock=trio.current_time
+        )
         self._scopes: dict[trio.CancelScope, tuple[PeerId, PeerId]] = {}
         self.open_circuits = 0
         self.forwarded_bytes = 0
@@ -178,7 +191,7 @@ class RelayServer:
             with scope:
                 far = await self._reach(stream, source, target)
                 if far is not None:
-                    await self._splice(stream, far)
+                    await self._splice(stream, far, ends, place)
         finally:
             del self._scopes[scope]
             self.open_circuits -= 1
@@ -244,21 +257,34 @@ class RelayServer:
         await write_message(stream, _status(status))
         await stream.close()
 
-    async def _splice(self, near: YamuxStream, far: YamuxStream) -> None:
+    async def _splice(
+        self, near: YamuxStream, far: YamuxStream, ends: tuple[PeerId, PeerId], place: str
+    ) -> None:
         """Carry bytes both ways until both directions have ended or a limit is reached."""
-        budget = _Budget(self._limits.circuit_bytes)
+        budget = _Budget(self._limits.circuit_bytes, place)
         broken = True
         try:
             with trio.move_on_after(self._limits.circuit_seconds):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._pump, near, far, budget, nursery.cancel_scope)
-                    await self._pump(far, near, budget, nursery.cancel_scope)
-                broken = nursery.cancel_scope.cancelled_caught
+                async with trio.open_nursery() as watching:
+                    async with trio.open_nursery() as pumps:
+                        watching.start_soon(self._watch, ends, pumps.cancel_scope)
+                        pumps.start_soon(self._pump, near, far, budget, pumps.cancel_scope)
+                        await self._pump(far, near, budget, pumps.cancel_scope)
+                    broken = pumps.cancel_scope.cancelled_caught
+                    watching.cancel_scope.cancel()
         finally:
             for stream in (near, far):
                 if broken:
                     with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                         await stream.reset()
+
+    async def _watch(self, ends: tuple[PeerId, PeerId], scope: trio.CancelScope) -> None:
+        """End a circuit whose ends may not use the relay any more."""
+        refusals = 0
+        while refusals < 2:
+            await trio.sleep(self._limits.recheck_seconds)
+            refusals = 0 if all(map(self._allow, ends)) else refusals + 1
+        scope.cancel()
 
     async def _pump(
         self, source: YamuxStream, target: YamuxStream, budget: _Budget, scope: trio.CancelScope
@@ -268,6 +294,8 @@ class RelayServer:
                 chunk = await source.read_chunk()
                 budget.left -= len(chunk)
                 self.forwarded_bytes += len(chunk)
+                while seconds := self._rate.take(budget.place, len(chunk)):
+                    await trio.sleep(seconds)
                 await target.write(chunk)
         except MuxedStreamEOF:
             await target.close()
@@ -280,9 +308,10 @@ class RelayServer:
 
 @dataclass(slots=True)
 class _Budget:
-    """The bytes a circuit may still carry, over both directions."""
+    """The bytes a circuit may still carry, over both directions, and the address they count for."""
 
     left: int
+    place: str
 
 
 def _place_of(connection: YamuxConnection) -> str:

@@ -17,6 +17,7 @@ import pytest
 import trio
 
 from kits.averaging.memory_carrier import MemoryChannel
+from kits.peer_names import named
 from swarm_client.averaging.all_reduce.carrier import IncomingStream
 from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, StreamHello
 from swarm_client.averaging.all_reduce.routes import Route
@@ -37,7 +38,7 @@ from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length
 from swarm_shared.base.types import PeerId
 
-REMOTE = PeerId("remote")
+REMOTE = named("remote")
 BYTES = bytes(range(256)) * 20_000
 
 

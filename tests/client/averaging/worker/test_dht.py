@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import importlib
 import importlib.util
@@ -11,20 +12,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 
 from kits.averaging.membership import Organiser
+from kits.peer_names import named
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.protocol.directory_record import sign_record
+from swarm_client.averaging.protocol.messages import Lookup
+from swarm_client.averaging.worker import dht
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
+from swarm_client.averaging.worker.dht import DhtDirectory
 from swarm_shared.base.errors import NetworkError
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId, StageIndex
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import PeerRecord
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -62,6 +69,48 @@ async def volunteers(home: Path, count: int) -> AsyncIterator[list[Volunteer]]:
         nursery.cancel_scope.cancel()
 
 
+def signed_record(organiser: Organiser, member: Identity, expires: float, stage: int = 0) -> bytes:
+    """A record as a daemon signs it."""
+    certificate = organiser.membership(member, "").certificate
+    record = PeerRecord(
+        peer=member.peer_id, stage=StageIndex(stage), addresses=("/ip4/192.0.2.1/tcp/1",),
+        certificate=base64.b64encode(certificate).decode(), microbatches_per_second=1.0,
+    )  # fmt: skip
+    return sign_record(member, record, expires)
+
+
+class Shelf:
+    """A DHT node that has these entries under every key."""
+
+    def __init__(self, entries: dict[object, object]) -> None:
+        self._entries = {key: SimpleNamespace(value=value) for key, value in entries.items()}
+
+    async def get(self, key: str, latest: bool) -> SimpleNamespace:
+        return SimpleNamespace(value=self._entries)
+
+
+async def test_a_member_cannot_crowd_the_others_out_of_the_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stores more entries than a look-up returns, each cheap to make."""
+    monkeypatch.setattr(dht, "MAX_RECORDS", 20)
+    organiser, soon = Organiser(), time.time() + 60
+    attacker, honest = Identity.generate(), [Identity.generate() for _ in range(3)]
+    own = signed_record(organiser, attacker, soon)
+    foreign = signed_record(Organiser(), attacker, soon)
+    entries: dict[object, object] = {}
+    for number in range(100):
+        peer = named(f"x{number + 1111}".replace("0", "a"))
+        entries[peer] = (own, b"", foreign, own[:-1], 7)[number % 5]
+    entries |= {7: own, str(attacker.peer_id): own}
+    right = {str(key.peer_id): signed_record(organiser, key, soon) for key in honest}
+    authorizer = RunAuthorizer(Identity.generate())
+    authorizer.set_membership(organiser.membership(honest[0], ""))
+    node = DhtDirectory(None, Shelf({**entries, **right}), None, authorizer)  # type: ignore[arg-type]
+    found = await node.lookup(Lookup(key="swarm/run"))
+    assert {one.subkey: one.value for one in found.records} == {str(attacker.peer_id): own, **right}
+
+
 @pytest.mark.process
 async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path: Path) -> None:
     organiser = Organiser()
@@ -72,7 +121,9 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
         for each in others:
             assert await each.worker.directory.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
-        records = {str(each.key.peer_id): each.p2pd.encode() for each in all_three}
+        records = {
+            str(each.key.peer_id): signed_record(organiser, each.key, expires) for each in all_three
+        }
         for each in all_three:
             subkey = str(each.key.peer_id)
             assert await each.worker.directory.publish("stage 0", subkey, records[subkey], expires)
@@ -80,8 +131,9 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
             assert await each.worker.directory.lookup("stage 0") == records
             assert await each.worker.directory.lookup("stage 1") == {}
         newest = str(first.key.peer_id)
-        assert await first.worker.directory.publish("stage 0", newest, b"v2", expires + 1)
-        assert await others[1].worker.directory.lookup("stage 0") == {**records, newest: b"v2"}
+        second = signed_record(organiser, first.key, expires + 1, stage=1)
+        assert await first.worker.directory.publish("stage 0", newest, second, expires + 1)
+        assert await others[1].worker.directory.lookup("stage 0") == {**records, newest: second}
         nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + first.p2pd[:-1] + "x"
         assert await first.worker.directory.bootstrap((nowhere, "nonsense")) == 0
 
@@ -100,12 +152,14 @@ async def test_non_members_and_members_of_other_runs_can_neither_store_nor_find(
         stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
         assert await second.worker.directory.bootstrap((first.entrance,)) == 1
-        assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
+        subkey, true = str(second.key.peer_id), signed_record(organiser, second.key, expires)
+        false = signed_record(organiser, second.key, expires + 1)
+        assert await second.worker.directory.publish("stage 0", subkey, true, expires)
         for outsider in (stranger, foreigner):
             assert await outsider.worker.directory.bootstrap((first.entrance,)) == 0
             assert await outsider.worker.directory.lookup("stage 0") == {}
-            await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
-        assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
+            await outsider.worker.directory.publish("stage 0", subkey, false, expires + 1)
+        assert await first.worker.directory.lookup("stage 0") == {subkey: true}
         # A revoked member finds no other member either.
         first.worker.set_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))

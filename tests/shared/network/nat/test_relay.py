@@ -320,6 +320,51 @@ async def test_a_circuit_lasts_so_long_and_no_longer() -> None:
         await until(lambda: not relay.relay.open_circuits)
 
 
+async def test_identities_of_one_address_share_the_rate_of_a_relay() -> None:
+    """Two identities of one outsider, with as many circuits as they like, are no proxy."""
+    rate, burst = MEGABYTE, MEGABYTE // 2
+    limits = RelayLimits(address_bytes_per_second=rate, address_burst_bytes=burst)
+    async with a_relay(limits) as relay, AsyncExitStack() as stack:
+        target, *sources = [await stack.enter_async_context(a_node()) for _ in range(4)]
+        await hold_slot(target, relay)
+        server = relay.relay
+        assert server is not None
+        began = trio.current_time()
+
+        async def flood(source: Node) -> None:
+            stream = await source.open_stream(target.peer_id, ECHO, LIMITS, target.addresses)
+            await echo_for_ever(stream)
+
+        with trio.move_on_after(1.5):
+            async with trio.open_nursery() as nursery:
+                for source in sources:
+                    nursery.start_soon(flood, source)
+        elapsed = trio.current_time() - began
+        assert burst < server.forwarded_bytes <= burst + rate * elapsed + 6 * 65_536, (
+            "a chunk of each direction of each circuit may wait"
+        )
+
+
+async def test_a_circuit_ends_when_one_of_its_ends_is_not_admitted_any_more() -> None:
+    allowed: set[str] = set()
+    limits = RelayLimits(recheck_seconds=0.1)
+    async with (
+        a_relay(limits, allow=allowed.__contains__) as relay,
+        a_node() as target,
+        a_node() as source,
+    ):
+        allowed |= {target.peer_id, source.peer_id}
+        await hold_slot(target, relay)
+        assert await says_hello(source, target)
+        lost = trio.Event()
+        source.on_disconnect(lambda peer: peer == target.peer_id and lost.set())
+        await trio.sleep(0.3)
+        assert not lost.is_set(), "it goes on while both are admitted"
+        allowed.remove(source.peer_id)
+        with trio.fail_after(5):
+            await lost.wait()
+
+
 async def test_a_relay_serves_only_those_it_should_at_either_end() -> None:
     allowed: set[str] = set()
     async with (

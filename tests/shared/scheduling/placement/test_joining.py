@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,7 @@ from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 from swarm_shared.scheduling.placement import most_underserved_stage
 
-LARGEST = sys.float_info.max
+LARGEST = 1e30
 
 
 def row(stage: int, peers: int = 0, work: float = 1.0, memory: int = 100) -> StageRow:

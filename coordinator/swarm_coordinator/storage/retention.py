@@ -1,0 +1,64 @@
+"""How many rows a run keeps of what any admitted peer can add to: links, notes and idle peers.
+
+In mode `open` one machine makes any number of identities. Each leaves a row of `peers`, and each of
+them can report links and cause notes. Owns the limits and the deletion of the oldest rows beyond
+them. What the run's history rests on (steps, shares, checkpoints, the journal) is never deleted.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.storage.connection import Connection
+from swarm_shared.protocol import MAX_LINKS
+
+MAX_LINK_ROWS = 200_000
+"""Rows of links of all reporters together: some forty megabytes."""
+MAX_NOTES = 20_000
+MAX_IDLE_PEERS = 10_000
+"""Peers in no applied step that are remembered; those not seen for longest are deleted."""
+
+
+def prune(
+    connection: Connection,
+    *,
+    links_per_reporter: int = MAX_LINKS,
+    links: int = MAX_LINK_ROWS,
+    notes: int = MAX_NOTES,
+    idle_peers: int = MAX_IDLE_PEERS,
+) -> None:
+    """Delete the oldest rows beyond the limits."""
+    (rows,) = connection.execute("SELECT count(*) FROM links").fetchone()
+    if rows > links_per_reporter:
+        _prune_links(connection, "PARTITION BY reporter", links_per_reporter)
+        _prune_links(connection, "", links)
+    connection.execute("DELETE FROM notes WHERE id <= (SELECT max(id) FROM notes) - ?", (notes,))
+    _prune_peers(connection, idle_peers)
+
+
+def _prune_links(connection: Connection, group: str, most: int) -> None:
+    connection.execute(
+        "DELETE FROM links WHERE (reporter, remote, protocol) IN ("
+        "SELECT reporter, remote, protocol FROM (SELECT reporter, remote, protocol, "
+        f"row_number() OVER ({group} ORDER BY written_at DESC, reporter, remote, protocol) "
+        "AS place FROM links) AS placed WHERE place > ?)",
+        (most,),
+    )
+
+
+def _prune_peers(connection: Connection, most: int) -> None:
+    """Delete peers in no step. The owner of a device in a step stays."""
+    (rows,) = connection.execute("SELECT count(*) FROM peers").fetchone()
+    if rows <= most:
+        return  # which of them counted in a step is read from all shares
+    idle = connection.execute(
+        "WITH counted AS (SELECT DISTINCT peer FROM shares) "
+        "SELECT id FROM peers WHERE id NOT IN (SELECT peer FROM counted) AND peer NOT IN "
+        "(SELECT owner FROM owners WHERE peer IN (SELECT peer FROM counted)) "
+        # A row numbered anew must not have the number of a deleted one.
+        "AND id < (SELECT max(id) FROM peers) ORDER BY last_seen DESC, id DESC"
+    ).fetchall()
+    gone = [(row,) for (row,) in idle[most:]]
+    connection.executemany("UPDATE notes SET peer = NULL WHERE peer = ?", gone)
+    for table, column in (
+        ("links", "reporter"), ("teams", "peer"), ("owners", "peer"), ("peers", "id"),
+    ):  # fmt: skip
+        connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", gone)
