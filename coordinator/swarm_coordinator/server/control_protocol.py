@@ -139,7 +139,14 @@ class ControlServer:
             await self._refuse(stream, error)
             return
         session = self.sessions.open(stream.remote, stream, certified_at)
-        attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
+        attached = PeerAttached(
+            session.number,
+            session.peer,
+            hello,
+            certificate,
+            receipts,
+            self.admission.owners.of(session.peer),
+        )
         try:
             with session.scope:
                 await self.queue.put(attached)

@@ -127,7 +127,10 @@ class Bench:
         self.paused.discard(peer)
         return self.beat(peer) + self.event(Tick())
 
-    def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> list[Command]:
+    def attach(
+        self, peer: str, receipts: tuple[Receipt, ...] = (), owner: PeerId | None = None,
+        **hello: Any,
+    ) -> list[Command]:  # fmt: skip
         self.sessions[peer] = self.sessions.get(peer, 0) + 1
         carrier = CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
@@ -136,7 +139,12 @@ class Bench:
         }  # fmt: skip
         return self.event(
             PeerAttached(
-                self.session(peer), PeerId(peer), Hello(**{**defaults, **hello}), "cert", receipts
+                self.session(peer),
+                PeerId(peer),
+                Hello(**{**defaults, **hello}),
+                "cert",
+                receipts,
+                owner,
             )
         )
 

@@ -352,7 +352,7 @@ class World:
             self.current[peer.id] = link
             self.deliver(
                 events.PeerAttached(
-                    events.SessionNumber(link.number), peer.id, hello, "cert", receipts
+                    events.SessionNumber(link.number), peer.id, hello, "cert", receipts, None
                 )
             )
 

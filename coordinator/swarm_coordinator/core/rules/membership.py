@@ -6,7 +6,13 @@ Part of the pure core: changes a RunState and queues commands, does no I/O.
 from __future__ import annotations
 
 from swarm_coordinator.core.events import AppliedStep, CloseSession, PeerAttached
-from swarm_coordinator.core.rules import microbatches, roster, round_membership, state_transfer
+from swarm_coordinator.core.rules import (
+    held_up,
+    microbatches,
+    roster,
+    round_membership,
+    state_transfer,
+)
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
     PeerContact,
@@ -28,10 +34,16 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Admit a client, whether new, restarted, or returning with the stage that it holds."""
     hello = event.hello
     assert event.peer not in run.peers, "an older attachment is removed first"
+    refusal = held_up.refusal(run, event.peer, event.owner, now)
+    if refusal is not None:
+        held_up.refuse_for_now(run, event.peer, refusal)
+        return
     peer = PeerState(
         peer=event.peer,
         session=event.session,
-        profile=PeerProfile(hello.name, hello.device, hello.memory_bytes, hello.wanted_stage),
+        profile=PeerProfile(
+            hello.name, hello.device, hello.memory_bytes, hello.wanted_stage, event.owner
+        ),
         contact=PeerContact(hello.addresses, hello.carrier, hello.reachability, hello.offers_relay),
         certificate=event.certificate,
         last_heard=now,
@@ -42,6 +54,8 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     missed = None if held is None else _missed_step(run, held, hello)
     if missed is None and not _is_current(run, event):
         held = None
+    if held is not None and held_up.kept_apart(run, peer, held, now):
+        held = missed = None
     run.send(
         event.peer,
         Welcome(

@@ -234,17 +234,6 @@ def _partner_moves(run: RunState, partner: PeerId, peer: PeerId) -> bool:
     return moving is not None and moving.partner == peer
 
 
-def mover_delays_close(run: RunState, now: float) -> bool:
-    """Whether a moving peer that had to start over delays the close, for a bounded time."""
-    return any(
-        not moving.ready
-        and now < moving.close_delayed_until
-        and run.steps.round_of(run.peers[peer].stage) is None
-        and run.steps.round_of(moving.stage) is None
-        for peer, moving in run.peers.movers.items()
-    )
-
-
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
     """The members that change stage with the close about to begin, with their destinations.
 

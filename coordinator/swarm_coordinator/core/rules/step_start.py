@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
-from swarm_coordinator.core.rules.waiting import paused_reason, stage_names
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.waiting import paused_reason, stage_names
 from swarm_shared.base.types import StageIndex
 
 
