@@ -29,6 +29,10 @@ from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.protocol import Apply, Goodbye, Hello, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
+MAX_STAGE_PEERS = 1000
+"""Number of peers that a stage takes, below the 1,024 members that an all-reduce carries; some more
+may average for the last time before they move away."""
+
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Admit a client, whether new, restarted, or returning with the stage that it holds."""
@@ -54,7 +58,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     missed = None if held is None else _missed_step(run, held, hello)
     if missed is None and not _is_current(run, event):
         held = None
-    if held is not None and held_up.kept_apart(run, peer, held, now):
+    if held is not None and (held_up.kept_apart(run, peer, held, now) or is_full(run, held)):
         held = missed = None
     run.send(
         event.peer,
@@ -153,7 +157,25 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     if wanted is not None and not 0 <= wanted < len(rows):
         refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
-    chosen = (rows[wanted],) if wanted is not None else _deserted(run, rows, memory_bytes)
+    if wanted is not None and is_full(run, wanted):
+        limit = stage_limit(run, wanted)
+        refuse(
+            run, peer,
+            f"stage {wanted} has {limit} peers, and no more can average together; "
+            f"choose another stage, or leave the choice to the run",
+        )  # fmt: skip
+        return
+    rows = tuple(row for row in rows if not is_full(run, row.stage))
+    if not rows:
+        reason = "every stage has as many peers as can average together; try again later"
+        held_up.refuse_for_now(run, peer.peer, reason)
+        del run.peers[peer.peer]
+        return
+    chosen = (
+        tuple(row for row in rows if row.stage == wanted)
+        if wanted is not None
+        else _deserted(run, rows, memory_bytes)
+    )
     try:
         stage = most_underserved_stage(chosen or rows, memory_bytes)
     except CapacityError as error:
@@ -166,6 +188,16 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     else:
         reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
     assign(run, peer, stage, reason, now)
+
+
+def stage_limit(run: RunState, stage: StageIndex) -> int:
+    """Number of peers that a stage takes; both ends of a tied model also average together."""
+    return MAX_STAGE_PEERS // 2 if stage in run.tied_stages() else MAX_STAGE_PEERS
+
+
+def is_full(run: RunState, stage: StageIndex) -> bool:
+    """Whether a stage takes no further peer, as its close could not carry one."""
+    return run.peers.group_size(stage) >= stage_limit(run, stage)
 
 
 def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:

@@ -176,6 +176,22 @@ def complete(run: RunState, step: StepState) -> bool:
     return len(step.table) == microbatch_count(run) * run.manifest.stage_count
 
 
+def commit_relayed(run: RunState, receipt: Receipt) -> bool:
+    """Enter a verified receipt that another peer reports, if its signer still has the gradient.
+
+    A receipt names no session. It proves nothing once its signer has been lost, has been synced
+    anew, or has reported the loss of its accumulator, and the other peer may have kept it since.
+    """
+    step = run.steps.numbered(receipt.step)
+    if (
+        step is None
+        or receipt.peer in step.own_receipts_only
+        or receipt.generation != run.start.generation
+    ):
+        return False
+    return commit(run, receipt)
+
+
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
     step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
@@ -243,6 +259,7 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
     for step in run.steps.open():
         kept = step.closing.kept_stages(peer) if step.closing is not None else frozenset()
         clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
+        step.own_receipts_only.add(peer)
         _free_leases(run, step, peer, now)
 
 
@@ -274,7 +291,10 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if step is None:
         return
     for receipt in event.receipts:
-        commit(run, receipt)
+        if receipt.peer == event.peer:
+            commit(run, receipt)
+        else:
+            commit_relayed(run, receipt)
     lease, hedge = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
     if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
         del step.speculative_leases[event.microbatch]

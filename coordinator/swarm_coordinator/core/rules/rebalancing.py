@@ -187,6 +187,8 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     """Start a decided move."""
     rebalancing = run.rebalancing
     peer = run.peers[move.peer]
+    if membership.is_full(run, move.destination):
+        return
     release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
     if release_first and move.partner is not None:
         return  # the exchange would leave a stage without both of them

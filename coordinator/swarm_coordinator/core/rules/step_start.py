@@ -37,7 +37,8 @@ def peers_wanted(run: RunState, now: float) -> int:
     """Number of peers that every stage needs before a step begins."""
     if run.steps.began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
-    return run.manifest.limits.starting_peers_per_stage
+    fullest = min(membership.stage_limit(run, StageIndex(s)) for s in run.stage_indices)
+    return min(run.manifest.limits.starting_peers_per_stage, fullest)
 
 
 def _is_resumed(run: RunState) -> bool:

@@ -43,6 +43,9 @@ class StepState:
     mostly_done_at: float | None = None
     """When most of the table was first filled."""
     speculation_not_before: float = 0.0
+    own_receipts_only: set[PeerId] = field(default_factory=set)
+    """Peers that may have lost what they had counted in this step: an old receipt of theirs proves
+    nothing, unless they report it themselves."""
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
     """Microbatches that may have to be leased; all others are done or being driven."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
