@@ -244,7 +244,11 @@ class StageServer:
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             training = message.mode == "train"
             if training and isinstance(error, RequestFailed) and error.code == "not_finite":
-                self._coordinator.send(NotFinite(step=message.step, microbatch=message.microbatch))
+                self._coordinator.send(
+                    NotFinite(
+                        step=message.step, microbatch=message.microbatch, sender=stream.remote
+                    )
+                )
             over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))

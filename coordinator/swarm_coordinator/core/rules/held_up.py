@@ -36,6 +36,9 @@ WAIT_FACTOR = 3.0
 KEPT_APART_SECONDS = 30.0
 """Seconds held up by two peers' words against each other above which they do not share a stage."""
 
+MIN_PARTNERS = 3
+"""Different receivers whose results were not finite that make the sender responsible."""
+
 
 # ---------------------------------------------------------------- waiting
 
@@ -116,6 +119,25 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
         ):
             return True
     return False
+
+
+# ---------------------------------------------------------------- results that are not finite
+
+
+def record_not_finite(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> None:
+    """Count a result that is not finite against both ends alike."""
+    for peer, other in ((receiver, sender), (sender, receiver)):
+        for key in _keys(peer):
+            run.held_time.of(key, now).record_not_finite(_keys(other)[-1], now)
+
+
+def sends_what_overflows(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> bool:
+    """Whether the sender is part of such results with more different peers than the receiver."""
+    of_sender, of_receiver = (
+        max(run.held_time.of(key, now).partners(now) for key in _keys(peer))
+        for peer in (sender, receiver)
+    )
+    return of_sender >= MIN_PARTNERS and of_sender > of_receiver
 
 
 # ---------------------------------------------------------------- refusing

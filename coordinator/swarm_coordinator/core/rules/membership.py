@@ -270,14 +270,21 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
     """Handle a microbatch that is not finite at a peer.
 
-    The first peer is held responsible. If a second peer gets the same result, the model or the data
-    are.
+    The first peer is held responsible, unless the sender of its input is part of such results with
+    more different peers: finite numbers can be chosen to overflow elsewhere. If a second peer gets
+    the same result, the model or the data are.
     """
     step = run.steps.numbered(message.step)
     if step is None or peer.stage is None or not run.peers.holds_current(peer):
         return
     if run.phase is not RunPhase.COLLECT or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step
+    sender = run.peers.get(message.sender)
+    if sender is not None and sender is not peer:
+        held_up.record_not_finite(run, peer, sender, now)
+        if held_up.sends_what_overflows(run, peer, sender, now):
+            _exclude_sender(run, sender, now)
+            return
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
@@ -289,6 +296,16 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
         )
         return
     replace_state(run, peer, "what it computed was not finite", now)
+
+
+def _exclude_sender(run: RunState, sender: PeerState, now: float) -> None:
+    """Flag a peer whose outputs overflow at many others, and let the step go on without it."""
+    if sender.stage is None or sender.peer in run.peers.excluded:
+        return
+    run.flag(sender, Rejection.NOT_FINITE, "what others computed from its outputs was not finite")
+    others = any(p is not sender for p in run.peers.ready(sender.stage))
+    if others and run.steps.round_of(sender.stage) is None:
+        release(run, sender, Release.STEP, now)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:

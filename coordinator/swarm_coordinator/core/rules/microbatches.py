@@ -179,20 +179,28 @@ def complete(run: RunState, step: StepState) -> bool:
 def commit_relayed(run: RunState, receipt: Receipt) -> bool:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
-    A receipt names no session. It proves nothing once its signer has been lost, has been synced
-    anew, or has reported the loss of its accumulator, and the other peer may have kept it since.
+    A receipt names no session, and the other peer may have kept it since its signer has lost the
+    gradient.
     """
     step = run.steps.numbered(receipt.step)
-    if (
-        step is None
-        or receipt.peer in step.own_receipts_only
-        or receipt.generation != run.start.generation
-    ):
+    if step is None:
         return False
-    return commit(run, receipt)
+    reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
+    older = receipt.generation != run.start.generation
+    if not reported and (older or receipt.peer in step.own_reports_only):
+        return False
+    return _enter(run, receipt)
 
 
 def commit(run: RunState, receipt: Receipt) -> bool:
+    """Enter a verified receipt that its signer reports; False if it does not count."""
+    step = run.steps.numbered(receipt.step)
+    if step is not None and receipt.microbatch < run.manifest.training.microbatches_per_step:
+        step.own_reports.setdefault(receipt.peer, set()).add(receipt.microbatch)
+    return _enter(run, receipt)
+
+
+def _enter(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
     step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
@@ -259,7 +267,6 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
     for step in run.steps.open():
         kept = step.closing.kept_stages(peer) if step.closing is not None else frozenset()
         clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
-        step.own_receipts_only.add(peer)
         _free_leases(run, step, peer, now)
 
 

@@ -191,8 +191,10 @@ def _clear_unaccumulated(
     run: RunState, step: StepState, peer: PeerState, stage: StageIndex, message: RoundReport
 ) -> None:
     """Clear the cells that a failed member reports as lost, also after its attempt has ended."""
-    if message.reset or message.missing:
-        step.own_receipts_only.add(peer.peer)
+    if message.reset:
+        step.lost_all(peer.peer)
+    elif message.missing:
+        step.lost(peer.peer, message.missing)
     if message.reset:
         microbatches.clear_counted(run, step, peer.peer, (stage,))
     for microbatch in message.missing:

@@ -39,6 +39,9 @@ MAX_ACCOUNTS = 10_000
 MAX_DISPUTES = 64
 """Number of other parties that an account remembers; the least are dropped first."""
 
+PARTNER_SECONDS = 3600.0
+"""Seconds for which the other end of a computation that was not finite is remembered."""
+
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
@@ -67,7 +70,19 @@ class HeldAccount:
     disputes: dict[PeerId, Leaking] = field(default_factory=dict)
     """The seconds of attempts that failed by this peer's word against another one, or by the
     other's."""
+    not_finite_with: dict[PeerId, float] = field(default_factory=dict)
+    """The other ends of computations that were not finite, and when the latest one was."""
     refused_until: float = -math.inf
+
+    def record_not_finite(self, other: PeerId, now: float) -> None:
+        """Remember the other end of a computation that was not finite."""
+        if other not in self.not_finite_with:
+            _make_room(self.not_finite_with, MAX_DISPUTES, lambda at: at)
+        self.not_finite_with[other] = now
+
+    def partners(self, now: float) -> int:
+        """Number of different other ends within an hour."""
+        return sum(now - at < PARTNER_SECONDS for at in self.not_finite_with.values())
 
     def charge(self, since: float, until: float, most: float, now: float) -> float:
         """Charge an interval, without what was charged before; returns the seconds."""

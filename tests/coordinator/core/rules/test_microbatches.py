@@ -8,6 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
+from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
@@ -135,7 +136,9 @@ def lost_in_between(bench: Bench, peer: str, how: str) -> None:
         bench.join(peer, 0)
         return
     if how == "resync":
-        bench.send(peer, NotFinite(step=bench.step().step, microbatch=MicrobatchIndex(0)))
+        bench.send(
+            peer, NotFinite(step=Step(1), microbatch=MicrobatchIndex(0), sender=PeerId(peer))
+        )
         bench.ready(peer)
         return
     bench.report(peer, 5)
@@ -155,12 +158,27 @@ def test_a_receipt_of_a_lost_gradient_counts_from_its_signer_alone(how: str) -> 
     assert bench.step().table[5, 0].peer == "b0"
 
 
+def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted() -> None:
+    """It still has the gradient and reports it once; only its trainers repeat the receipt."""
+    bench = collecting(microbatches=8)
+    bench.lose("b0")
+    bench.join("b0", 0)
+    bench.report("b0", 5)
+    state = bench.run.peers[PeerId("b0")]
+    release(bench.run, state, Release.STEP, bench.now)
+    bench.lose("a0")
+    assert (5, 0) not in bench.step().table
+    bench.tick(1.0)
+    relay(bench, "a1", bench.receipt("b0", 5), bench.receipt("b0", 6))
+    assert bench.step().table[5, 0].peer == "b0"
+    assert (6, 0) not in bench.step().table
+
+
 def test_a_receipt_of_an_earlier_start_of_the_coordinator_counts_from_its_signer_alone() -> None:
     bench = Bench.restarted(1, microbatches=8)
     for peer in ("a0", "b0", "a1", "b1"):
         bench.attach(peer, stage=int(peer[1]), version=1)
     bench.tick(0.25)
-    bench.step().own_receipts_only.clear()
     kept = bench.receipt("b0", 5, generation=Generation(1))
     relay(bench, "a0", kept)
     assert (5, 0) not in bench.step().table
