@@ -202,7 +202,8 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         _drop_silent_peers(run, now)
         if run.peers.syncing:
             step_close.give_up_catching_up(run, now)
-        state_transfer.charge_downloads(run, now)
+        if run.steps.current is not None and microbatches.complete(run, run.steps.current):
+            state_transfer.charge_downloads(run, now)
         for refused in held_up.take_refusals(run, now):
             _refuse(run, refused, now)
         roster.drop_expired_revocations(run, now)

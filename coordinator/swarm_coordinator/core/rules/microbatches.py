@@ -186,8 +186,7 @@ def commit_relayed(run: RunState, receipt: Receipt) -> bool:
     if step is None:
         return False
     reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
-    older = receipt.generation != run.start.generation
-    if not reported and (older or receipt.peer in step.own_reports_only):
+    if not reported and receipt.peer in step.own_reports_only:
         return False
     return _enter(run, receipt)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Literal
 
-from swarm_coordinator.core.rules import held_up, microbatches, snapshots
+from swarm_coordinator.core.rules import held_up, snapshots
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -68,11 +68,12 @@ def close_is_delayed(run: RunState, now: float) -> bool:
 
 
 def charge_downloads(run: RunState, now: float) -> None:
-    """Charge the delay of a close to those whose downloads delay it; called at every tick."""
+    """Charge the delay of a close to those whose downloads delay it.
+
+    Called at every tick while the table of the step is complete.
+    """
     step = run.steps.current
     if run.phase is not RunPhase.COLLECT or step is None or step.complete_at is None:
-        return
-    if not microbatches.complete(run, step):
         return
     hold_seconds = run.manifest.limits.join_hold_seconds
     since = max(step.complete_at, step.close_not_before)

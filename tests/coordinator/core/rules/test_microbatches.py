@@ -10,7 +10,7 @@ from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotFinite
 
@@ -172,18 +172,6 @@ def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted()
     relay(bench, "a1", bench.receipt("b0", 5), bench.receipt("b0", 6))
     assert bench.step().table[5, 0].peer == "b0"
     assert (6, 0) not in bench.step().table
-
-
-def test_a_receipt_of_an_earlier_start_of_the_coordinator_counts_from_its_signer_alone() -> None:
-    bench = Bench.restarted(1, microbatches=8)
-    for peer in ("a0", "b0", "a1", "b1"):
-        bench.attach(peer, stage=int(peer[1]), version=1)
-    bench.tick(0.25)
-    kept = bench.receipt("b0", 5, generation=Generation(1))
-    relay(bench, "a0", kept)
-    assert (5, 0) not in bench.step().table
-    bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (kept,)))
-    assert bench.step().table[5, 0].peer == "b0"
 
 
 def test_absurd_losses_that_add_up_to_infinity_do_not_end_the_coordinator() -> None:
