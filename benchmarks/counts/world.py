@@ -168,7 +168,7 @@ class MidStep:
             memory_bytes=2**34, wanted_stage=stage, reachability=Reachability.PUBLIC,
         )  # fmt: skip
         session = self.session(number)
-        self.event(PeerAttached(session, peer, hello, certificate(number), ()))
+        self.event(PeerAttached(session, peer, hello, certificate(number), (), None))
         self.event(MessageReceived(session, peer, StageRequest(stage=stage)))
         taken = self.run.peers.syncing[peer]
         ready = Ready(stage=taken.stage, version=taken.version, digest="d" * 32)

@@ -27,7 +27,7 @@ from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
-from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError
+from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
@@ -242,9 +242,7 @@ class StageServer:
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
-            training = message.mode == "train"
-            if training and isinstance(error, RequestFailed) and error.code == "not_finite":
-                self._coordinator.send(NotFinite(step=message.step, microbatch=message.microbatch))
+            self._report_not_finite(stream.remote, message, error)
             if isinstance(error, RequestFailed) and error.code == "out_of_memory":
                 log.warning("stage %d: %s", holding.stage, error)
             over = not _has_parameters_for(holding, message)
@@ -253,6 +251,14 @@ class StageServer:
         finally:
             holding.in_flight -= 1
         return None
+
+    def _report_not_finite(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
+        """Report a training microbatch whose computation was not finite, with its sender."""
+        not_finite = isinstance(error, RequestFailed) and error.code == "not_finite"
+        if not_finite and message.mode == "train":
+            self._coordinator.send(
+                NotFinite(step=message.step, microbatch=message.microbatch, sender=sender)
+            )
 
     async def _run_task(self, work: _MicrobatchTask) -> tuple[Backward, Output] | None:
         """Run the task; None when this peer was paused before the gradient arrived."""

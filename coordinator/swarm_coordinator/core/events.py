@@ -38,6 +38,8 @@ class PeerAttached:
     hello: Hello
     certificate: str
     receipts: tuple[Receipt, ...]
+    owner: PeerId | None
+    """The owner that the hello's binding proves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ from swarm_coordinator.core.rules import (
     accumulate_masks,
     checkpoints,
     departure,
+    held_up,
     membership,
     microbatches,
     rebalancing,
@@ -201,6 +202,10 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         _drop_silent_peers(run, now)
         if run.peers.syncing:
             step_close.give_up_catching_up(run, now)
+        if run.steps.current is not None and microbatches.complete(run, run.steps.current):
+            state_transfer.charge_downloads(run, now)
+        for refused in held_up.take_refusals(run, now):
+            _refuse(run, refused, now)
         roster.drop_expired_revocations(run, now)
     elif isinstance(event, PeerAttached):
         older = run.peers.get(event.peer)
@@ -286,6 +291,13 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
+def _refuse(run: RunState, peer: PeerState, now: float) -> None:
+    """Remove a peer that went on holding up the run."""
+    reason = held_up.refusal(run, peer.peer, peer.profile.owner, now)
+    held_up.refuse_for_now(run, peer.peer, reason or "it has held up the run for too long")
+    _drop(run, peer.peer, "it holds up the run", now)
+
+
 def _drop(run: RunState, peer_id: PeerId, reason: str, now: float) -> None:
     """Remove a peer that is lost, and continue the close without it."""
     peer = run.peers.get(peer_id)
@@ -344,21 +356,10 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
         return
     if step.complete_at is None:
         step.complete_at = now
-    held = now < step.complete_at + run.manifest.limits.join_hold_seconds and (
-        _joining_peer_delays_close(run, now) or rebalancing.mover_delays_close(run, now)
-    )
+    hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
+    held = now < hold_ends and state_transfer.close_is_delayed(run, now)
     if now >= step.close_not_before and not held:
         step_close.start_close(run, step, now)
-
-
-def _joining_peer_delays_close(run: RunState, now: float) -> bool:
-    """Whether a peer that downloads the current version delays the close, for a bounded time."""
-    return any(
-        not run.peers[peer].leaving
-        and now < transfer.close_delayed_until
-        and run.steps.round_of(transfer.stage) is None
-        for peer, transfer in run.peers.syncing.items()
-    )
 
 
 def _next(run: RunState, now: float) -> None:

@@ -146,7 +146,8 @@ class ControlServer:
         announced = self.proof.checked(hello.announced, session.place)
         checked = hello.model_copy(update=announced.model_dump(exclude={"kind", "carrier"}))
         checked = checked.model_copy(update={"carrier": announced.carrier})
-        attached = PeerAttached(session.number, session.peer, checked, certificate, receipts)
+        owner = self.admission.owners.of(session.peer)
+        attached = PeerAttached(session.number, session.peer, checked, certificate, receipts, owner)
         try:
             with session.scope:
                 await self.queue.put(attached)

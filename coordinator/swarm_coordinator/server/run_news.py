@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from swarm_coordinator.core.events import AppliedStep
-from swarm_coordinator.core.rules.waiting import waiting_reason
 from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.waiting import waiting_reason
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, Version
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums

@@ -170,7 +170,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         largest = max(size.state_bytes for size in self._swarm.sizes)
         seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
         self.later(seconds, lambda: self._swarm.meter.add_candidate(self))
-        self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
+        self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", (), None))
 
     def disconnect(self) -> None:
         self.alive = False

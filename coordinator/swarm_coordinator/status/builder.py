@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from swarm_coordinator.core.rules.waiting import waiting_reason
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import (
@@ -13,6 +12,7 @@ from swarm_coordinator.core.state.utilisation import (
     UtilisationStats,
     quantile,
 )
+from swarm_coordinator.core.state.waiting import waiting_reason
 from swarm_coordinator.status.document import (
     MoveDecisionRow,
     PeerRow,

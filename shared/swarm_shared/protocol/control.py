@@ -223,6 +223,8 @@ class NotFinite(FrozenModel):
     kind: Literal["not_finite"] = "not_finite"
     step: Step
     microbatch: MicrobatchIndex
+    sender: PeerId
+    """The peer that sent the input; finite numbers can be chosen to overflow."""
 
 
 class Applied(FrozenModel):

@@ -83,3 +83,16 @@ def test_an_average_does_not_end_without_a_member_that_is_lost_meanwhile(
     swarm = simulated(manifest, changes, seed=1)
     assert (steady.counts["abort"], swarm.counts["abort"]) == (0, 1)
     assert len(swarm.applied) > 0
+
+
+@pytest.mark.parametrize("churn", ["steady", "home:on_hours=0.1,crash=0.7"])
+def test_machines_with_slow_lines_and_crashes_are_not_refused(
+    manifest: Manifest, churn: str
+) -> None:
+    names = [f"machine-{number}" for number in range(12)]
+    swarm = simulated(manifest, churn_model(churn).changes(names, HOURS, random.Random(1)), 1)
+    assert swarm.applied
+    held_time = swarm.run.held_time
+    now = swarm.event_heap.now
+    assert max(held_time.seconds(key, now) for key in held_time.accounts) > 0.0
+    assert all(account.refused_until < now for account in held_time.accounts.values())

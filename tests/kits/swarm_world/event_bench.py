@@ -94,7 +94,10 @@ class Bench:
         self.paused.discard(peer)
         return self.beat(peer) + self.event(events.Tick())
 
-    def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> Commands:
+    def attach(
+        self, peer: str, receipts: tuple[Receipt, ...] = (), owner: PeerId | None = None,
+        **hello: Any,
+    ) -> Commands:  # fmt: skip
         self.sessions[peer] = self.sessions.get(peer, 0) + 1
         carrier = protocol.CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
@@ -108,6 +111,7 @@ class Bench:
                 protocol.Hello(**{**defaults, **hello}),
                 "cert",
                 receipts,
+                owner,
             )
         )
 

@@ -304,6 +304,8 @@ class SimPeer:
                 edge.end()
 
     def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
+        if isinstance(message, protocol.Refused) and message.code == "protocol":
+            raise Violation(f"{self.id} is honest and is refused: {message.reason}")
         self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
         if isinstance(message, protocol.Refused) and message.code == "admission":
             if self.id in self.world.banned:

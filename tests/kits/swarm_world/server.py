@@ -120,7 +120,10 @@ class Serving:
             self._request_worker(lambda: False, self._evaluated)
         elif worker.peer.gives_nan:
             worker.peer.gives_nan = False
-            worker.peer.send(NotFinite(step=parcel.step, microbatch=parcel.microbatch))
+            sender = self._edge.sender.peer.id
+            worker.peer.send(
+                NotFinite(step=parcel.step, microbatch=parcel.microbatch, sender=sender)
+            )
             self.refuse(RefusalReason.FAILED)
         else:
             accumulate = self._computation.accumulate

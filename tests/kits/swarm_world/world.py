@@ -358,7 +358,8 @@ class World:
             if older is not None:
                 older.open = False
             self.current[peer.id] = link
-            self.deliver(events.PeerAttached(link.number, peer.id, hello, "cert", receipts))
+            attached = events.PeerAttached(link.number, peer.id, hello, "cert", receipts, None)
+            self.deliver(attached)
 
         peer.link = link
         self.later(self.delay(), arrive)

@@ -6,7 +6,13 @@ Part of the pure core: changes a RunState and queues commands, does no I/O.
 from __future__ import annotations
 
 from swarm_coordinator.core.events import AppliedStep, CloseSession, PeerAttached
-from swarm_coordinator.core.rules import microbatches, roster, round_membership, state_transfer
+from swarm_coordinator.core.rules import (
+    held_up,
+    microbatches,
+    roster,
+    round_membership,
+    state_transfer,
+)
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
     PeerContact,
@@ -23,15 +29,25 @@ from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.protocol import Apply, Goodbye, Hello, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
+MAX_STAGE_PEERS = 1000
+"""Number of peers that a stage takes, below the 1,024 members that an all-reduce carries; some more
+may average for the last time before they move away."""
+
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Admit a client, whether new, restarted, or returning with the stage that it holds."""
     hello = event.hello
     assert event.peer not in run.peers, "an older attachment is removed first"
+    refusal = held_up.refusal(run, event.peer, event.owner, now)
+    if refusal is not None:
+        held_up.refuse_for_now(run, event.peer, refusal)
+        return
     peer = PeerState(
         peer=event.peer,
         session=event.session,
-        profile=PeerProfile(hello.name, hello.device, hello.memory_bytes, hello.wanted_stage),
+        profile=PeerProfile(
+            hello.name, hello.device, hello.memory_bytes, hello.wanted_stage, event.owner
+        ),
         contact=PeerContact.of(hello.announced),
         certificate=event.certificate,
         last_heard=now,
@@ -42,6 +58,8 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     missed = None if held is None else _missed_step(run, held, hello)
     if missed is None and held is not None and not _is_current(run, event, held):
         held = None
+    if held is not None and (held_up.kept_apart(run, peer, held, now) or is_full(run, held)):
+        held = missed = None
     run.send(
         event.peer,
         Welcome(
@@ -148,7 +166,25 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     if wanted is not None and not 0 <= wanted < len(rows):
         refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
-    chosen = (rows[wanted],) if wanted is not None else _deserted(run, rows, memory_bytes)
+    if wanted is not None and is_full(run, wanted):
+        limit = stage_limit(run, wanted)
+        refuse(
+            run, peer,
+            f"stage {wanted} has {limit} peers, and no more can average together; "
+            f"choose another stage, or leave the choice to the run",
+        )  # fmt: skip
+        return
+    rows = tuple(row for row in rows if not is_full(run, row.stage))
+    if not rows:
+        reason = "every stage has as many peers as can average together; try again later"
+        held_up.refuse_for_now(run, peer.peer, reason)
+        del run.peers[peer.peer]
+        return
+    chosen = (
+        tuple(row for row in rows if row.stage == wanted)
+        if wanted is not None
+        else _deserted(run, rows, memory_bytes)
+    )
     try:
         stage = most_underserved_stage(chosen or rows, memory_bytes)
     except CapacityError as error:
@@ -161,6 +197,16 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     else:
         reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
     assign(run, peer, stage, reason, now)
+
+
+def stage_limit(run: RunState, stage: StageIndex) -> int:
+    """Number of peers that a stage takes; both ends of a tied model also average together."""
+    return MAX_STAGE_PEERS // 2 if stage in run.tied_stages() else MAX_STAGE_PEERS
+
+
+def is_full(run: RunState, stage: StageIndex) -> bool:
+    """Whether a stage takes no further peer, as its close could not carry one."""
+    return run.peers.group_size(stage) >= stage_limit(run, stage)
 
 
 def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:
@@ -233,14 +279,21 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
     """Handle a microbatch that is not finite at a peer.
 
-    The first peer is held responsible. If a second peer gets the same result, the model or the data
-    are.
+    The first peer is held responsible, unless the sender of its input is part of such results with
+    more different peers: finite numbers can be chosen to overflow elsewhere. If a second peer gets
+    the same result, the model or the data are.
     """
     step = run.steps.numbered(message.step)
     if step is None or peer.stage is None or not run.peers.holds_current(peer):
         return
     if run.phase is not RunPhase.COLLECT or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step
+    sender = run.peers.get(message.sender)
+    if sender is not None and sender is not peer:
+        held_up.record_not_finite(run, peer, sender, now)
+        if held_up.sends_what_overflows(run, peer, sender, now):
+            _exclude_sender(run, sender, now)
+            return
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
@@ -252,6 +305,16 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
         )
         return
     replace_state(run, peer, "what it computed was not finite", now)
+
+
+def _exclude_sender(run: RunState, sender: PeerState, now: float) -> None:
+    """Flag a peer whose outputs overflow at many others, and let the step go on without it."""
+    if sender.stage is None or sender.peer in run.peers.excluded:
+        return
+    run.flag(sender, Rejection.NOT_FINITE, "what others computed from its outputs was not finite")
+    others = any(p is not sender for p in run.peers.ready(sender.stage))
+    if others and run.steps.round_of(sender.stage) is None:
+        release(run, sender, Release.STEP, now)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:

@@ -179,7 +179,30 @@ def complete(run: RunState, step: StepState) -> bool:
     return len(step.table) == microbatch_count(run) * run.manifest.stage_count
 
 
+def commit_relayed(run: RunState, receipt: Receipt) -> bool:
+    """Enter a verified receipt that another peer reports, if its signer still has the gradient.
+
+    A receipt names no session, and the other peer may have kept it since its signer has lost the
+    gradient.
+    """
+    step = run.steps.numbered(receipt.step)
+    if step is None:
+        return False
+    reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
+    if not reported and receipt.peer in step.own_reports_only:
+        return False
+    return _enter(run, receipt)
+
+
 def commit(run: RunState, receipt: Receipt) -> bool:
+    """Enter a verified receipt that its signer reports; False if it does not count."""
+    step = run.steps.numbered(receipt.step)
+    if step is not None and receipt.microbatch < run.manifest.training.microbatches_per_step:
+        step.own_reports.setdefault(receipt.peer, set()).add(receipt.microbatch)
+    return _enter(run, receipt)
+
+
+def _enter(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
     step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
@@ -277,7 +300,10 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if step is None:
         return
     for receipt in event.receipts:
-        commit(run, receipt)
+        if receipt.peer == event.peer:
+            commit(run, receipt)
+        else:
+            commit_relayed(run, receipt)
     lease, hedge = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
     if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
         del step.speculative_leases[event.microbatch]

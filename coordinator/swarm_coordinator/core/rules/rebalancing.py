@@ -187,6 +187,8 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     """Start a decided move."""
     rebalancing = run.rebalancing
     peer = run.peers[move.peer]
+    if membership.is_full(run, move.destination):
+        return
     release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
     if release_first and move.partner is not None:
         return  # the exchange would leave a stage without both of them
@@ -232,17 +234,6 @@ def _partner_moves(run: RunState, partner: PeerId, peer: PeerId) -> bool:
     """Whether the partner of an exchange is still moving."""
     moving = run.peers.movers.get(partner)
     return moving is not None and moving.partner == peer
-
-
-def mover_delays_close(run: RunState, now: float) -> bool:
-    """Whether a moving peer that had to start over delays the close, for a bounded time."""
-    return any(
-        not moving.ready
-        and now < moving.close_delayed_until
-        and run.steps.round_of(run.peers[peer].stage) is None
-        and run.steps.round_of(moving.stage) is None
-        for peer, moving in run.peers.movers.items()
-    )
 
 
 def switching(run: RunState) -> dict[PeerId, StageIndex]:

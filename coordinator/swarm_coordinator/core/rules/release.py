@@ -37,6 +37,9 @@ def release(run: RunState, peer: PeerState, ends: Release, now: float) -> None:
         run.steps.masks = [mask for mask in run.steps.masks if mask.peer != peer.peer]
     round_membership.leave(run, peer.peer, f"{short(peer.peer)} {ends}", now)
     microbatches.clear_work(run, peer.peer, now)
+    if ends is not Release.STEP:
+        for step in run.steps.open():
+            step.lost_all(peer.peer)
     if ends is Release.STEP:
         run.peers.exclude(peer)
     elif ends is Release.STAGE:

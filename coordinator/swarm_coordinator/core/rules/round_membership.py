@@ -8,10 +8,10 @@ round alone is aborted, and the stages of that round average anew when the table
 from __future__ import annotations
 
 from swarm_coordinator.core.rules import microbatches, state_transfer
-from swarm_coordinator.core.rules.waiting import stage_names
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_coordinator.core.state.waiting import stage_names
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AbortRound

@@ -10,10 +10,10 @@ from collections.abc import Collection
 from swarm_coordinator.core.events import Persist, RolledBack
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
 from swarm_coordinator.core.rules.release import Release, release
-from swarm_coordinator.core.rules.waiting import stage_names
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_coordinator.core.state.waiting import stage_names
 from swarm_shared.base.types import StageIndex, Step
 
 REATTACH_GRACE_SECONDS = 10.0

@@ -8,11 +8,11 @@ fetches its next stage in the same way as a joining peer its first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Literal
 
-from swarm_coordinator.core.rules import snapshots
+from swarm_coordinator.core.rules import held_up, snapshots
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -62,6 +62,61 @@ def delay_close(run: RunState, transfer: StageTransfer, now: float) -> None:
         transfer.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
+def close_is_delayed(run: RunState, now: float) -> bool:
+    """Whether a download delays the close now."""
+    return any(True for _ in chain(_joins(run, now), _moves(run, now)))
+
+
+def charge_downloads(run: RunState, now: float) -> None:
+    """Charge the delay of a close to those whose downloads delay it.
+
+    Called at every tick while the table of the step is complete.
+    """
+    step = run.steps.current
+    if run.phase is not RunPhase.COLLECT or step is None or step.complete_at is None:
+        return
+    hold_seconds = run.manifest.limits.join_hold_seconds
+    since = max(step.complete_at, step.close_not_before)
+    if not since < now < step.complete_at + hold_seconds:
+        return
+    for peer, transfer in list(chain(_joins(run, now), _moves(run, now))):
+        begun_at = transfer.close_delayed_until - hold_seconds
+        held_up.charge(run, peer, max(since, begun_at), now, now)
+
+
+def _joins(run: RunState, now: float) -> Iterator[tuple[PeerState, StageTransfer]]:
+    """Peers that download the current version."""
+    for peer_id, transfer in run.peers.syncing.items():
+        peer = run.peers[peer_id]
+        if (
+            not peer.leaving
+            and now < transfer.close_delayed_until
+            and run.steps.round_of(transfer.stage) is None
+            and _is_waited_for(run, peer, transfer, now)
+        ):
+            yield peer, transfer
+
+
+def _moves(run: RunState, now: float) -> Iterator[tuple[PeerState, StageTransfer]]:
+    """Moving peers that had to start over."""
+    for peer_id, moving in run.peers.movers.items():
+        peer = run.peers[peer_id]
+        if (
+            not moving.ready
+            and now < moving.close_delayed_until
+            and run.steps.round_of(peer.stage) is None
+            and run.steps.round_of(moving.stage) is None
+            and _is_waited_for(run, peer, moving, now)
+        ):
+            yield peer, moving
+
+
+def _is_waited_for(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> bool:
+    return not held_up.is_spent(run, peer, now) and not held_up.kept_apart(
+        run, peer, transfer.stage, now
+    )
+
+
 def find_sources(run: RunState, now: float) -> None:
     """Send every peer that awaits a stage's state its source, as soon as one is known."""
     queue = _SourceQueue(run)
@@ -75,6 +130,7 @@ def find_sources(run: RunState, now: float) -> None:
             and not transfer.source_assigned
             and now >= transfer.ask_not_before
             and can_join(run, transfer.stage)
+            and not held_up.kept_apart(run, run.peers[peer], transfer.stage, now)
         ):
             _find_source(run, run.peers[peer], transfer, now, queue)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from swarm_coordinator.core.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.core.rules import (
+    held_up,
     membership,
     microbatches,
     rebalancing,
@@ -159,8 +160,8 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         _clear_unaccumulated(run, step, peer, peer.stage, message)
         _attempt_failed(run, step, found, peer, message, now)
     else:
-        found.reports[peer.peer] = SquaredNorms(message.own_squared, message.tied_squared)
-        found.awaited.discard(peer.peer)
+        _charge_late_report(run, step, found, peer, now)
+        found.record(peer.peer, SquaredNorms(message.own_squared, message.tied_squared), now)
         if not found.awaited:
             advance_close(run, now)
 
@@ -193,6 +194,10 @@ def _clear_unaccumulated(
 ) -> None:
     """Clear the cells that a failed member reports as lost, also after its attempt has ended."""
     if message.reset:
+        step.lost_all(peer.peer)
+    elif message.missing:
+        step.lost(peer.peer, message.missing)
+    if message.reset:
         microbatches.clear_counted(run, step, peer.peer, (stage,))
     for microbatch in message.missing:
         cell_key = (microbatch, stage)
@@ -210,34 +215,52 @@ def _attempt_failed(
     round_membership.abort(
         run, failed, f"{short(peer.peer)} of stage {peer.stage}: {message.reason}{culprit}", now
     )
-    # A carrier failure is no member's fault, and the members avoid that carrier in the next
+    # A carrier failure excludes no member, and the members avoid that carrier in the next
     # attempt. A peer that keeps reporting carrier failures would block the close forever, so the
     # number of excused failures is limited per step.
     excused = message.carrier_failed and step.carrier_failures < MAX_CARRIER_FAILURES
     step.carrier_failures += excused
+    # The run has lost the attempt and the pause after it.
+    since, until = failed.began_at, max(now, step.close_not_before)
+    accused = run.peers.get(message.culprit) if message.culprit in failed.members else None
+    if accused is None or accused is peer:
+        held_up.charge(run, peer, since, until, now)
+        parties = [peer]
+    else:
+        held_up.dispute(run, peer, accused, since, until, now)
+        parties = [peer, accused]
     if message.not_finite and message.reset:
         own = "the sum of its gradients was not finite"
         if membership.replace_state(run, peer, own, now):
             return
     elif message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
-    if excused:
-        return
-    if message.culprit is None or not _count_failure(run, step, failed, message.culprit, 1, now):
-        _count_failure(run, step, failed, peer.peer, 1, now)
+    if not excused:
+        _count_failure(run, step, parties, now)
 
 
-def _count_failure(
-    run: RunState, step: StepState, failed: Round, peer: PeerId, count: int, now: float
-) -> bool:
-    """Count a failed attempt against `peer`; exclude it from the step at MAX_FAILED_ATTEMPTS.
+def _count_failure(run: RunState, step: StepState, parties: list[PeerState], now: float) -> None:
+    """Count a failed attempt against all that may have caused it; exclude who is at its limit.
 
-    Returns False if `peer` is no member of the round, or cannot be excluded.
+    Of two that name each other neither is more credible: both sit the step out if others of the
+    stage remain, and else the one that has held up the run for longer.
     """
-    if peer not in failed.members:
-        return False
-    step.failure_counts[peer] = step.failure_counts.get(peer, 0) + count
-    return step.failure_counts[peer] < MAX_FAILED_ATTEMPTS or _exclude(run, step, peer, now)
+    apart = len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now)
+    for peer in parties:
+        step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
+    at_limit = [
+        peer
+        for peer in parties
+        if apart
+        or step.failure_counts[peer.peer] >= MAX_FAILED_ATTEMPTS
+        or held_up.is_spent(run, peer, now)
+    ]
+    at_limit.sort(
+        key=lambda peer: (held_up.held_seconds(run, peer, now), peer.session, peer.peer),
+        reverse=True,
+    )
+    for peer in at_limit:
+        _exclude(run, step, peer.peer, now)
 
 
 def _exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
@@ -261,10 +284,7 @@ def time_out(run: RunState, now: float) -> None:
         return
     closing, limit = step.closing, run.manifest.limits.lease_seconds
     if run.phase is RunPhase.APPLYING:
-        if now - closing.decided_at > limit:
-            for peer in sorted(closing.members.keys() - closing.applied.keys()):
-                run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
-                closing.remove_member(peer)
+        _time_out_apply(run, step, closing, now)
         return
     # Large states take long over slow uplinks: the limit doubles with each attempt that timed out.
     longest = limit * 2 ** min(step.timeouts, 5)
@@ -272,6 +292,53 @@ def time_out(run: RunState, now: float) -> None:
     step.timeouts += bool(late)
     for found in late:
         _proceed_without_silent(run, step, found, now)
+    for found in closing.each_round():
+        if found.most_reported_at and found.awaited:
+            _proceed_without_last(run, step, found, now)
+
+
+def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
+    """Continue without members that do not apply; who shares its stage with others has less time.
+
+    The last holder of a stage has all of it: without it the stage would be lost.
+    """
+    most_at = closing.most_applied_at
+    over = now - closing.decided_at > run.manifest.limits.lease_seconds
+    if not over and (
+        most_at is None or now <= held_up.deadline(run, step, closing.decided_at, most_at)
+    ):
+        return
+    for peer_id in sorted(closing.members.keys() - closing.applied.keys()):
+        shared = closing.members[peer_id] in closing.applied_stages
+        if not (over or shared):
+            continue
+        run.note(f"{short(peer_id)} did not apply step {step.step} in time", peer_id)
+        peer = run.peers.get(peer_id)
+        if peer is not None:
+            _charge_late_apply(run, step, closing, peer, now)
+        closing.remove_member(peer_id)
+
+
+def _charge_late_apply(
+    run: RunState, step: StepState, closing: CloseState, peer: PeerState, now: float
+) -> None:
+    """Charge a member what it took to apply beyond the others, if one of its stage has applied."""
+    if closing.members[peer.peer] in closing.applied_stages:
+        # Without most of the members, what applying takes here is unknown.
+        most_at = closing.most_applied_at or closing.decided_at
+        free = held_up.free_until(step, closing.decided_at, most_at)
+        held_up.charge(run, peer, free, now, now)
+
+
+def _charge_late_report(
+    run: RunState, step: StepState, found: Round, peer: PeerState, now: float
+) -> None:
+    """Charge a member what its report came later than those of most members of its stage."""
+    most_at = found.most_reported_at.get(found.members[peer.peer])
+    if most_at is not None and peer.peer in found.awaited:
+        free = held_up.free_until(step, found.began_at, most_at)
+        if free < now:
+            held_up.charge(run, peer, free, now, now)
 
 
 def give_up_catching_up(run: RunState, now: float) -> None:
@@ -284,6 +351,47 @@ def give_up_catching_up(run: RunState, now: float) -> None:
             membership.resync(run, run.peers[peer], reason, now)
 
 
+def _proceed_without_last(run: RunState, step: StepState, found: Round, now: float) -> None:
+    """Exclude the last members of a stage, whose others have all averaged in far less time."""
+    last: list[PeerId] = []
+    for peer_id in sorted(found.awaited):
+        most_at = found.most_reported_at.get(found.members[peer_id])
+        if most_at is None or now <= held_up.deadline(run, step, found.began_at, most_at):
+            return  # it has time left, so that the round cannot end yet
+        last.append(peer_id)
+    if found.completes_without(last):
+        _exclude_silent(run, step, found, last, now)
+
+
+def _exclude_silent(
+    run: RunState, step: StepState, found: Round, silent: list[PeerId], now: float
+) -> None:
+    """Let a round end without its silent members, at their charge."""
+    found.awaited.difference_update(silent)
+    for peer_id in silent:
+        _charge_silent(run, step, found, peer_id, now)
+        _exclude(run, step, peer_id, now)
+
+
+def _charge_silent(
+    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+) -> None:
+    """Charge a silent member; a minority of its stage that has reported is no evidence against it,
+    as it may have reported without averaging."""
+    peer, stage = run.peers.get(peer_id), found.members[peer_id]
+    most_at = found.most_reported_at.get(stage)
+    if peer is None:
+        return
+    free = held_up.free_until(step, found.began_at, most_at or found.began_at)
+    if most_at is not None:
+        held_up.charge(run, peer, free, now, now)
+        return
+    reported = sorted(p for p in found.reports if found.members.get(p) == stage)
+    others = [run.peers[p] for p in reported if p in run.peers]
+    if others:
+        held_up.dispute(run, peer, others[0], free, now, now)
+
+
 def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: float) -> None:
     """Exclude the silent members of an overdue round, or abort it.
 
@@ -293,13 +401,13 @@ def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: fl
     done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
     silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
     if late.completes_without(silent):
-        late.awaited.difference_update(silent)
-        for peer in silent:
-            _exclude(run, step, peer, now)
+        _exclude_silent(run, step, late, silent, now)
         return
+    for peer in silent:
+        _charge_silent(run, step, late, peer, now)
     round_membership.abort(run, late, "it took too long", now)
     for peer in silent:
-        _count_failure(run, step, late, peer, MAX_FAILED_ATTEMPTS, now)
+        _exclude(run, step, peer, now)
 
 
 def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -> None:
@@ -415,7 +523,10 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         return
     if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
         run.peers.set_version(peer, version)
-        closing.applied[peer.peer] = (message.digest, message.norm)
+        step = run.steps.current
+        if step is not None and closing.most_applied_at and peer.peer not in closing.applied:
+            _charge_late_apply(run, step, closing, peer, now)
+        closing.record_applied(peer.peer, (message.digest, message.norm), now)
         _finish_when_applied(run, closing, now)
     elif late and transfer is not None and not run.history.may_be(transfer.stage, message.digest):
         membership.resync(run, peer, _OTHER_STATE, now)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
-from swarm_coordinator.core.rules.waiting import paused_reason, stage_names
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.waiting import paused_reason, stage_names
 from swarm_shared.base.types import StageIndex
 
 
@@ -37,7 +37,8 @@ def peers_wanted(run: RunState, now: float) -> int:
     """Number of peers that every stage needs before a step begins."""
     if run.steps.began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
-    return run.manifest.limits.starting_peers_per_stage
+    fullest = min(membership.stage_limit(run, StageIndex(s)) for s in run.stage_indices)
+    return min(run.manifest.limits.starting_peers_per_stage, fullest)
 
 
 def _is_resumed(run: RunState) -> bool:

@@ -7,6 +7,7 @@ apart: docs/decisions, number 0025.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -40,11 +41,25 @@ class Round:
     """Members that have not reported yet."""
     kept: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Former members whose gradient is in the sum, by stage; their cells still count."""
+    most_reported_at: dict[StageIndex, float] = field(default_factory=dict)
+    """When more than half of a stage's members had averaged."""
     squares: dict[StageIndex, SquaredNorms] = field(default_factory=dict)
     """The agreed norms by stage, once all members have averaged."""
+    _sizes: Counter[StageIndex] = field(default_factory=Counter)
+    _reported: Counter[StageIndex] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.awaited.update(self.members)
+        self._sizes.update(self.members.values())
+
+    def record(self, peer: PeerId, squares: SquaredNorms, now: float) -> None:
+        """Enter a member's report."""
+        stage = self.members[peer]
+        self._reported[stage] += peer not in self.reports
+        self.reports[peer] = squares
+        self.awaited.discard(peer)
+        if 2 * self._reported[stage] > self._sizes[stage]:
+            self.most_reported_at.setdefault(stage, now)
 
     @property
     def averaged(self) -> bool:
@@ -75,6 +90,17 @@ class CloseState:
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
     """Fingerprints (digest, norm) of the members that have applied."""
     decided_at: float = 0.0
+    most_applied_at: float | None = None
+    """When more than half of the members had applied."""
+    applied_stages: set[StageIndex] = field(default_factory=set)
+    """Stages of which a member has applied."""
+
+    def record_applied(self, peer: PeerId, fingerprint: tuple[str, float], now: float) -> None:
+        """Enter a member's confirmation."""
+        self.applied[peer] = fingerprint
+        self.applied_stages.add(self.members[peer])
+        if self.most_applied_at is None and 2 * len(self.applied) > len(self.members):
+            self.most_applied_at = now
 
     def each_round(self) -> list[Round]:
         return list(dict.fromkeys(self.rounds.values()))

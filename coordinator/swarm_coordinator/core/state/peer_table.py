@@ -172,6 +172,11 @@ class PeerTable(dict[PeerId, PeerState]):
         """Peers that hold or download the stage; a moving peer counts where it still is."""
         return self._by_stage[stage].values()
 
+    def group_size(self, stage: StageIndex) -> int:
+        """Number of peers that may average with the stage in one close: those at it, and movers."""
+        coming = sum(moving.stage == stage for moving in self.movers.values())
+        return len(self._by_stage[stage]) + coming
+
     def admits(self, peer: PeerId) -> bool:
         """Whether the ID is that of a member, or of a member's p2pd."""
         return peer in self or peer in self._carriers

@@ -47,6 +47,8 @@ class PeerProfile:
     device: str
     memory_bytes: int
     wanted_stage: StageIndex | None
+    owner: PeerId | None
+    """The key that the peer's work counts for, if it has proven one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,8 @@ class PeerState:
     moves to."""
     leaving: bool = False
     leaving_since: float = 0.0
+    budget_spent: bool = False
+    """Whether its budget of held seconds was spent at the last charge."""
     paused: bool = False
     """It gets no new work for now, but closes steps with the other members."""
     rates: PeerRates = field(default_factory=PeerRates)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swarm_coordinator.core.events import Broadcast, Command, Note, Send
 from swarm_coordinator.core.state.checkpoints import CheckpointState
+from swarm_coordinator.core.state.held_time import HeldTime
 from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.moves import RebalancingState
 from swarm_coordinator.core.state.peer_table import PeerTable
@@ -51,6 +52,7 @@ class RunState:
     checkpoints: CheckpointState
     rebalancing: RebalancingState
     statistics: RunStatistics
+    held_time: HeldTime = field(default_factory=HeldTime)
     phase: RunPhase = RunPhase.WAITING
     """Assigned by `enter_phase` alone."""
     waiting_reason: str = ""

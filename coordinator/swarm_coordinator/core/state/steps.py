@@ -5,6 +5,7 @@ Values only; the rules are in `swarm_coordinator.core.rules.microbatches` and `s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from swarm_coordinator.core.state.close import CloseState, Round
@@ -43,6 +44,11 @@ class StepState:
     mostly_done_at: float | None = None
     """When most of the table was first filled."""
     speculation_not_before: float = 0.0
+    own_reports: dict[PeerId, set[MicrobatchIndex]] = field(default_factory=dict)
+    """Microbatches that each peer itself has reported as counted, since it last lost any."""
+    own_reports_only: set[PeerId] = field(default_factory=set)
+    """Peers that have lost counted microbatches of this step. Another peer may have kept a receipt
+    of these, so that receipts count only for what the peer itself has reported since."""
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
     """Microbatches that may have to be leased; all others are done or being driven."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
@@ -56,6 +62,16 @@ class StepState:
     """When the table was first complete. Joining peers may delay the close for a bounded time from
     then on, because in a large run some peer is always downloading."""
     evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
+
+    def lost_all(self, peer: PeerId) -> None:
+        """Record that a peer has lost all that it had counted."""
+        self.own_reports_only.add(peer)
+        self.own_reports.pop(peer, None)
+
+    def lost(self, peer: PeerId, microbatches: Collection[MicrobatchIndex]) -> None:
+        """Record that a peer has lost some of what it had counted."""
+        self.own_reports_only.add(peer)
+        self.own_reports.setdefault(peer, set()).difference_update(microbatches)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from swarm_coordinator.core.events import (
     Send,
     SessionNumber,
 )
-from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.rules import membership, roster
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
@@ -551,3 +551,34 @@ def test_a_late_apply_with_another_digest_holds_no_stage() -> None:
     bench.attach("ghost", stage=0, version=0, averaged_attempt=attempt)
     bench.send("ghost", Applied(step=Step(1), digest="made up", norm=1.0))
     assert bench.run.peers[PeerId("ghost")].phase is PeerPhase.SYNCING
+
+
+# ---- stages with as many peers as a close can carry
+
+
+def test_a_full_stage_takes_no_peer_that_joins_returns_or_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 2)
+    bench = Bench()
+    bench.join_all("a0", "b0", "a1")
+    bench.attach("c0", wanted_stage=0)
+    commands = bench.send("c0", StageRequest(stage=StageIndex(0)))
+    assert "no more can average together" in bench.sent("c0", Refused, commands)[0].reason
+    (welcome,) = bench.sent("d0", Welcome, bench.attach("d0", stage=0, version=0))
+    assert not welcome.keep
+    bench.send("d0", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("d0")].goes_to == 1
+    bench.attach("e0")
+    commands = bench.send("e0", StageRequest(stage=StageIndex(0)))
+    (refused,) = bench.sent("e0", Refused, commands)
+    assert refused.code == "protocol"  # it tries again by itself
+    assert PeerId("e0") not in bench.run.peers
+
+
+def test_both_ends_of_a_tied_model_share_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 2)
+    bench = Bench(stages=3, tied=True)
+    bench.join_all("a0", "a1", "b1", "a2")
+    bench.attach("c0")
+    assert bench.sent("c0", Refused, bench.send("c0", StageRequest(stage=StageIndex(0))))

@@ -8,10 +8,11 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
+from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest
+from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotFinite
 
 
 def collecting(**options: Any) -> Bench:
@@ -112,6 +113,65 @@ def test_a_peer_reports_its_own_receipts_only() -> None:
 
 def _reported(bench: Bench, peer: str, receipt: Receipt) -> ReceiptsVerified:
     return ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,))
+
+
+def relay(bench: Bench, trainer: str, *receipts: Receipt) -> None:
+    """A trainer answers a lease with receipts of other peers."""
+    (microbatch, lease), *_ = (
+        (m, lease) for m, lease in bench.step().leases.items() if lease.trainer == trainer
+    )
+    bench.resolve(trainer, microbatch, lease.lease, receipts=receipts)
+
+
+def test_a_receipt_that_its_trainer_brings_counts() -> None:
+    bench = collecting(microbatches=8)
+    relay(bench, "a0", bench.receipt("b0", 5))
+    assert bench.step().table[5, 0].peer == "b0"
+
+
+def lost_in_between(bench: Bench, peer: str, how: str) -> None:
+    """The peer loses what it had counted."""
+    if how == "restart":
+        bench.lose(peer)
+        bench.join(peer, 0)
+        return
+    if how == "resync":
+        bench.send(
+            peer, NotFinite(step=Step(1), microbatch=MicrobatchIndex(0), sender=PeerId(peer))
+        )
+        bench.ready(peer)
+        return
+    bench.report(peer, 5)
+    bench.fill()
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.failed(peer, **{how: {"reset": True, "missing": (5,)}[how]})
+
+
+@pytest.mark.parametrize("how", ["restart", "resync", "reset", "missing"])
+def test_a_receipt_of_a_lost_gradient_counts_from_its_signer_alone(how: str) -> None:
+    bench = collecting(microbatches=8)
+    kept = bench.receipt("b0", 5)
+    lost_in_between(bench, "b0", how)
+    relay(bench, "a0", kept)
+    assert (5, 0) not in bench.step().table
+    bench.report("b0", 5)
+    assert bench.step().table[5, 0].peer == "b0"
+
+
+def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted() -> None:
+    """It still has the gradient and reports it once; only its trainers repeat the receipt."""
+    bench = collecting(microbatches=8)
+    bench.lose("b0")
+    bench.join("b0", 0)
+    bench.report("b0", 5)
+    state = bench.run.peers[PeerId("b0")]
+    release(bench.run, state, Release.STEP, bench.now)
+    bench.lose("a0")
+    assert (5, 0) not in bench.step().table
+    bench.tick(1.0)
+    relay(bench, "a1", bench.receipt("b0", 5), bench.receipt("b0", 6))
+    assert bench.step().table[5, 0].peer == "b0"
+    assert (6, 0) not in bench.step().table
 
 
 def test_absurd_losses_that_add_up_to_infinity_do_not_end_the_coordinator() -> None:

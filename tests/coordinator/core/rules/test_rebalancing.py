@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
+from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.phases import RunPhase
@@ -53,6 +56,13 @@ def decided(bench: Bench) -> str:
 
 def told(bench: Bench) -> dict[str, Any]:
     return document_of(bench.run, bench.now).rebalancing.model_dump()
+
+
+def test_no_peer_moves_to_a_full_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = lopsided()
+    monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 1)
+    bench.tick(PERIOD + 1.0)
+    assert not bench.run.peers.movers
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:

@@ -10,7 +10,7 @@ from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Restored
 from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
     Apply,
@@ -284,7 +284,7 @@ def test_what_is_not_finite_at_one_that_has_averaged_changes_nothing() -> None:
     stage_0_alone_again(bench)
     bench.failed("a0", missing=(0,))
     assert bench.run.phase is RunPhase.COLLECT
-    bench.send("a1", NotFinite(step=bench.step().step, microbatch=0))
+    bench.send("a1", NotFinite(step=Step(1), microbatch=MicrobatchIndex(0), sender=PeerId("a1")))
     assert bench.run.peers[PeerId("a1")].phase is PeerPhase.READY
     assert {cell for cell in bench.step().table if cell[1] == 1} == {(0, 1), (1, 1)}
 

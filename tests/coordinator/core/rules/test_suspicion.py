@@ -35,9 +35,12 @@ def applied_by_all(bench: Bench, **digests: str) -> None:
         bench.apply(peer, digests.get(peer, "d"))
 
 
-def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
-    step = Step(bench.run.history.version + 1)
-    bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
+def say_not_finite(bench: Bench, peer: str, microbatch: int = 0, sender: str = "") -> None:
+    message = NotFinite(
+        step=Step(bench.run.history.version + 1), microbatch=MicrobatchIndex(microbatch),
+        sender=PeerId(sender or peer),
+    )  # fmt: skip
+    bench.send(peer, message)
 
 
 def test_a_peer_that_computes_no_numbers_is_flagged_and_synced_anew() -> None:
@@ -57,6 +60,85 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     assert set(marked(bench)) == {"b0"}
 
 
+def overflowing(*receivers: str, sender: str = "b0") -> Bench:
+    """Every receiver has computed something not finite from an output of the sender."""
+    bench = Bench(microbatches=16)
+    bench.join_all("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1")
+    for microbatch, receiver in enumerate(receivers):
+        say_not_finite(bench, receiver, microbatch, sender)
+    return bench
+
+
+def test_a_sender_whose_outputs_overflow_at_many_is_the_one_that_is_excluded() -> None:
+    bench = overflowing("a1", "b1", "c1")
+    assert set(marked(bench)) == {"a1", "b1", "b0"}
+    assert bench.run.peers.excluded == {"b0"}
+    assert phase(bench, "c1") is PeerPhase.READY
+    say_not_finite(bench, "d1", 5, "b0")
+    assert phase(bench, "d1") is PeerPhase.READY
+    assert "d1" not in marked(bench)
+
+
+def test_senders_that_overflow_are_remembered_across_steps() -> None:
+    bench = overflowing("a1", "b1")
+    for peer in ("a1", "b1"):
+        bench.ready(peer)
+    bench.tick(1.0)
+    bench.one_step()
+    say_not_finite(bench, "c1", 0, "b0")
+    assert "c1" not in marked(bench)
+    assert bench.run.peers.excluded == {"b0"}
+
+
+def test_a_receiver_that_names_many_senders_is_held_responsible_itself() -> None:
+    bench = Bench(microbatches=16)
+    bench.join_all("a0", "b0", "c0", "d0", "a1", "b1")
+    for microbatch, sender in enumerate(("a0", "b0", "c0", "d0")):
+        say_not_finite(bench, "a1", microbatch, sender)
+        bench.ready("a1")
+    assert set(marked(bench)) == {"a1"}
+    assert not bench.run.peers.excluded
+
+
+def test_a_receiver_with_more_senders_than_the_sender_has_receivers_is_responsible() -> None:
+    bench = Bench(microbatches=16)
+    bench.join_all("a0", "b0", "c0", "d0", "a1", "b1", "c1", "d1")
+    named = [("b1", "b0"), ("c1", "b0"), ("a1", "a0"), ("a1", "c0"), ("a1", "d0"), ("a1", "b0")]
+    for microbatch, (receiver, sender) in enumerate(named):
+        say_not_finite(bench, receiver, microbatch, sender)
+        bench.ready(receiver)
+    assert "b0" not in marked(bench)
+    assert marked(bench)["a1"][0] == 4
+
+
+def test_one_receiver_alone_excludes_no_sender() -> None:
+    bench = overflowing("a1")
+    for microbatch in range(1, 6):
+        bench.ready("a1")
+        say_not_finite(bench, "a1", microbatch, "b0")
+    assert set(marked(bench)) == {"a1"}
+
+
+def test_the_devices_of_one_owner_count_as_one_receiver() -> None:
+    bench = overflowing()
+    for microbatch, device in enumerate(("f1", "g1", "h1", "i1")):
+        bench.attach(device, owner=PeerId("owner"), wanted_stage=1)
+        bench.send(device, StageRequest(stage=StageIndex(1)))
+        bench.ready(device)
+        say_not_finite(bench, device, microbatch, "b0")
+    assert "b0" not in marked(bench)
+
+
+def test_the_last_holder_of_a_stage_is_flagged_for_its_outputs_and_stays() -> None:
+    bench = Bench(microbatches=16)
+    bench.join_all("a0", "a1", "b1", "c1")
+    bench.report("a0", 9)
+    for microbatch, receiver in enumerate(("a1", "b1", "c1")):
+        say_not_finite(bench, receiver, microbatch, "a0")
+    assert "a0" in marked(bench)
+    assert bench.step().table[9, 0].peer == "a0"
+
+
 def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
     bench = collecting()
     say_not_finite(bench, "a1")
@@ -66,7 +148,8 @@ def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
 
 def test_a_report_about_another_step_flags_no_peer() -> None:
     bench = collecting()
-    bench.send("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
+    other = NotFinite(step=Step(7), microbatch=MicrobatchIndex(0), sender=PeerId("b0"))
+    bench.send("b0", other)
     assert marked(bench) == {}
 
 

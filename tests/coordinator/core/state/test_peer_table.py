@@ -40,7 +40,8 @@ changes = st.lists(
 def peer(name: str, carrier: str) -> PeerState:
     address = CarrierAddress(peer=carrier, addresses=("a",), binding="b")
     return PeerState(
-        peer=PeerId(name), session=SessionNumber(1), profile=PeerProfile(name, "cpu", 10, None),
+        peer=PeerId(name), session=SessionNumber(1),
+        profile=PeerProfile(name, "cpu", 10, None, None),
         contact=PeerContact((), address), certificate="", last_heard=0.0,
     )  # fmt: skip
 

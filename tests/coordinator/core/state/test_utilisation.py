@@ -196,7 +196,7 @@ def test_gradients_that_are_not_finite_and_parameters_that_differ_are_counted() 
     bench = stepping()
     step = Step(bench.run.history.version + 1)
     for peer in ("b0", "a0"):  # the second one is not flagged: the model is the cause
-        bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
+        bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0), sender=PeerId(peer)))
     assert rejected(bench) == {Rejection.NOT_FINITE: 2}
     bench = stepping()
     bench.one_step()

@@ -1,0 +1,203 @@
+"""What holding up the run costs: how long others wait for a peer, and what it is charged.
+
+Part of the pure core (docs/decisions, number 0035). Deadlines follow the step's own pace: peers
+that share a stage take alike. What a peer alone holds up beyond that is charged to it and to its
+owner, leaks over an hour, and outlasts steps and sessions. A word against another peer is no
+evidence: accuser and accused are charged alike.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.events import CloseSession
+from swarm_coordinator.core.state.held_time import (
+    HELD_BUDGET_SECONDS,
+    MAX_SECONDS_PER_CHARGE,
+    REFUSED_AT_SECONDS,
+    REFUSED_FOR_SECONDS,
+)
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, display, short
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Refused
+
+FREE_SECONDS = 1.0
+"""Seconds by which a peer may be later than most others at no charge, at least."""
+
+FREE_PACE_SHARE = 0.5
+"""Part of the step's duration by which a peer may be later than most others at no charge."""
+
+SHORTEST_WAIT_SECONDS = 5.0
+"""Seconds that the last members have after most others, at least: home machines stall that long."""
+
+WAIT_FACTOR = 3.0
+"""Multiple of the time of most members that the last ones have in addition."""
+
+KEPT_APART_SECONDS = 30.0
+"""Seconds held up by two peers' words against each other above which they do not share a stage."""
+
+MIN_PARTNERS = 3
+"""Different receivers whose results were not finite that make the sender responsible."""
+
+
+# ---------------------------------------------------------------- waiting
+
+
+def free_until(step: StepState, began_at: float, most_at: float) -> float:
+    """Until when the answer to an order costs nothing, if most others took until `most_at`."""
+    return most_at + max(FREE_SECONDS, most_at - began_at, FREE_PACE_SHARE * _pace(step))
+
+
+def deadline(run: RunState, step: StepState, began_at: float, most_at: float) -> float:
+    """Until when the run waits for an answer, if most others took until `most_at`."""
+    wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), _pace(step))
+    return min(most_at + wait, began_at + run.manifest.limits.lease_seconds)
+
+
+def _pace(step: StepState) -> float:
+    """Seconds that the work of the step took, which no single peer decides."""
+    if step.complete_at is None:
+        return 0.0
+    return max(0.0, step.complete_at - step.previous_applied_at)
+
+
+# ---------------------------------------------------------------- charging
+
+
+def charge(run: RunState, peer: PeerState, since: float, until: float, now: float) -> None:
+    """Charge an interval that a peer alone has held up."""
+    for key in _keys(peer):
+        run.held_time.of(key, now).charge(since, until, MAX_SECONDS_PER_CHARGE, now)
+    _judge(run, peer, now)
+
+
+def dispute(
+    run: RunState, one: PeerState, other: PeerState, since: float, until: float, now: float
+) -> None:
+    """Charge an interval to two peers, of which either may be the one that held up the run."""
+    for peer, against in ((one, other), (other, one)):
+        for key in _keys(peer):
+            run.held_time.of(key, now).dispute(against.peer, since, until, now)
+    _judge(run, one, now)
+    _judge(run, other, now)
+
+
+def _keys(peer: PeerState) -> tuple[PeerId, ...]:
+    owner = peer.profile.owner
+    return (peer.peer,) if owner is None else (peer.peer, owner)
+
+
+def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
+    return max(run.held_time.seconds(key, now) for key in _keys(peer))
+
+
+def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether the run does not wait for a peer any more."""
+    return held_seconds(run, peer, now) >= HELD_BUDGET_SECONDS
+
+
+def in_dispute(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
+    """Whether two peers have named each other, or one the other, for too long."""
+    return run.held_time.disputed_seconds(one.peer, other.peer, now) > KEPT_APART_SECONDS
+
+
+def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
+    """Whether a peer is to stay away from a stage, because of one that holds it.
+
+    One of two that keep naming each other is at fault, and together they end no step.
+    """
+    account = run.held_time.accounts.get(peer.peer)
+    if account is None:
+        return False
+    for other, seconds in account.disputes.items():
+        holder = run.peers.get(other)
+        if (
+            holder is not None
+            and holder.stage == stage
+            and run.peers.holds_current(holder)
+            and seconds.at(now) > KEPT_APART_SECONDS
+        ):
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- results that are not finite
+
+
+def record_not_finite(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> None:
+    """Count a result that is not finite against both ends alike."""
+    for peer, other in ((receiver, sender), (sender, receiver)):
+        for key in _keys(peer):
+            run.held_time.of(key, now).record_not_finite(_keys(other)[-1], now)
+
+
+def sends_what_overflows(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> bool:
+    """Whether the sender is part of such results with more different peers than the receiver."""
+    of_sender, of_receiver = (
+        max(run.held_time.of(key, now).partners(now) for key in _keys(peer))
+        for peer in (sender, receiver)
+    )
+    return of_sender >= MIN_PARTNERS and of_sender > of_receiver
+
+
+# ---------------------------------------------------------------- refusing
+
+
+def _judge(run: RunState, peer: PeerState, now: float) -> None:
+    """Note a spent budget once, and mark who is to be refused."""
+    seconds = held_seconds(run, peer, now)
+    if seconds >= HELD_BUDGET_SECONDS and not peer.budget_spent:
+        run.note(
+            f"{display(peer)} has held up the run for {seconds:.0f} s within an hour and is not "
+            f"waited for any more",
+            peer.peer,
+        )
+    peer.budget_spent = seconds >= HELD_BUDGET_SECONDS
+    if seconds >= REFUSED_AT_SECONDS:
+        run.held_time.refusals_due.add(peer.peer)
+
+
+def take_refusals(run: RunState, now: float) -> list[PeerState]:
+    """Refuse the peers that went on after their budget was spent; the caller removes them.
+
+    A stage's last holder stays until there is another one.
+    """
+    found: list[PeerState] = []
+    for peer_id in sorted(run.held_time.refusals_due):
+        peer = run.peers.get(peer_id)
+        if peer is not None and _is_last_holder(run, peer):
+            continue
+        run.held_time.refusals_due.discard(peer_id)
+        if peer is not None:
+            for key in _keys(peer):
+                account = run.held_time.of(key, now)
+                if account.held.at(now) >= REFUSED_AT_SECONDS:
+                    account.refused_until = now + REFUSED_FOR_SECONDS
+            found.append(peer)
+    return found
+
+
+def _is_last_holder(run: RunState, peer: PeerState) -> bool:
+    if peer.stage is None or peer.phase is not PeerPhase.READY:
+        return False
+    return not any(p is not peer and p.phase is PeerPhase.READY for p in run.peers.at(peer.stage))
+
+
+def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> str | None:
+    """Why a peer may not take part for now, as a sentence; None if it may."""
+    keys = (peer,) if owner is None else (peer, owner)
+    seconds = max(run.held_time.refused_until(key) for key in keys) - now
+    if seconds <= 0:
+        return None
+    who = "this volunteer" if owner is None else "a device of this owner"
+    return (
+        f"{who} has held up the run for more than {REFUSED_AT_SECONDS:.0f} s within an hour and "
+        f"may take part again in {seconds / 60:.0f} min; check its connection and its load"
+    )
+
+
+def refuse_for_now(run: RunState, peer: PeerId, reason: str) -> None:
+    """Refuse a client in a way that lets it try again later, and end its session."""
+    run.send(peer, Refused(code="protocol", reason=reason))
+    run.commands.append(CloseSession(peer, reason))
+    run.note(f"{short(peer)} was refused: {reason}", peer)

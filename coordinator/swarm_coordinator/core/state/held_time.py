@@ -1,0 +1,138 @@
+"""Seconds by which peers have held up the run, remembered across steps, sessions and devices.
+
+Values only; `swarm_coordinator.core.rules.held_up` decides what is charged and what follows. Each
+peer and each owner has a leaky bucket. Charges are intervals of time: what several devices of one
+owner hold up at the same time counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from swarm_shared.base.types import PeerId
+
+HELD_BUDGET_SECONDS = 120.0
+"""Held seconds after which a peer is not waited for any more."""
+
+REFUSED_AT_SECONDS = 180.0
+"""Held seconds after which a peer is refused for REFUSED_FOR_SECONDS."""
+
+REFUSED_FOR_SECONDS = 3600.0
+"""Duration of a refusal in seconds."""
+
+LEAK_PER_SECOND = HELD_BUDGET_SECONDS / 3600.0
+"""Held seconds that are forgotten per second: the budget within an hour."""
+
+MAX_SECONDS_PER_CHARGE = 40.0
+"""Held seconds that a single event can cost: an accident within a large step is one accident."""
+
+MAX_DISPUTED_SECONDS = 60.0
+"""Held seconds that the words of one peer can cost another one, and itself: a single accuser cannot
+spend the budget of the accused."""
+
+MAX_ACCOUNTS = 10_000
+"""Number of peers and owners with an account; those with the fewest seconds are dropped first."""
+
+MAX_DISPUTES = 64
+"""Number of other parties that an account remembers; the least are dropped first."""
+
+PARTNER_SECONDS = 3600.0
+"""Seconds for which the other end of a computation that was not finite is remembered."""
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(slots=True)
+class Leaking:
+    """A number of seconds that are forgotten over time."""
+
+    seconds: float = 0.0
+    as_of: float = 0.0
+
+    def at(self, now: float) -> float:
+        return max(0.0, self.seconds - (now - self.as_of) * LEAK_PER_SECOND)
+
+    def add(self, seconds: float, now: float) -> None:
+        self.seconds, self.as_of = self.at(now) + seconds, now
+
+
+@dataclass(slots=True)
+class HeldAccount:
+    """What one peer, or one owner, has held up."""
+
+    held: Leaking = field(default_factory=Leaking)
+    charged_until: float = -math.inf
+    """End of the last interval that was charged."""
+    disputes: dict[PeerId, Leaking] = field(default_factory=dict)
+    """The seconds of attempts that failed by this peer's word against another one, or by the
+    other's."""
+    not_finite_with: dict[PeerId, float] = field(default_factory=dict)
+    """The other ends of computations that were not finite, and when the latest one was."""
+    refused_until: float = -math.inf
+
+    def record_not_finite(self, other: PeerId, now: float) -> None:
+        """Remember the other end of a computation that was not finite."""
+        if other not in self.not_finite_with:
+            _make_room(self.not_finite_with, MAX_DISPUTES, lambda at: at)
+        self.not_finite_with[other] = now
+
+    def partners(self, now: float) -> int:
+        """Number of different other ends within an hour."""
+        return sum(now - at < PARTNER_SECONDS for at in self.not_finite_with.values())
+
+    def charge(self, since: float, until: float, most: float, now: float) -> float:
+        """Charge an interval, without what was charged before; returns the seconds."""
+        seconds = min(max(0.0, until - max(since, self.charged_until)), most)
+        self.charged_until = max(self.charged_until, until)
+        self.held.add(seconds, now)
+        return seconds
+
+    def dispute(self, other: PeerId, since: float, until: float, now: float) -> None:
+        """Charge an interval in which a word stands against a word, up to MAX_DISPUTED_SECONDS."""
+        known = self.disputes.get(other)
+        if known is None:
+            _make_room(self.disputes, MAX_DISPUTES, lambda one: one.at(now))
+            known = self.disputes[other] = Leaking()
+        room = max(0.0, MAX_DISPUTED_SECONDS - known.at(now))
+        seconds = self.charge(since, until, min(room, MAX_SECONDS_PER_CHARGE), now)
+        known.add(seconds, now)
+
+
+@dataclass(slots=True)
+class HeldTime:
+    """The accounts of all peers and owners since this start of the coordinator."""
+
+    accounts: dict[PeerId, HeldAccount] = field(default_factory=dict)
+    refusals_due: set[PeerId] = field(default_factory=set)
+    """Attached peers that are to be refused at the next tick."""
+
+    def of(self, key: PeerId, now: float) -> HeldAccount:
+        found = self.accounts.get(key)
+        if found is None:
+            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.held.at(now))
+            found = self.accounts[key] = HeldAccount()
+        return found
+
+    def seconds(self, key: PeerId, now: float) -> float:
+        found = self.accounts.get(key)
+        return 0.0 if found is None else found.held.at(now)
+
+    def disputed_seconds(self, one: PeerId, other: PeerId, now: float) -> float:
+        found = self.accounts.get(one)
+        known = None if found is None else found.disputes.get(other)
+        return 0.0 if known is None else known.at(now)
+
+    def refused_until(self, key: PeerId) -> float:
+        found = self.accounts.get(key)
+        return -math.inf if found is None else found.refused_until
+
+
+def _make_room(table: dict[KeyT, ValueT], most: int, worth: Callable[[ValueT], float]) -> None:
+    """Drop the eighth with the least worth from a full table."""
+    if len(table) >= most:
+        for key in sorted(table, key=lambda key: worth(table[key]))[: max(1, most // 8)]:
+            del table[key]

@@ -1,0 +1,368 @@
+"""Members that hold up the run: how long it waits, what that costs them, and their refusal."""
+
+from __future__ import annotations
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.state.held_time import (
+    HELD_BUDGET_SECONDS,
+    MAX_ACCOUNTS,
+    MAX_DISPUTED_SECONDS,
+    REFUSED_AT_SECONDS,
+    REFUSED_FOR_SECONDS,
+    HeldAccount,
+    HeldTime,
+)
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Refused, StageRequest, Welcome
+
+ALL = ("a0", "b0", "c0", "a1", "b1")
+LIAR = "c0"
+LIMITS = {"lease_seconds": 120.0, "join_hold_seconds": 30.0}
+
+
+def collecting(*names: str, **options: int) -> Bench:
+    bench = Bench(limits=LIMITS, **{"steps": 1000, **options})
+    bench.join_all(*(names or ALL))
+    return bench
+
+
+def held(bench: Bench, peer: str) -> float:
+    return bench.run.held_time.seconds(PeerId(peer), bench.now)
+
+
+def refusals(bench: Bench, peer: str) -> list[Refused]:
+    return bench.sent(peer, Refused, bench.log)
+
+
+def to_close(bench: Bench) -> None:
+    """The work of a step is done, and its close begins."""
+    bench.tick(0.25)
+    bench.fill()
+    while bench.run.phase is not RunPhase.CLOSING:
+        bench.tick(0.25)
+
+
+def apply_all(bench: Bench, silent: str) -> None:
+    """Every member but one applies; the run goes on when it does not wait for that one any more."""
+    for peer in bench.closing():
+        if peer != silent:
+            bench.apply(peer)
+    while bench.run.phase is RunPhase.APPLYING:
+        bench.tick(0.25)
+
+
+def fetch(bench: Bench, peer: str) -> None:
+    """The peer downloads the state of its stage from the others."""
+    state = bench.run.peers.get(PeerId(peer))
+    if state is None or state.phase is not PeerPhase.SYNCING or state.transfer is None:
+        return
+    for holder in [p.peer for p in bench.run.peers.ready(state.transfer.stage)]:
+        bench.save(holder)
+    bench.tick(2.25)
+    if state.transfer is not None and state.transfer.source_assigned:
+        bench.ready(peer)
+
+
+def step_without_applied(bench: Bench, silent: str) -> float:
+    """One step in which a member does not say that it has applied; returns the run's wait."""
+    fetch(bench, silent)
+    to_close(bench)
+    bench.average_all()
+    began = bench.now
+    apply_all(bench, silent)
+    return bench.now - began
+
+
+# ---- deadlines follow the pace of the step
+
+
+def test_the_last_member_to_apply_has_seconds_when_the_others_took_none() -> None:
+    bench = collecting()
+    assert 1.0 < step_without_applied(bench, LIAR) <= 6.0
+    assert bench.run.peers[PeerId(LIAR)].phase is PeerPhase.SYNCING
+
+
+def test_large_states_take_their_time_at_no_charge() -> None:
+    bench = collecting()
+    to_close(bench)
+    bench.average_all()
+    bench.tick(20.0)
+    for peer in bench.closing():
+        if peer != LIAR:
+            bench.apply(peer)
+    bench.tick(18.0)
+    bench.apply(LIAR)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.run.peers[PeerId(LIAR)].phase is PeerPhase.READY
+    assert held(bench, LIAR) == 0.0
+
+
+def test_a_slow_member_of_slow_steps_has_the_time_of_a_step() -> None:
+    bench = collecting()
+    bench.tick(40.0)
+    to_close(bench)
+    bench.average_all()
+    for peer in bench.closing():
+        if peer != LIAR:
+            bench.apply(peer)
+    bench.tick(19.0)
+    bench.apply(LIAR)
+    assert bench.run.peers[PeerId(LIAR)].phase is PeerPhase.READY
+    assert held(bench, LIAR) == 0.0
+
+
+def test_the_last_holder_of_a_stage_has_the_whole_time() -> None:
+    bench = collecting("a0", "b0", "c0", "a1")
+    to_close(bench)
+    bench.average_all()
+    for peer in ("a0", "b0", "c0"):
+        bench.apply(peer)
+    bench.tick(100.0)
+    assert bench.run.phase is RunPhase.APPLYING
+    bench.apply("a1")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert held(bench, "a1") == 0.0
+
+
+def test_a_member_that_averages_and_does_not_report_it_costs_seconds_and_is_excluded() -> None:
+    bench = collecting()
+    to_close(bench)
+    for peer in bench.closing():
+        if peer != LIAR:
+            bench.averaged(peer)
+    bench.tick(4.0)
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.tick(2.0)
+    assert bench.run.phase is RunPhase.APPLYING
+    assert PeerId(LIAR) in bench.run.peers.excluded
+    assert held(bench, LIAR) > 3.0
+
+
+def test_a_report_just_before_the_deadline_is_charged_as_well() -> None:
+    bench = collecting()
+    to_close(bench)
+    for peer in bench.closing():
+        if peer != LIAR:
+            bench.averaged(peer)
+    bench.tick(4.5)
+    bench.averaged(LIAR)
+    assert held(bench, LIAR) == pytest.approx(3.5, abs=0.5)
+
+
+# ---- the budget
+
+
+def test_a_member_that_never_applies_is_refused_before_it_has_held_up_much() -> None:
+    bench = collecting()
+    waited, steps = 0.0, 0
+    while not refusals(bench, LIAR):
+        waited += step_without_applied(bench, LIAR)
+        bench.tick(0.25)
+        steps += 1
+        assert steps < 100
+    assert waited < 1.5 * REFUSED_AT_SECONDS
+    (refused,) = refusals(bench, LIAR)
+    assert "held up the run" in refused.reason
+    assert "60 min" in refused.reason
+    assert PeerId(LIAR) not in bench.run.peers
+    assert max(held(bench, peer) for peer in ALL if peer != LIAR) == 0.0
+
+
+def spend(bench: Bench, peer: str, seconds: float) -> None:
+    """Charge a peer as in so many seconds of waiting for it."""
+    state = bench.run.peers[PeerId(peer)]
+    while held_up.held_seconds(bench.run, state, bench.now) < seconds:
+        bench.tick(10.0)
+        held_up.charge(bench.run, state, bench.now - 10.0, bench.now, bench.now)
+
+
+def test_a_refusal_outlasts_sessions_and_ends_after_an_hour() -> None:
+    bench = collecting()
+    spend(bench, LIAR, REFUSED_AT_SECONDS)
+    bench.tick(0.25)
+    assert refusals(bench, LIAR)
+    commands = bench.attach(LIAR)
+    assert bench.sent(LIAR, Refused, commands)[0].code == "protocol"
+    assert not bench.sent(LIAR, Welcome, commands)
+    bench.tick(REFUSED_FOR_SECONDS)
+    assert bench.sent(LIAR, Welcome, bench.attach(LIAR))
+
+
+def test_the_devices_of_one_owner_have_one_budget() -> None:
+    bench = collecting("a0", "a1")
+    owner = PeerId("owner")
+    for device in ("d0", "e0"):
+        bench.attach(device, owner=owner, wanted_stage=0)
+        bench.send(device, StageRequest(stage=StageIndex(0)))
+        bench.ready(device)
+    spend(bench, "d0", HELD_BUDGET_SECONDS)
+    assert held_up.is_spent(bench.run, bench.run.peers[PeerId("e0")], bench.now)
+    spend(bench, "d0", REFUSED_AT_SECONDS)
+    bench.tick(0.25)
+    assert bench.sent("f0", Refused, bench.attach("f0", owner=owner))
+    assert bench.sent("g0", Welcome, bench.attach("g0"))
+
+
+def test_what_two_devices_hold_up_at_once_counts_once() -> None:
+    account = HeldAccount()
+    assert account.charge(100.0, 110.0, 40.0, 110.0) == 10.0
+    assert account.charge(102.0, 112.0, 40.0, 112.0) == 2.0
+
+
+def test_the_words_of_one_peer_cost_another_one_half_of_its_budget_at_most() -> None:
+    account = HeldAccount()
+    for since in (0.0, 50.0, 100.0):
+        account.dispute(PeerId("a0"), since, since + 30.0, since + 30.0)
+    assert account.held.at(130.0) == pytest.approx(MAX_DISPUTED_SECONDS, abs=1.0)
+
+
+def test_the_budget_returns_within_an_hour() -> None:
+    account = HeldAccount()
+    account.charge(0.0, 40.0, 40.0, 40.0)
+    assert account.held.at(40.0 + 600.0) == pytest.approx(20.0)
+    assert account.held.at(40.0 + 3600.0) == 0.0
+
+
+def test_the_number_of_accounts_is_bounded_and_the_worst_are_kept() -> None:
+    held_time = HeldTime()
+    held_time.of(PeerId("worst"), 0.0).charge(0.0, 40.0, 40.0, 40.0)
+    for number in range(2 * MAX_ACCOUNTS):
+        held_time.of(PeerId(f"peer{number}"), 40.0)
+    assert len(held_time.accounts) <= MAX_ACCOUNTS
+    assert held_time.seconds(PeerId("worst"), 40.0) == 40.0
+
+
+def test_the_last_holder_of_a_stage_is_refused_once_there_is_another_one() -> None:
+    bench = collecting("a0", "a1")
+    spend(bench, "a0", REFUSED_AT_SECONDS)
+    bench.tick(1.0)
+    assert not refusals(bench, "a0")
+    bench.join("b0", 0)
+    bench.tick(0.25)
+    assert refusals(bench, "a0")
+
+
+# ---- downloads
+
+
+def test_downloads_that_never_end_delay_no_close_once_the_budget_is_spent() -> None:
+    bench = collecting("a0", "b0", "a1", "b1")
+    bench.one_step()
+    waited = 0.0
+    for _ in range(10):
+        bench.attach(LIAR)
+        bench.send(LIAR, StageRequest(stage=StageIndex(0)))
+        bench.fill()
+        began = bench.now
+        while bench.run.phase is RunPhase.COLLECT:
+            bench.tick(0.25)
+        waited += bench.now - began
+        bench.average_all()
+        apply_all(bench, "")
+        bench.lose(LIAR)
+    assert 60.0 < waited < HELD_BUDGET_SECONDS + 31.0
+    assert bench.sent(LIAR, Welcome, bench.attach(LIAR))
+
+
+# ---- a word against a word
+
+
+def fail_by(bench: Bench, accuser: str, accused: str, seconds: float = 10.0) -> None:
+    """An attempt that fails after a while, by a member's word against another one."""
+    while bench.run.phase is not RunPhase.CLOSING:
+        bench.tick(0.25)
+        if bench.run.phase is RunPhase.COLLECT:
+            bench.fill()
+    bench.tick(seconds)
+    bench.failed(accuser, culprit=accused)
+
+
+def test_accuser_and_accused_are_charged_alike() -> None:
+    bench = collecting()
+    to_close(bench)
+    fail_by(bench, LIAR, "a0")
+    assert held(bench, "a0") == held(bench, LIAR) > 9.0
+
+
+def test_three_words_of_one_accuser_make_it_sit_out_as_well() -> None:
+    bench = collecting()
+    to_close(bench)
+    for _ in range(3):
+        fail_by(bench, LIAR, "a0", seconds=0.0)
+    assert bench.run.peers.excluded == {"a0", LIAR}
+
+
+def test_who_is_named_by_several_sits_out_alone() -> None:
+    bench = collecting()
+    to_close(bench)
+    for accuser in ("a0", "b0", "a0"):
+        fail_by(bench, accuser, LIAR, seconds=0.0)
+    assert bench.run.peers.excluded == {LIAR}
+
+
+def test_an_accuser_cannot_spend_the_budget_of_another_one() -> None:
+    bench = collecting()
+    for _ in range(12):
+        for peer in ("a0", LIAR):
+            fetch(bench, peer)
+        state = bench.run.peers.get(PeerId(LIAR))
+        if state is not None and bench.run.peers.holds_current(state):
+            to_close(bench)
+            fail_by(bench, LIAR, "a0", seconds=25.0)
+        to_close(bench)
+        bench.average_all()
+        apply_all(bench, "")
+    assert held(bench, "a0") <= MAX_DISPUTED_SECONDS
+    assert not refusals(bench, "a0")
+
+
+def test_two_that_keep_naming_each_other_share_no_stage_any_more() -> None:
+    bench = collecting("a0", "c0", "a1", "b1")
+    bench.one_step()
+    to_close(bench)
+    fail_by(bench, LIAR, "a0", seconds=25.0)
+    fail_by(bench, LIAR, "a0", seconds=25.0)
+    assert bench.run.peers.excluded == {LIAR}
+    to_close(bench)
+    bench.average_all()
+    apply_all(bench, "")
+    fetch(bench, LIAR)
+    assert bench.run.peers[PeerId(LIAR)].phase is PeerPhase.SYNCING
+    began = bench.now
+    for _ in range(5):
+        to_close(bench)
+        bench.average_all()
+        apply_all(bench, "")
+    assert bench.now - began < 5.0
+    bench.lose("a0")
+    bench.attach("d0", wanted_stage=0)
+    bench.tick(900.0)
+    assert bench.run.held_time.disputed_seconds(PeerId(LIAR), PeerId("a0"), bench.now) < 31.0
+
+
+def test_who_does_not_join_the_all_reduce_is_remembered_across_steps() -> None:
+    """Whichever member notices first names it; it pays for all of them."""
+    bench = collecting("a0", "b0", "c0", "d0", "a1", "b1")
+    accusers = ["a0", "b0", "d0"]
+    attempts = 0
+    for _ in range(40):
+        for peer in (*accusers, LIAR):
+            fetch(bench, peer)
+        to_close(bench)
+        while PeerId(LIAR) in bench.closing():
+            fail_by(bench, accusers[attempts % 3], LIAR, seconds=10.0)
+            attempts += 1
+            while bench.run.phase is not RunPhase.CLOSING:
+                bench.tick(0.25)
+                if bench.run.phase is RunPhase.COLLECT:
+                    bench.fill()
+        bench.average_all()
+        apply_all(bench, "")
+    assert attempts <= 12
+    assert held(bench, LIAR) > 2 * max(held(bench, peer) for peer in accusers)
+    assert not any(refusals(bench, peer) for peer in accusers)
