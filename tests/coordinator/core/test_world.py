@@ -77,10 +77,19 @@ def test_under_any_faults_every_microbatch_counts_once_and_the_run_ends(worlds: 
                 Fault(6.4, "kill", 9, 7.0),
             ),
         ),
+        (
+            Options(
+                stages=3, peers=6, microbatches=6, steps=6, checkpoint_steps=1, evaluation=0,
+                moves=Moves.THROUGHPUT,
+            ),
+            2774317777,
+            (Fault(2.4039448067165643, "nan_sum", 1, 0.3),),
+        ),
     ],
     ids=[
         "one peer of four is left", "the coordinator dies twice",
         "only a peer that does not hold its own stage can take the lost one",
+        "a peer whose partner in an exchange is assigned a stage again gets no source meanwhile",
     ],
 )  # fmt: skip
 def test_a_run_ends(options: Options, seed: int, faults: tuple[Fault, ...]) -> None:

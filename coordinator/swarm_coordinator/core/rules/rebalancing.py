@@ -226,14 +226,8 @@ def abandon_stale_moves(run: RunState, now: float) -> None:
             state_transfer.drop_move(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_TIMEOUT_SECONDS:
             state_transfer.drop_move(run, peer, "it took too long")
-        elif moving.partner is not None and not _partner_moves(run, moving.partner, peer_id):
+        elif not run.peers.has_partner(peer_id, moving):
             state_transfer.drop_move(run, peer, "no peer takes its place any more")
-
-
-def _partner_moves(run: RunState, partner: PeerId, peer: PeerId) -> bool:
-    """Whether the partner of an exchange is still moving."""
-    moving = run.peers.movers.get(partner)
-    return moving is not None and moving.partner == peer
 
 
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
@@ -253,7 +247,7 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
     for peer_id, moving in ready.items():
         peer = run.peers[peer_id]
         if moving.partner is not None:
-            if moving.partner in ready and _partner_moves(run, moving.partner, peer_id):
+            if moving.partner in ready and run.peers.has_partner(peer_id, moving):
                 found[peer_id] = moving.stage
         elif _can_be_spared(run, peer, found):
             found[peer_id] = moving.stage

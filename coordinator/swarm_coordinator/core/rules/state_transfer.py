@@ -128,6 +128,7 @@ def find_sources(run: RunState, now: float) -> None:
         if (
             not transfer.release_first
             and not transfer.source_assigned
+            and run.peers.has_partner(peer, transfer)
             and now >= transfer.ask_not_before
             and can_join(run, transfer.stage)
             and not held_up.kept_apart(run, run.peers[peer], transfer.stage, now)

@@ -273,6 +273,13 @@ class PeerTable(dict[PeerId, PeerState]):
         peer.phase = PeerPhase.READY
         self._index(peer)
 
+    def has_partner(self, peer: PeerId, transfer: StageTransfer) -> bool:
+        """Whether the partner of an exchange is still moving; True for a move without one."""
+        if transfer.partner is None:
+            return True
+        of_partner = self.movers.get(transfer.partner)
+        return of_partner is not None and of_partner.partner == peer
+
     def claim(self, peer: PeerState, digest: str) -> None:
         """Keep the digest of a returning peer's state until its stage's fingerprint is known."""
         known = peer.stage is not None and peer.stage in self._history.fingerprints
