@@ -273,7 +273,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class FetchSnapshot:
-    """Fetch one stage's snapshot for a checkpoint from those who announced it.
+    """Fetch one stage's snapshot for a checkpoint from the holders that announced it.
 
     The shell answers CheckpointStored once all stages of the version are in the folder, and
     CheckpointFailed if one cannot be fetched.

@@ -87,7 +87,7 @@ class Hello(FrozenModel):
     """The stage this client already holds, at `version`; None for a joining peer."""
     version: Version = Version(0)
     digest: Digest = ""
-    """The fingerprint's digest of that state; who does not hold the state cannot know it."""
+    """The fingerprint's digest of that state, which only a holder of the state can compute."""
     averaged_attempt: Count | None = None
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: ReceiptEnvelopes = ()

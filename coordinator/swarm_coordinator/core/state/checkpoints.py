@@ -23,8 +23,8 @@ class SnapshotFile(NamedTuple):
 
 @dataclass(slots=True)
 class StageSnapshots:
-    """The snapshots of one stage and version: who was asked to save one, and who announced which
-    file."""
+    """The snapshots of one stage and version: the peers that were asked to save one, and the files
+    that they announced."""
 
     stage: StageIndex
     version: Version
