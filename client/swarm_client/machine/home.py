@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
 from swarm_shared.base.atomic_file import make_folder, write_atomically
 from swarm_shared.base.errors import StorageError
-from swarm_shared.base.types import RunId, StageIndex, Version
+
+if TYPE_CHECKING:  # pydantic, which a view must not load before its first frame
+    from swarm_shared.base.types import RunId, StageIndex, Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from kits.peer_names import named
 from swarm_client.ipc.child_process import SyncLink
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.worker.compute_loop import ComputeLoop, _answer, serve
@@ -41,7 +42,7 @@ def make_manifest(staleness: int = 0) -> Manifest:
     )
     return Manifest(
         name="test",
-        organiser="organiser",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=16, intermediate_size=24, layers=2, heads=2,
             key_value_heads=1, sequence_length=8,
