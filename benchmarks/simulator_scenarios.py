@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swarm_shared.base.types import PeerId
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import (
     DataConfig,
@@ -46,7 +47,7 @@ def manifest_of(
     )
     return Manifest(
         name=f"{preset_name} in {stages} stages",
-        organiser="the organiser",
+        organiser=PeerId("12D3KooW" + "1" * 44),
         model=model,
         stages=described,
         data=_no_data(),

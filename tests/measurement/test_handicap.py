@@ -10,6 +10,7 @@ import trio
 
 from benchmarks.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
 from benchmarks.pace import PACE_VARIABLE
+from kits.peer_names import named
 from swarm_client.stage.handle.worker_handle import open_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -78,7 +79,7 @@ def test_a_paced_worker_takes_the_time_of_its_pace(
     )
     manifest = Manifest(
         name="test",
-        organiser="organiser",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=1, heads=4,
             key_value_heads=2, sequence_length=16,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_coordinator.configuration.run_settings import (
     RunSettings,
     default_settings,
@@ -208,7 +209,7 @@ def manifest_for(settings: RunSettings) -> Manifest:
     )
     return Manifest(
         name=settings.run.name,
-        organiser="organiser",
+        organiser=named("Lord"),
         model=settings.model.config,
         stages=(
             StageRange(first_layer=0, end_layer=2),

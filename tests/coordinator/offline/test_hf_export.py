@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kits.peer_names import named
 from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface, merge_stages
 from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
@@ -35,7 +36,7 @@ TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
 def manifest(tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2) -> Manifest:
     return Manifest(
         name="test",
-        organiser="nobody",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=300, hidden_size=64, intermediate_size=96, layers=3, heads=4,
             key_value_heads=key_value_heads, sequence_length=32, tie_embeddings=tied,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kits.peer_names import named
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_shared.base.errors import DataError
 from swarm_shared.model.initialise import build_whole
@@ -32,7 +33,7 @@ def manifest(
 ) -> Manifest:
     return Manifest(
         name="test",
-        organiser="nobody",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=2,
             key_value_heads=1, sequence_length=16, tie_embeddings=tied,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 
+from kits.peer_names import named
 from swarm_client.machine.devices import Device
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES
 from swarm_client.stage.handle.stage_memory import worker_allowance
@@ -47,7 +48,7 @@ def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int
     )
     manifest = Manifest(
         name="hungry",
-        organiser="organiser",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=width, intermediate_size=4 * width, layers=1, heads=4,
             key_value_heads=4, sequence_length=16,

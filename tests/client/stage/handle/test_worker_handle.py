@@ -17,6 +17,7 @@ import torch
 import trio
 import trio.testing
 
+from kits.peer_names import named
 from swarm_client.ipc import shared_memory
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
@@ -51,7 +52,7 @@ def make_manifest(stages: int, stage_queue: int = 8) -> Manifest:
     )
     return Manifest(
         name="test",
-        organiser="organiser",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=stages, heads=4,
             key_value_heads=2, sequence_length=16,

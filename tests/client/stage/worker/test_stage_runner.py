@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.compute_loop import _device
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -44,7 +45,7 @@ def make_manifest(stages: int = 2, dtype: str = "float32", tied: bool = False) -
     )
     return Manifest(
         name="test",
-        organiser="organiser",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=layers, heads=4,
             key_value_heads=2, sequence_length=16, tie_embeddings=tied,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.peer_names import named
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import (
@@ -35,7 +36,7 @@ def honest_manifest(
     shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
     return Manifest(
         name="memory",
-        organiser="me",
+        organiser=named("Lord"),
         model=model,
         stages=tuple(
             cut.model_copy(

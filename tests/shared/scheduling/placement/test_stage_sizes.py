@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from kits.peer_names import named
 from swarm_client.stage.protocol.slot_sizes import slot_sizes as worker_sizes
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import (
@@ -29,7 +30,7 @@ def manifest_of(
     shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
     return Manifest(
         name="sizes",
-        organiser="me",
+        organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=50, hidden_size=16, intermediate_size=24, layers=ends[-1], heads=4,
             key_value_heads=2, sequence_length=8, tie_embeddings=tied,
