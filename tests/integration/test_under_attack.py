@@ -230,7 +230,7 @@ def test_a_run_under_attack_equals_its_reference(make_run) -> None:
             nursery.start_soon(insider.beat)
             await insider.knows.wait()
             volunteers = [
-                Target.of(next(a for a in record.addresses if "/127.0.0.1/" in a))
+                Target.of(next(a for a in record.local if "/127.0.0.1/" in a))
                 for record in insider.roster
             ]
             for target in (coordinator, *volunteers):

@@ -140,7 +140,7 @@ class Insider:
     ) -> AbstractAsyncContextManager[FramedStream]:
         shown = self.certificate if certificate is None else certificate
         hello = encode(StageHello(run=self.invite.run_id, certificate=shown))
-        return self.edge(record.peer, STAGE_PROTOCOL, hello, record.addresses)
+        return self.edge(record.peer, STAGE_PROTOCOL, hello, (*record.addresses, *record.local))
 
     def transfer_edge(
         self, peer: PeerId, addresses: tuple[str, ...] = (), certificate: str | None = None
@@ -155,7 +155,9 @@ class Insider:
             answer = parse(stage_answers, (await stream.receive(20)).header)
         if not isinstance(answer, StageRefused):
             return False
-        async with self.transfer_edge(record.peer, record.addresses, certificate) as stream:
+        async with self.transfer_edge(
+            record.peer, (*record.addresses, *record.local), certificate
+        ) as stream:
             refused = parse(transfer_messages, (await stream.receive(20)).header)
         return isinstance(refused, TransferRefused)
 

@@ -24,6 +24,7 @@ import pytest
 import trio
 
 from kits.averaging.group import wait_available
+from kits.peer_names import named
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.frames import StreamHello
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
@@ -94,7 +95,7 @@ class Swarm(Protocol):
 class HivemindSwarm:
     def __init__(self, workers: list[AveragingWorker]) -> None:
         self.workers = workers
-        self.peers = [PeerId(f"peer{index}") for index in range(len(workers))]
+        self.peers = [named(f"peer{index + 1}") for index in range(len(workers))]
 
     def worker(self, peer: PeerId) -> AveragingWorker:
         return self.workers[self.peers.index(peer)]
@@ -533,8 +534,8 @@ def test_without_hivemind_the_worker_is_unavailable_with_a_reason(
         with pytest.raises(RoundFailed) as caught:
             await worker.run_round(
                 StartRound(
-                    spec=RoundSpec("r", (PeerId("a"),), PeerId("a"), 1),
-                    members=(Member(peer_id=PeerId("a"), p2pd_peer_id="x"),),
+                    spec=RoundSpec("r", (named("a"),), named("a"), 1),
+                    members=(Member(peer_id=named("a"), p2pd_peer_id=named("x")),),
                     source_shm_name="s",
                     result_shm_name="s",
                     stall_seconds=1,
