@@ -2,8 +2,8 @@
 
 Part of the pure core (docs/decisions, number 0035). Deadlines follow the step's own pace: peers
 that share a stage take alike. What a peer alone holds up beyond that is charged to it and to its
-owner, leaks over an hour, and outlasts steps and sessions. A word against another peer is no
-evidence: accuser and accused are charged alike.
+owner, leaks over an hour, and outlasts steps and sessions. An accusation is no evidence:
+accuser and accused are charged alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAIT_FACTOR = 3.0
 """Multiple of the time of most members that the last ones have in addition."""
 
 KEPT_APART_SECONDS = 30.0
-"""Seconds held up by two peers' words against each other above which they do not share a stage."""
+"""Seconds held up by the accusations of two peers above which they do not share a stage."""
 
 MIN_PARTNERS = 3
 """Different receivers whose results were not finite that make the sender responsible."""
@@ -144,7 +144,7 @@ def sends_what_overflows(run: RunState, receiver: PeerState, sender: PeerState, 
 
 
 def _judge(run: RunState, peer: PeerState, now: float) -> None:
-    """Note a spent budget once, and mark who is to be refused."""
+    """Note a spent budget once, and mark a peer that is to be refused."""
     seconds = held_seconds(run, peer, now)
     if seconds >= HELD_BUDGET_SECONDS and not peer.budget_spent:
         run.note(
@@ -189,9 +189,9 @@ def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> st
     seconds = max(run.held_time.refused_until(key) for key in keys) - now
     if seconds <= 0:
         return None
-    who = "this volunteer" if owner is None else "a device of this owner"
+    device = "this volunteer" if owner is None else "a device of this owner"
     return (
-        f"{who} has held up the run for more than {REFUSED_AT_SECONDS:.0f} s within an hour and "
+        f"{device} has held up the run for more than {REFUSED_AT_SECONDS:.0f} s within an hour and "
         f"may take part again in {seconds / 60:.0f} min; check its connection and its load"
     )
 

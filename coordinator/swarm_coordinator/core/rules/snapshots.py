@@ -91,8 +91,8 @@ def chosen(
     most = [file for file, count in counts.items() if count == max(counts.values())]
     file = most[0]
     if len(most) > 1:
-        # Nobody outvotes anybody: the file of the holder that has been attached longest. A newcomer
-        # cannot replace the state of a stage.
+        # No file has the most announcements: that of the holder attached longest is used. A
+        # newcomer cannot replace the state of a stage.
         oldest = min(snapshots.ready, key=snapshots.asked.__getitem__)
         file = snapshots.ready[oldest]
     return file, tuple(sorted(p for p, f in snapshots.ready.items() if f == file))

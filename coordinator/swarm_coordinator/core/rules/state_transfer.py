@@ -287,12 +287,9 @@ def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, no
         run.flag(end, Rejection.OTHER_PARAMETERS, reason)
         if asked is not None:
             snapshots.failed(asked, end)
-    run.peers.lose_source(peer, transfer)
-    transfer.ask_not_before = now + SYNC_RETRY_SECONDS
     if asked is not None and not asked.asked:
         del run.checkpoints.snapshots[transfer.stage]
-    if peer.moving is not None:
-        delay_close(run, transfer, now)
+    _retry_later(run, peer, transfer, now)
 
 
 def _answered(peer: PeerState, stage: StageIndex, version: Version) -> StageTransfer | None:
@@ -357,9 +354,14 @@ def _start_over(run: RunState, peer: PeerState, transfer: StageTransfer, now: fl
 
 def _fail(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
     """Restart a download from other snapshots after a pause, because its source was at fault."""
+    run.checkpoints.snapshots.pop(transfer.stage, None)
+    _retry_later(run, peer, transfer, now)
+
+
+def _retry_later(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
+    """Restart a download after a pause."""
     run.peers.lose_source(peer, transfer)
     transfer.ask_not_before = now + SYNC_RETRY_SECONDS
-    run.checkpoints.snapshots.pop(transfer.stage, None)
     if peer.moving is not None:
         delay_close(run, transfer, now)  # a move that fails again and again is given up
 

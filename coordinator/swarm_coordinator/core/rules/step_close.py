@@ -240,7 +240,7 @@ def _attempt_failed(
 
 
 def _count_failure(run: RunState, step: StepState, parties: list[PeerState], now: float) -> None:
-    """Count a failed attempt against all that may have caused it; exclude who is at its limit.
+    """Count a failed attempt against all that may have caused it; exclude a peer at its limit.
 
     Of two that name each other neither is more credible: both sit the step out if others of the
     stage remain, and else the one that has held up the run for longer.
@@ -298,7 +298,7 @@ def time_out(run: RunState, now: float) -> None:
 
 
 def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
-    """Continue without members that do not apply; who shares its stage with others has less time.
+    """Continue without members that do not apply; one that shares its stage has less time.
 
     The last holder of a stage has all of it: without it the stage would be lost.
     """

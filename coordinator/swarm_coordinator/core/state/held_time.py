@@ -30,8 +30,8 @@ MAX_SECONDS_PER_CHARGE = 40.0
 """Held seconds that a single event can cost: an accident within a large step is one accident."""
 
 MAX_DISPUTED_SECONDS = 60.0
-"""Held seconds that the words of one peer can cost another one, and itself: a single accuser cannot
-spend the budget of the accused."""
+"""Held seconds that the accusations of one peer can cost another one, and itself: a single accuser
+cannot spend the budget of the accused."""
 
 MAX_ACCOUNTS = 10_000
 """Number of peers and owners with an account; those with the fewest seconds are dropped first."""
@@ -68,8 +68,7 @@ class HeldAccount:
     charged_until: float = -math.inf
     """End of the last interval that was charged."""
     disputes: dict[PeerId, Leaking] = field(default_factory=dict)
-    """The seconds of attempts that failed by this peer's word against another one, or by the
-    other's."""
+    """The seconds of failed attempts for which this peer named another one, or was named by it."""
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
     refused_until: float = -math.inf
@@ -92,7 +91,7 @@ class HeldAccount:
         return seconds
 
     def dispute(self, other: PeerId, since: float, until: float, now: float) -> None:
-        """Charge an interval in which a word stands against a word, up to MAX_DISPUTED_SECONDS."""
+        """Charge an attempt for which one peer named the other, up to MAX_DISPUTED_SECONDS."""
         known = self.disputes.get(other)
         if known is None:
             _make_room(self.disputes, MAX_DISPUTES, lambda one: one.at(now))

@@ -1,8 +1,8 @@
 """The least memory that a stage can need, from the model's shape alone, and the check of a manifest
 that claims less.
 
-A manifest is the organiser's word. A volunteer that offers one gibibyte must not take a stage of
-three because the manifest says that it is small, so it computes a lower bound itself, without
+The organiser writes the manifest. A volunteer that offers one gibibyte must not take a stage of
+three because the manifest calls it small, so it computes a lower bound itself, without
 torch: the parameters exactly, and of what autograd keeps only the activations that every
 implementation has to keep. `swarm_shared.model.profile`, from which an organiser's figures come,
 measures all of them, so that no honest manifest is below the bound; tests compare the two.
