@@ -16,11 +16,11 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         tests/client/averaging/all_reduce/test_exact_codec.py \
         tests/client/averaging/all_reduce/test_reduce.py tests/shared/model/test_fixed_point_sums.py
 
-.PHONY: help setup setup-dev demo prove test test-process test-lab test-nightly fuzz \
+.PHONY: help setup setup-dev demo prove test test-process test-lab test-nightly test-strangers fuzz \
         check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
-        bench-simulator bench-rebalancing \
+        bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-lateness bench-bottlenecks bench-agreement \
+        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-process real programs: runs under churn, injected faults, attacks, killed coordinators"
 	@echo "make test-lab real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-nightly what not each run needs: more runs and faults, all labs, the .deb under a real systemd"
+	@echo "make test-strangers modified clients in real runs, each kind of cheat by itself"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   apply the formatting"
@@ -44,10 +45,13 @@ help:
 	@echo "make bench-all-reduce the all-reduce of a stage over such links, compared with its bound"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
+	@echo "make bench-routing compare rules of choosing peers in fleets of 4 to 1,000 machines"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
 	@echo "make bench-prediction the simulator's prediction compared with real, throttled processes"
 	@echo "make bench-views start time and load of the terminal views"
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
+	@echo "make bench-trust tokens/s with audits over tokens/s without"
+	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
 	@echo "make bench-copies copies of a tensor's bytes per hop; needs a C compiler"
@@ -82,6 +86,10 @@ test: setup-dev
 test-process: setup-dev
 	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
 
+# Volunteers with modified clients in real runs, each kind of cheat by itself.
+test-strangers: setup-dev
+	@$(PYTEST) $(TWO) loadgroup tests/integration/test_strangers.py $(ARGS)
+
 # One worker: two labs cannot run at once.
 test-lab: setup-dev
 	@$(PYTEST) --tier lab $(ARGS)
@@ -107,7 +115,8 @@ format: setup-dev
 # The preferences page holds a measured table; benchmarks.pages puts it back.
 docs: setup-dev
 	$(PY) tools/command_reference.py
-	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md
+	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md.new
+	mv docs/preferences.md.new docs/preferences.md
 	$(PY) -m benchmarks.pages --write
 
 bench: setup-dev
@@ -135,6 +144,9 @@ bench-simulator: setup-dev
 bench-rebalancing: setup-dev
 	@$(PY) -m benchmarks.rebalancing $(ARGS)
 
+bench-routing: setup-dev
+	@$(PY) -m benchmarks.routing $(ARGS)
+
 bench-coordinator: setup-dev
 	@$(PY) -m benchmarks.coordinator $(ARGS)
 
@@ -146,6 +158,12 @@ bench-views: setup-dev
 
 bench-yielding: setup-dev
 	@$(PY) -m benchmarks.yielding $(ARGS)
+
+bench-trust: setup-dev
+	@$(PY) -m benchmarks.trust_overhead $(ARGS)
+
+bench-trust-detection: setup-dev
+	@$(PY) -m benchmarks.trust_detection $(ARGS)
 
 bench-counts: setup-dev
 	@$(PY) -m benchmarks.counts $(ARGS)

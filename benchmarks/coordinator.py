@@ -48,6 +48,7 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_identity, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import write_atomically
@@ -79,6 +80,8 @@ def make_run(folder: Path, volunteers: int, stages: int, microbatches: int) -> M
             "training.steps": 10_000, "training.evaluation_microbatches": 0,
             "checkpoint.every_steps": 10_000, "network.listen_host": "127.0.0.1",
             "limits.starting_peers_per_stage": max(1, volunteers * 95 // 100 // stages),
+            # What is simulated has no tensors to audit.
+            "trust.audit_share": 0.0, "trust.probation_cells": 0,
         },
     )  # fmt: skip
 
@@ -212,7 +215,10 @@ async def measure_memory(
     """Measure with all volunteers on the coordinator's core, without a network."""
     async with serving(folder, manifest, clock.current_time) as served:
         coordinator, latencies = served.coordinator, served.latencies
-        world = World(run_id_of(manifest), manifest, step_seconds, clock, volunteers)
+        world = World(
+            run_id_of(manifest), manifest, step_seconds, clock, volunteers,
+            RunTokens(manifest, folder / "run" / "data"),
+        )  # fmt: skip
         fleet = Fleet(served, world, clock)
         joined_seconds = await fleet.join_all(volunteers)
         await trio.sleep(3.0)

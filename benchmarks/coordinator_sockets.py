@@ -20,6 +20,7 @@ import trio
 
 from benchmarks.coordinator_heartbeats import Heart
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
+from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.invite import Invite
@@ -103,7 +104,8 @@ async def main(
 ) -> None:
     invite = Invite.decode(text)
     manifest = Manifest.model_validate_json(Path(manifest_path).read_bytes())
-    world = World(run_id_of(manifest), manifest, step_seconds, OwnTime(), members)
+    tokens = RunTokens(manifest, Path(manifest_path).parent / "run" / "data")
+    world = World(run_id_of(manifest), manifest, step_seconds, OwnTime(), members, tokens)
     everybody: list[SocketVolunteer] = []
     setattr(change_watch, "POLL_SECONDS", LOOK_SECONDS)  # noqa: B010
     async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:

@@ -20,12 +20,15 @@ from typing import Any, Protocol
 import trio
 
 from benchmarks.coordinator_heartbeats import Heart, hearts
+from swarm_coordinator.core.trust.samples import SampledTokens
+from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.simulator.stage_holder import StageHolder, first_request
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.work_statements import SumStatement, sign_sums
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     AbortRound,
@@ -39,6 +42,7 @@ from swarm_shared.protocol import (
     Receipts,
     Refused,
     SaveSnapshot,
+    SumCheck,
     Welcome,
     coordinator_messages,
     encode,
@@ -120,8 +124,10 @@ class World:
         step_seconds: float,
         clock: Times,
         members: int,
+        tokens: RunTokens,
     ) -> None:
         self.run = run
+        self.tokens = tokens
         self.clock = clock
         limits = manifest.limits
         # The heartbeat interval of a large run; volunteers of a small one use it as well.
@@ -207,8 +213,14 @@ class SimulatedVolunteer(StageHolder[str]):
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._world.later(seconds, lambda: self.alive and action())
 
+    def drawn(self, step: Step, microbatch: MicrobatchIndex) -> SampledTokens:
+        return self._world.tokens.drawn(step, microbatch)
+
     def sign(self, receipt: Receipt) -> str:
         return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
+
+    def sign_sums(self, statement: SumStatement) -> str:
+        return base64.b64encode(sign_sums(self.identity, statement)).decode()
 
     def begin_load(self, assignment: AssignStage) -> float:
         return 0.0 if assignment.source == "fresh" else DOWNLOAD_SECONDS
@@ -241,7 +253,7 @@ class SimulatedVolunteer(StageHolder[str]):
         with self._world.clock.elsewhere():
             message = parse(coordinator_messages, header)
         match message:
-            case Close() | Apply() | AbortRound() | SaveSnapshot():
+            case Close() | SumCheck() | Apply() | AbortRound() | SaveSnapshot():
                 self.ordered(message)
             case Lease():
                 for refused in self._leases.take(message):

@@ -18,12 +18,12 @@ from unittest import mock
 
 from benchmarks.inside import run_module, wrapped
 from benchmarks.pace import PACE_VARIABLE
+from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle import warm_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MicrobatchIndex, PeerId
 from swarm_shared.protocol import Reduction
-from swarm_shared.scheduling.routing import ShortestExpectedDelay
-from swarm_shared.volunteer_rules import delivery
+from swarm_shared.scheduling.routing import StageRouting
 
 INSTRUMENT = "benchmarks.handicap"
 PACED_WORKER_MODULE = "benchmarks.paced_worker"
@@ -33,22 +33,25 @@ EQUAL_SHARES_VARIABLE = "SWARM_EQUAL_SHARES"
 of its gradients. Either all volunteers of a run have it or none."""
 
 
-class EqualShares(ShortestExpectedDelay):
+class EqualShares(StageRouting):
     """Routing by turns: each peer in its turn, whatever its rate, and no other while it is full.
 
     The baseline against which routing by rates is measured.
     """
 
-    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
-        turns = {peer: candidate.turn for peer, candidate in self._candidates.items()}
-        peer = super().choose(now, dict.fromkeys(self.peers, 0))
-        if peer is not None and peer not in in_flight:
-            self._candidates[peer].turn = turns[peer]
+    def choose(
+        self, now: float, in_flight: Mapping[PeerId, int], microbatch: MicrobatchIndex | None
+    ) -> PeerId | None:
+        allowed = [p for p, c in self._candidates.items() if c.banned_until <= now]
+        if not allowed:
+            return super().choose(now, in_flight, None)
+        peer = allowed[self._turns % len(allowed)]
+        if peer not in in_flight:
             return None
+        self._turns += 1
         return peer
 
-    def _delay(self, candidate: Any, in_flight: int, unmeasured: float, now: float) -> float:
-        return 1.0
+    _turns = 0
 
 
 @contextmanager
@@ -60,7 +63,7 @@ def handicapped() -> Iterator[None]:
                 mock.patch.object(warm_worker, "WORKER_MODULE", PACED_WORKER_MODULE)
             )
         if os.environ.get(EQUAL_SHARES_VARIABLE):
-            stack.enter_context(mock.patch.object(delivery, "ShortestExpectedDelay", EqualShares))
+            stack.enter_context(mock.patch.object(stage_links, "StageRouting", EqualShares))
             stack.enter_context(wrapped([(GroupAverager, "reduce", _without_weights)]))
         yield
 

@@ -25,7 +25,10 @@ from benchmarks.copies.__main__ import copies_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
+from benchmarks.routing.__main__ import routing_markdown
 from benchmarks.summary import summary_markdown
+from benchmarks.trust_detection import detection_markdown
+from benchmarks.trust_overhead import overhead_markdown
 from benchmarks.wan.averaging import all_reduce_markdown
 from benchmarks.wan.page import ratios_markdown, wan_markdown
 from benchmarks.wan.timeline.page import timeline_markdown
@@ -103,6 +106,7 @@ GENERATED = (
     GeneratedTable("docs/benchmarks.md", "average figures", ("codecs",), averages_markdown),
     GeneratedTable("docs/benchmarks.md", "agreement figures", ("agreement",), agreement_markdown),
     GeneratedTable("docs/benchmarks.md", "wire figures", ("wire-bytes",), wire_bytes_markdown),
+    GeneratedTable("docs/simulator.md", "routing figures", ("routing",), routing_markdown),
     GeneratedTable(
         "docs/simulator.md", "rebalancing figures", ("rebalancing",), rebalancing_markdown
     ),
@@ -110,6 +114,10 @@ GENERATED = (
         "docs/simulator.md", "prediction figures", ("prediction",), tables.prediction_markdown
     ),
     GeneratedTable("docs/simulator.md", "growth figures", ("simulator",), tables.growth_markdown),
+    GeneratedTable("docs/benchmarks.md", "trust figures", ("trust-overhead",), overhead_markdown),
+    GeneratedTable(
+        "docs/simulator.md", "detection figures", ("trust-detection",), detection_markdown
+    ),
     GeneratedTable("docs/tensor-path.md", "copies figures", ("copies",), copies_markdown),
     GeneratedTable("docs/top.md", "view figures", ("views",), tables.views_markdown),
     GeneratedTable(

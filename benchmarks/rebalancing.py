@@ -208,11 +208,15 @@ def summed(
     made = sum(run["made"] for run in runs)
     shares = [run["made"] / run["possible"] for run in runs if run["possible"]]
     simulated_hours = hours * len(runs)
+    microbatches = manifest_for(scenario).training.microbatches_per_step
+    completed = microbatches * sum(run["steps"] for run in runs)
     return {
         "scenario": scenario.name, "stages": scenario.stages, "rule": rule,
         "period_seconds": period,
         "share_of_best": made / possible if possible else 0.0,
         "share_of_bound": made / bound if bound else 0.0,
+        "microbatches_per_step": microbatches,
+        "share_of_placement": completed / made if made else 0.0,
         "share_spread": statistics.stdev(shares) if len(shares) > 1 else 0.0,
         "moves_per_hour": sum(run["moves"] for run in runs) / simulated_hours,
         "moved_bytes_per_hour": sum(run["moved_bytes"] for run in runs) / simulated_hours,
@@ -222,11 +226,13 @@ def summed(
 
 
 def rebalancing_markdown(document: Mapping[str, Any]) -> str:
-    """Share of the best placement (moves an hour, GB an hour) by scenario and rule."""
+    """Share of the best placement, rate of whole steps over the placement's (moves an hour, GB an
+    hour) by scenario and rule."""
     rows = {(row["scenario"], row["rule"], row["period_seconds"]): row for row in document["rows"]}
     head = (
         f"{document['date']}, {document['seeds']} seeds of {document['hours']:g} h each. "
-        "Throughput in percent of the best placement's (moves per hour, gigabytes per hour):"
+        "The placement's rate in percent of the best placement's; tokens/s in percent of the "
+        "placement's rate (moves per hour, gigabytes per hour):"
     )
     columns = ("", "none", "SWARM, 60 s", "ours, 60 s", "SWARM, 300 s", "ours, 300 s")
     cells = [
@@ -237,7 +243,7 @@ def rebalancing_markdown(document: Mapping[str, Any]) -> str:
 
 
 def _cell(row: Mapping[str, Any], rule: str) -> str:
-    share = f"{100 * row['share_of_best']:.1f}"
+    share = f"{100 * row['share_of_best']:.1f}; {100 * row['share_of_placement']:.0f}"
     if rule == "none":
         return share
     gigabytes = row["moved_bytes_per_hour"] / 1e9

@@ -60,7 +60,7 @@ def manifest_of(
 def _no_data() -> DataConfig:
     def shard(name: str, split: str) -> ShardInfo:
         return ShardInfo.model_validate(
-            {"name": name, "split": split, "tokens": 1, "sha256": "0" * 64}
+            {"name": name, "split": split, "tokens": 1, "merkle_root": "0" * 64}
         )
 
     return DataConfig(

@@ -3,6 +3,8 @@ twelve bytes that precede every frame."""
 
 from __future__ import annotations
 
+import base64
+
 from benchmarks.counts.world import (
     MICROBATCHES,
     PEERS_PER_STAGE,
@@ -17,6 +19,7 @@ from benchmarks.counts.world import (
 )
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.identity.work_statements import LeaseTicket, sign_ticket
 from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Applied,
@@ -80,8 +83,16 @@ def forward(stage: int) -> Forward:
         request=1234, step=Step(1), microbatch=MicrobatchIndex(200), stage=StageIndex(stage),
         accumulate=tuple(StageIndex(s) for s in range(stage, STAGES)),
         input_bytes=2 * tokens * manifest().model.hidden_size if stage else 4 * tokens,
-        target_bytes=4 * tokens,
+        target_bytes=4 * tokens, ticket=leased_ticket(),
     )  # fmt: skip
+
+
+def leased_ticket() -> str:
+    content = LeaseTicket(
+        run=RUN, step=Step(1), microbatch=MicrobatchIndex(200), tokens="0" * 32,
+        targets="1" * 32,
+    )  # fmt: skip
+    return base64.b64encode(sign_ticket(identity(0), content)).decode()
 
 
 def backward(stage: int) -> Backward:

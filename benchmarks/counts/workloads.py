@@ -36,7 +36,7 @@ from swarm_shared.network.libp2p.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, da
 from swarm_shared.protocol import client_messages, encode, parse, stage_answers, stage_requests
 from swarm_shared.protocol.framing import FrameDecoder, encode_frame
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
-from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+from swarm_shared.scheduling.routing import Observation, StageRouting
 from swarm_shared.volunteer_rules.stage_account import Counted
 
 Prepare = Callable[[], Callable[[], object]]
@@ -92,7 +92,7 @@ def _lease_resolved() -> Callable[[], object]:
     receipts = tuple(receipt(stage, microbatch) for stage in range(STAGES))
     resolved = LeaseResolved(
         world.session(number), peer, Step(1), MicrobatchIndex(microbatch), lease.lease, True, "",
-        receipts, None, 0,
+        receipts,
     )  # fmt: skip
     return lambda: world.event(resolved)
 
@@ -143,18 +143,19 @@ def _heartbeat_said() -> Callable[[], object]:
 def _receipt_signed() -> Callable[[], object]:
     membership = Membership(RUN, identity(0).peer_id, "", manifest(), Generation(1))
     sign = receipt_signer(identity(5), CurrentMembership(membership), StageIndex(1))
-    counted = Counted(Step(1), MicrobatchIndex(200), 1024, None)
+    counted = Counted(Step(1), MicrobatchIndex(200), 1024, None, receipt(5, 200).transcript)
     return lambda: sign(counted)
 
 
 def _route() -> Callable[[], object]:
-    table = ShortestExpectedDelay()
+    table = StageRouting(random.Random(1), 4096)
     peers = [identity(n).peer_id for n in range(ROUTES)]
-    table.update(peers)
+    # Without rates there is no plan, so that all peers are compared.
+    table.update(dict.fromkeys(peers, 0.0))
     for position, peer in enumerate(peers):
         table.observe(peer, Observation(0.5 + 0.01 * position, 0.3, 0.2, 2), 0.0)
     in_flight = {peer: position % 4 for position, peer in enumerate(peers)}
-    return lambda: table.choose(0.0, in_flight)
+    return lambda: table.choose(0.0, in_flight, MicrobatchIndex(0))
 
 
 def _stage_headers() -> Callable[[], object]:

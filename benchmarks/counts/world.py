@@ -17,6 +17,7 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,
@@ -96,7 +97,7 @@ def record(number: int) -> PeerRecord:
 @cache
 def manifest() -> Manifest:
     """Return the manifest of a 1-billion-parameter model, which is never built."""
-    shard = {"tokens": 10**9, "sha256": "0" * 64}
+    shard = {"tokens": 10**9, "merkle_root": "0" * 64}
     return Manifest(
         name="counted",
         organiser=ORGANISER.peer_id,
@@ -131,6 +132,9 @@ def receipt(number: int, microbatch: int) -> Receipt:
         run=RUN, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(microbatch),
         stage=StageIndex(stage), peer=identity(number).peer_id, samples=1, tokens=1024,
         loss_sum=7168.25 if stage == STAGES - 1 else None,
+        transcript=simulated_transcript(
+            Step(1), MicrobatchIndex(microbatch), StageIndex(stage), StageIndex(STAGES - 1)
+        ),
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from swarm_shared.base.errors import (
     SwarmError,
 )
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import RunId
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.identity.credentials import (
@@ -347,6 +348,7 @@ RECEIPT = sign_receipt(
     Receipt(
         run=RUN, generation=1, step=1, microbatch=2, stage=0, peer=PEER.peer_id, samples=4,
         tokens=8, loss_sum=1.5,
+        transcript=Transcript(input="0" * 32, output="1" * 32, gradient="2" * 32),
     ),
 )  # fmt: skip
 OWNED = sign_owner_binding(ORGANISER, PEER.peer_id)
@@ -452,7 +454,7 @@ TARGETS: dict[str, Target] = {
         protocol.StageHello(run=RUN, certificate="AA=="),
         protocol.Forward(
             request=1, step=1, microbatch=1, stage=1, accumulate=(0, 1), input_bytes=16,
-            target_bytes=16,
+            target_bytes=16, ticket="AA==",
         ),
         protocol.StageCancel(request=1),
     ),
@@ -465,6 +467,7 @@ TARGETS: dict[str, Target] = {
         protocol.transfer_messages,
         protocol.ChunkRequest(item="data", offset=0, bytes=1),
         protocol.ChunkAnswer(item="data", offset=0, item_bytes=1, sha256="a" * 64),
+        protocol.LeafRequest(leaves=(protocol.WantedLeaf(shard=1, leaf=2),), content=True),
     ),
     "doctor_requests": json_target(
         doctor.doctor_requests,

@@ -206,9 +206,7 @@ async def attack_coordinator(insider: Insider) -> None:
     }
     for item in ("../organiser.key", "/etc/passwd", "data/../organiser.key", "", "organiser.key"):
         assert await insider.fetch(item) is None, item
-    item = f"data/{insider.manifest.data.shards[0].name}"
-    assert await insider.fetch(item)
-    assert 0 < await insider.ask_and_never_read(item, 5.0) <= MAX_STREAMS_PER_PEER
+    assert 0 < await insider.ask_and_never_read(5.0) <= MAX_STREAMS_PER_PEER
 
 
 # ---------------------------------------------------------------- the run

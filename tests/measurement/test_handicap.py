@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import trio
 from benchmarks.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
 from benchmarks.pace import PACE_VARIABLE
 from kits.peer_names import named
+from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle.worker_handle import open_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -23,8 +25,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import ModelConfig
-from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
-from swarm_shared.volunteer_rules import delivery
+from swarm_shared.scheduling.routing import Observation, StageRouting
 
 A, B = PeerId("a"), PeerId("b")
 STAGE = StageIndex(0)
@@ -37,17 +38,17 @@ def nothing(*peers: PeerId) -> dict[PeerId, int]:
 
 
 def test_by_equal_shares_a_slow_peer_gets_as_much_and_is_waited_for() -> None:
-    routing = EqualShares()
-    routing.update([A, B])
+    routing = EqualShares(random.Random(1), 8)
+    routing.update({A: 10.0, B: 0.1})
     routing.observe(A, Observation(0.1), 0.0)
     routing.observe(B, Observation(10.0), 9.0)
-    turns = [routing.choose(0.0, nothing(A, B)) for _ in range(6)]
+    turns = [routing.choose(0.0, nothing(A, B), None) for _ in range(6)]
     assert turns == [A, B] * 3
-    assert routing.choose(0.0, nothing(A)) == A
-    assert routing.choose(0.0, nothing(A)) is None
-    assert routing.choose(0.0, nothing(A, B)) == B
+    assert routing.choose(0.0, nothing(A), None) == A
+    assert routing.choose(0.0, nothing(A), None) is None
+    assert routing.choose(0.0, nothing(A, B), None) == B
     routing.failed(A, 0.0)
-    assert [routing.choose(0.0, nothing(A, B)) for _ in range(2)] == [B, B]
+    assert [routing.choose(0.0, nothing(A, B), None) for _ in range(2)] == [B, B]
 
 
 def test_without_variables_nothing_changes_and_with_them_it_does_within_the_block(
@@ -57,15 +58,15 @@ def test_without_variables_nothing_changes_and_with_them_it_does_within_the_bloc
     monkeypatch.delenv(PACE_VARIABLE, raising=False)
     reduce = GroupAverager.reduce
     with handicapped():
-        assert (delivery.ShortestExpectedDelay, GroupAverager.reduce) == (
-            ShortestExpectedDelay,
+        assert (stage_links.StageRouting, GroupAverager.reduce) == (
+            StageRouting,
             reduce,
         )
     monkeypatch.setenv(EQUAL_SHARES_VARIABLE, "1")
     with handicapped():
-        assert delivery.ShortestExpectedDelay is EqualShares
+        assert stage_links.StageRouting is EqualShares
         assert GroupAverager.reduce is not reduce
-    assert delivery.ShortestExpectedDelay is ShortestExpectedDelay
+    assert stage_links.StageRouting is StageRouting
     assert GroupAverager.reduce is reduce
 
 
@@ -74,7 +75,7 @@ def test_a_paced_worker_takes_the_time_of_its_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
         for split in ("train", "heldout")
     )
     manifest = Manifest(

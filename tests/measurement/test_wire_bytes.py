@@ -21,7 +21,7 @@ ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 INPUT, TARGETS = bytes(300_000), bytes(4_000)
 FORWARD = Forward(
     request=1, step=Step(1), microbatch=MicrobatchIndex(0), stage=StageIndex(1), accumulate=(),
-    input_bytes=len(INPUT), target_bytes=len(TARGETS),
+    input_bytes=len(INPUT), target_bytes=len(TARGETS), ticket="",
 )  # fmt: skip
 BACKWARD = Backward(request=1, receipts=(), service_seconds=0.0, loss_sum=1.0, tokens=1)
 

@@ -13,6 +13,8 @@ from swarm_shared.base.errors import StorageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
+from swarm_shared.trust.evidence import Judgement, Verdict
+from swarm_shared.trust.votes import Finding
 
 JSON_FORMAT = 1
 
@@ -26,11 +28,12 @@ JSON_FORMAT = 1
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> None:
-    """Recompute every number of the ledger in FILE and name the first wrong line.
+    """Recompute every number and verdict of the ledger in FILE and name the first wrong line.
 
     `swarm-coordinator ledger export` writes a ledger. Verification proves that the numbers follow
-    from the steps, that each step counts every microbatch exactly once in every stage, that the
-    owner of each row has signed for each device in it, and that the organiser has signed these
+    from the steps and verdicts, that each verdict follows from what the audited peer and its
+    auditors have signed, that each step counts every microbatch exactly once in every stage, that
+    the owner of each row has signed for each device in it, and that the organiser has signed these
     lines. It does not prove that a volunteer did the work that the organiser credits.
     """
     found = verify_ledger(_lines(file), None if organiser is None else PeerId(organiser))
@@ -39,8 +42,17 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         return
     click.echo(
         f"every number is correct: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
-        f"signed by {found.organiser}"
+        f"signed by {found.organiser}; verdicts that follow from their evidence: "
+        f"{len(found.verdicts)}, about averages: {len(found.sum_verdicts)}"
     )
+    for verdict, judgement in found.verdicts:
+        click.echo(f"  {_sentence(verdict, judgement)}")
+    for lie in found.sum_verdicts:
+        click.echo(
+            f"  …{lie.peer[-8:]} lied about an average of step {lie.step} in stage {lie.stage}, by "
+            f"{len(lie.statements)} signed statement(s); credit of steps {lie.void_after + 1} to "
+            f"{lie.step} is void"
+        )
     for person in found.people:
         name = "" if person.name is None else f"{printable(person.name)} "
         devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
@@ -50,6 +62,19 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         )
 
 
+def _sentence(verdict: Verdict, judgement: Judgement) -> str:
+    """A verdict, and the votes that it follows from."""
+    against = sum(vote.finding is not Finding.AGREES for vote in judgement.votes)
+    agree = 1 + len(judgement.votes) - against
+    role = "the audited peer" if verdict.peer == judgement.receipt.peer else "an auditor"
+    return (
+        f"…{verdict.peer[-8:]}, {role}, lost the audit of microbatch {verdict.microbatch} of step "
+        f"{verdict.step} in stage {verdict.stage}: of {verdict.evidence.entitled} owners {against} "
+        f"contradict the receipt and {agree} agree; credit of steps {verdict.void_after + 1} to "
+        f"{verdict.step} is void"
+    )
+
+
 def _document(found: VerifiedLedger) -> dict[str, object]:
     return {
         "version": JSON_FORMAT,
@@ -57,6 +82,11 @@ def _document(found: VerifiedLedger) -> dict[str, object]:
         "organiser": found.organiser,
         "as_of": found.as_of,
         "steps": found.steps,
+        "verdicts": [
+            verdict.model_dump(exclude={"evidence"}) | {"outcome": judgement.outcome.value}
+            for verdict, judgement in found.verdicts
+        ],
+        "sum_verdicts": [one.model_dump(exclude={"statements"}) for one in found.sum_verdicts],
         "totals": [total.model_dump(exclude={"line"}) for total in found.totals],
         "people": [asdict(person) for person in found.people],
     }

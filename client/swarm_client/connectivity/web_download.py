@@ -1,29 +1,31 @@
-"""Download of a file from an address that a remote chose.
+"""Download of ranges of a file from an address that a remote chose.
 
 The organiser names the addresses of shards, and a volunteer must not be made to send requests into
 its own network: to a router, a printer, or a cloud's metadata service. So only https to globally
 routable addresses is followed. A name is resolved once for each hop, all of its addresses are
 checked, and the connection goes to a checked address, so that a second answer of the name server
-cannot lead elsewhere. Redirects are followed here, each under the same rule.
+cannot lead elsewhere; a connection that is kept open stays at that address. Redirects are
+followed here, each under the same rule.
 """
 
 from __future__ import annotations
 
 import http.client
 import ipaddress
-import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 STALL_SECONDS = 30.0
 """Seconds without data after which a download is abandoned."""
 MAX_REDIRECTS = 5
-PIECE_BYTES = 2**20
+MAX_IDLE_CONNECTIONS = 16
+"""Connections kept open between requests: those of eight requests at once, with one redirect."""
+PIECE_BYTES = 2**16
+"""Most bytes of the body of a redirect; with more, the connection is closed."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -79,52 +81,21 @@ class WebClient:
     connect: Connect = connect_to
     tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
-    def download(self, url: str, path: Path, size_bytes: int) -> None:
-        """Write the file at `url`, which has exactly so many bytes, to `path`, synced.
+    def open(self, target: SplitResult) -> http.client.HTTPConnection:
+        """Connect to one of the target's addresses, all of which are checked. WebRefused when one
+        is not allowed, OSError when none answers."""
+        host = target.hostname or ""
+        port = target.port or _DEFAULT_PORTS[target.scheme]
+        addresses = self.resolve(host, port)
+        if not self.allow_private and not all(map(is_public, addresses)):
+            raise WebRefused(f"{host} is not a public address; only those are followed")
+        connection = http.client.HTTPConnection(host, port)
+        # A connection that the server closed is never opened again by itself, unchecked.
+        connection.auto_open = 0
+        connection.sock = self._connected(addresses, host, port, tls=target.scheme == "https")
+        return connection
 
-        WebRefused when an address is not allowed or an answer is not that file, OSError when a
-        connection fails.
-        """
-        # A new file: a download that was abandoned may still write to the old one.
-        path.unlink(missing_ok=True)
-        with self._answer(url) as answer, path.open("xb") as file:
-            if answer.length is not None and answer.length != size_bytes:
-                raise WebRefused(
-                    f"the file has {answer.length} bytes, the manifest's has {size_bytes}"
-                )
-            left = size_bytes
-            while left > 0 and (piece := answer.read(min(left, PIECE_BYTES))):
-                file.write(piece)
-                left -= len(piece)
-            if left or answer.read(1):
-                raise WebRefused("its size differs from the manifest's")
-            file.flush()
-            os.fsync(file.fileno())
-
-    @contextmanager
-    def _answer(self, url: str) -> Iterator[http.client.HTTPResponse]:
-        """The answer with the file, after redirects."""
-        for _ in range(MAX_REDIRECTS + 1):
-            target = self._parsed(url)
-            connection = self._open(target)
-            try:
-                path = (target.path or "/") + (f"?{target.query}" if target.query else "")
-                connection.request("GET", path, headers={"Accept-Encoding": "identity"})
-                answer = connection.getresponse()
-                location = answer.getheader("Location")
-                if answer.status not in _REDIRECTS or location is None:
-                    if answer.status != http.client.OK:
-                        raise WebRefused(f"the server answers {answer.status}")
-                    yield answer
-                    return
-                url = urljoin(url, location)
-            except http.client.HTTPException as error:
-                raise WebRefused(f"the server does not speak HTTP: {error!r}") from error
-            finally:
-                connection.close()
-        raise WebRefused(f"more than {MAX_REDIRECTS} redirects")
-
-    def _parsed(self, url: str) -> SplitResult:
+    def parsed(self, url: str) -> SplitResult:
         target = urlsplit(url)
         schemes = ("https", "http") if self.allow_private else ("https",)
         if target.scheme not in schemes:
@@ -132,17 +103,6 @@ class WebClient:
         if not target.hostname or target.username is not None or not url.isascii():
             raise WebRefused("the address names no host, or more than a host")
         return target
-
-    def _open(self, target: SplitResult) -> http.client.HTTPConnection:
-        """A connection to one of the target's addresses, all of which have been checked."""
-        host = target.hostname or ""
-        port = target.port or _DEFAULT_PORTS[target.scheme]
-        addresses = self.resolve(host, port)
-        if not self.allow_private and not all(map(is_public, addresses)):
-            raise WebRefused(f"{host} is not a public address; only those are followed")
-        connection = http.client.HTTPConnection(host, port)
-        connection.sock = self._connected(addresses, host, port, tls=target.scheme == "https")
-        return connection
 
     def _connected(self, addresses: list[str], host: str, port: int, *, tls: bool) -> socket.socket:
         failure = OSError(f"{host} has no address")
@@ -160,3 +120,98 @@ class WebClient:
                 plain.close()
                 raise
         raise failure
+
+
+class WebConnections:
+    """Range requests over connections that are kept open; safe to use from several threads."""
+
+    def __init__(self, client: WebClient) -> None:
+        self._client = client
+        self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
+        """By scheme and host: each has been checked when it was opened."""
+        self._lock = threading.Lock()
+
+    def read_range(self, url: str, start: int, size_bytes: int) -> bytes:
+        """Return exactly so many bytes of the file at `url`, after redirects. Blocking.
+
+        WebRefused when an address is not allowed or the answer is not that range, OSError when a
+        connection fails.
+        """
+        for _ in range(MAX_REDIRECTS + 1):
+            target = self._client.parsed(url)
+            found = self._answered(target, start, size_bytes)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+        raise WebRefused(f"more than {MAX_REDIRECTS} redirects")
+
+    def close(self) -> None:
+        with self._lock:
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.close()
+            self._idle.clear()
+
+    def _answered(self, target: SplitResult, start: int, size_bytes: int) -> bytes | str:
+        """The bytes, or where the server redirects to."""
+        key = (target.scheme, target.netloc)
+        with self._lock:
+            kept = self._idle.get(key)
+            connection = kept.pop() if kept else None
+        if connection is not None:
+            try:
+                return self._asked(connection, key, target, start, size_bytes)
+            except (OSError, http.client.HTTPException):
+                # The server closed it while it was idle; a new one shows whether it still answers.
+                connection.close()
+        try:
+            return self._asked(self._client.open(target), key, target, start, size_bytes)
+        except http.client.HTTPException as error:
+            raise WebRefused(f"the server does not speak HTTP: {error!r}") from error
+
+    def _asked(
+        self, connection: http.client.HTTPConnection, key: tuple[str, str], target: SplitResult,
+        start: int, size_bytes: int,
+    ) -> bytes | str:  # fmt: skip
+        whole = False
+        try:
+            path = (target.path or "/") + (f"?{target.query}" if target.query else "")
+            span = f"bytes={start}-{start + size_bytes - 1}"
+            connection.request("GET", path, headers={"Accept-Encoding": "identity", "Range": span})
+            answer = connection.getresponse()
+            location = answer.getheader("Location")
+            found: bytes | str
+            if answer.status in _REDIRECTS and location is not None:
+                found = location
+                whole = len(answer.read(PIECE_BYTES)) < PIECE_BYTES
+            else:
+                found = _range_of(answer, start, size_bytes)
+                whole = True
+        finally:
+            if not whole or answer.will_close:
+                connection.close()
+        self._keep(key, connection)
+        return found
+
+    def _keep(self, key: tuple[str, str], connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if connection.sock is None:
+                return
+            if sum(map(len, self._idle.values())) < MAX_IDLE_CONNECTIONS:
+                self._idle.setdefault(key, []).append(connection)
+                return
+        connection.close()
+
+
+def _range_of(answer: http.client.HTTPResponse, start: int, size_bytes: int) -> bytes:
+    if answer.status == http.client.OK:
+        raise WebRefused("the server does not answer Range requests")
+    if answer.status != http.client.PARTIAL_CONTENT:
+        raise WebRefused(f"the server answers {answer.status}")
+    given = answer.getheader("Content-Range") or ""
+    if not given.startswith(f"bytes {start}-{start + size_bytes - 1}/"):
+        raise WebRefused(f"the server sends another range: {given[:80]!r}")
+    content = answer.read(size_bytes + 1)
+    if len(content) != size_bytes:
+        raise WebRefused(f"the range has {len(content)} bytes instead of {size_bytes}")
+    return content

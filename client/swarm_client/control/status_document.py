@@ -114,6 +114,26 @@ class ContributionView(ControlModel):
     streak_days: int = 0
 
 
+class OwnVerdict(ControlModel):
+    """An audit that a device of this owner has lost."""
+
+    step: int
+    reason: str
+
+
+class AuditsView(ControlModel):
+    """What audits have shown of this owner, as far as the coordinator has sent it."""
+
+    passed: int = 0
+    """Microbatches that another owner has computed again with the same result, since the last lost
+    audit."""
+    lost: int = 0
+    to_pass: int = 0
+    """Audits that must still pass before the owner is established."""
+    verdicts: tuple[OwnVerdict, ...] = ()
+    """Of the newest lost audits of the run those of this owner, oldest first."""
+
+
 class StageView(ControlModel):
     stage: int
     peers: int
@@ -170,6 +190,8 @@ class Status(ControlModel):
     stages: tuple[StageView, ...] = ()
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
+    audits: AuditsView | None = None
+    """None: this owner is not among those of which the coordinator sends the standing."""
     away: InterruptionView | None = None
     """None: no interruption since the daemon's start."""
 

@@ -25,7 +25,7 @@ from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.control.messages import JoinArguments
 from swarm_client.governor.device_offer import usable_devices
-from swarm_client.governor.disk_space import DiskAllowance
+from swarm_client.governor.disk_space import DiskAllowance, data_budget_bytes
 from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.ipc import shared_memory
@@ -34,6 +34,7 @@ from swarm_client.machine.home import Home
 from swarm_client.membership.membership import Membership
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
+from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
@@ -96,6 +97,8 @@ async def participate(
     bandwidth = Bandwidth()
     probes = MachineProbes(home.path)
     disk = DiskAllowance(probes.disk, source, home, invite.run_id)
+    budget_bytes = data_budget_bytes(source.current.preferences)
+    data_cache = LeafCache(home.data_folder(invite.run_id), budget_bytes)
     made: dict[int, Volunteer] = {}
     all_made, go = trio.Event(), trio.Event()
 
@@ -108,7 +111,7 @@ async def participate(
             worker = await start_averaging(resources, nursery, held_back)
             context = VolunteerContext(
                 resources.identity, invite, resources.home, node, resources.options, contribution,
-                disk, resources.report, nursery,
+                data_cache, disk, resources.report, nursery,
             )  # fmt: skip
             volunteer = made[place] = Volunteer(context, worker)
             if len(made) == len(devices):
@@ -160,7 +163,6 @@ def _resources_per_device(
 ) -> list[_VolunteerResources]:
     """One entry for each device, with its part of the machine's resources."""
     threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
-    turn = trio.Lock()
     found: list[_VolunteerResources] = []
     for number, device in enumerate(devices, start=1):
         own = home.of_device(number)
@@ -178,7 +180,6 @@ def _resources_per_device(
             join.may_relay,
             team=normalised_team(join.team) or None,
             owner=None if number == 1 else owner_binding(identity, key.peer_id),
-            data_lock=turn,
             private_web_downloads=source.current.preferences.private_web_downloads,
         )
         found.append(

@@ -17,7 +17,7 @@ import trio
 
 from swarm_client.control.status_document import InterruptionView
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.units import duration_text
+from swarm_shared.base.text import duration_text
 
 CHECK_SECONDS: Final = 2.0
 """Seconds between two checks."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
+    AuditsView,
     DeviceView,
     InterruptionView,
     KnownRun,
     LeaderboardRow,
     MachineView,
+    OwnVerdict,
     PeerView,
     RunView,
     StageView,
@@ -146,6 +148,7 @@ class StatusBuilder:
             stages=() if reporting_device is None else stage_views(reporting_device),
             peers=() if device_group is None else peer_views(device_group),
             leaderboard=() if device_group is None else leaderboard(device_group),
+            audits=None if device_group is None else audits(device_group),
             away=facts.interruption,
         )
 
@@ -366,6 +369,24 @@ def names_of(device_group: DeviceGroup) -> dict[str, str]:
         if volunteer.context.options.name:
             names[volunteer.node.peer_id] = volunteer.context.options.name
     return names
+
+
+def audits(device_group: DeviceGroup) -> AuditsView | None:
+    """The standing of the owner of these devices: that of the row which has one of them."""
+    news, own = device_group.reporting_device.news, own_peers(device_group)
+    if news is None:
+        return None
+    row = next((r for r in news.leaderboard if own & {r.peer, *r.devices}), None)
+    lost = [v for v in news.verdicts if v.peer in own or (row is not None and v.owner == row.peer)]
+    if row is None and not lost:
+        return None
+    passed = 0 if row is None else row.audits_passed
+    return AuditsView(
+        passed=passed,
+        lost=len(lost) if row is None else row.audits_lost,
+        to_pass=max(0, news.probation_cells - passed),
+        verdicts=tuple(OwnVerdict(step=v.step, reason=printable(v.reason)) for v in lost),
+    )
 
 
 def leaderboard(device_group: DeviceGroup) -> tuple[LeaderboardRow, ...]:

@@ -114,17 +114,13 @@ class Checkup:
             start(NETWORK_CHECKS, partial(self.check_network, invite, speaker, in_use))
 
     def apply_run_needs(self) -> None:
-        """Judge device and disk again by what the run needs, if the coordinator has sent that."""
-        device, disk = self.results.get("device"), self.results.get("disk")
+        """Judge the device again by what the run needs, if the coordinator has sent that."""
+        device = self.results.get("device")
         if self._welcome is None:
             return
         if device is not None and not device.exit_code:
             self.results.replace(
                 machine.fit_device(device, self._device, self._welcome.smallest_stage_bytes)
-            )
-        if disk is not None and self._welcome.data_bytes:
-            self.results.replace(
-                machine.check_disk(self._home.path, data_bytes=self._welcome.data_bytes)
             )
 
     async def _isolated(self, ids: tuple[str, ...], look: Callable[[], Awaitable[None]]) -> None:

@@ -11,7 +11,7 @@ import trio
 from swarm_client.doctor.report import Check, Detail, Results, ok, problem, skipped, warning
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, NetworkError, SwarmError
-from swarm_shared.base.units import duration_text, latency_text, rate_text
+from swarm_shared.base.text import duration_text, latency_text, rate_text
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.network import Node
 from swarm_shared.probe.client import EchoTimes, Probe, open_probe

@@ -231,8 +231,8 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -> Check:
-    """`data_bytes` is the size of the run's data, 0 when unknown."""
+def check_disk(path: Path, free_bytes: int | None = None) -> Check:
+    """Whether there is room for stage states; training data takes what is left for it."""
     if free_bytes is None:
         try:
             free_bytes = shutil.disk_usage(existing_parent(path)).free
@@ -242,15 +242,13 @@ def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -
                 "Choose another folder with --home.",
             )  # fmt: skip
     seen = f"{free_bytes / GIB:.1f} GiB free"
-    if data_bytes:
-        seen += f"; the run's data takes {data_bytes / GIB:.2f} GiB"
-    details = {"free_bytes": free_bytes, "data_bytes": data_bytes}
-    if free_bytes < MIN_DISK_BYTES + data_bytes:
+    details = {"free_bytes": free_bytes}
+    if free_bytes < MIN_DISK_BYTES:
         return problem(
             "disk", StorageError, seen,
             "Free some space, or choose a folder on another disk with --home.", **details,
         )  # fmt: skip
-    if free_bytes < COMFORTABLE_DISK_BYTES + data_bytes:
+    if free_bytes < COMFORTABLE_DISK_BYTES:
         return warning(
             "disk", f"{seen}; that is little for a larger model",
             "Free some space, or choose a folder on another disk with --home.", **details,

@@ -1,7 +1,7 @@
 """Space on the disk: caches of runs other than the current one are removed first, the longest
 unused first.
 
-Only what can be fetched again is removed: token shards and stage snapshots. Keys, logs, settings
+Only what can be fetched again is removed: training data and stage snapshots. Keys, logs, settings
 and the transfer counts stay.
 """
 
@@ -36,6 +36,13 @@ def missing_disk_bytes(
     return missing
 
 
+def data_budget_bytes(preferences: Preferences) -> int:
+    """Bytes of training data that may be kept: `data_gib`, and at most half of `disk_gib`, which
+    stage states need as well."""
+    half = preferences.disk_gib / 2 or preferences.data_gib
+    return int(min(preferences.data_gib, half) * GIB)
+
+
 class DiskAllowance:
     """What the preferences allow to be written. Satisfies
     `swarm_client.volunteer.context.DiskGuard`."""
@@ -56,7 +63,7 @@ class DiskAllowance:
             missing -= make_room(self._home, self._run, missing)
         if missing > 0:
             raise StorageError(
-                f"{size_bytes / GIB:.2f} GiB have to be downloaded, {missing / GIB:.2f} GiB more "
+                f"{size_bytes / GIB:.2f} GiB have to be written, {missing / GIB:.2f} GiB more "
                 "than disk_gib and disk_leave_free_gib allow; free some space, or change one of "
                 "them with `swarm-client config set`"
             )

@@ -3,15 +3,16 @@
 identity.key      the main Ed25519 key, created at first use, mode 0600
 port              the TCP port of the last start: routers remember it, and hole punching needs it
 p2pd.key          hivemind's own key
-runs/<run>/data   token shards of the run, verified
+runs/<run>/data   ranges of the run's training data, verified, within a budget
 runs/<run>/state  stage snapshots, for joining peers and checkpoints
+runs/<run>/audits tensors of microbatches that are being audited
 log/              one file per process
 lock              held while a client works here
 control.sock      the socket on which that client takes commands, mode 0600
 runs.json         the runs that were joined, with their invites, mode 0600
 contribution.json the contribution by day
 devices/2/        the same for a machine's second device, which is a peer of its own: its identity,
-                  port, p2pd, snapshots and logs; token shards are shared with the first device
+                  port, p2pd, snapshots and logs; training data is shared with the first device
 """
 
 from __future__ import annotations
@@ -106,6 +107,9 @@ class Home:
 
     def state_folder(self, run: RunId) -> Path:
         return self.run_folder(run) / "state"
+
+    def audit_folder(self, run: RunId) -> Path:
+        return self.run_folder(run) / "audits"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Forward, PeerRecord, StageHello
+from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,
     Action,
@@ -27,7 +28,6 @@ from swarm_shared.volunteer_rules.delivery import (
     CloseEdge,
     Completed,
     Dispatcher,
-    Mode,
     OpenEdge,
     Transmit,
 )
@@ -43,12 +43,13 @@ OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 class MicrobatchRequest:
     """Everything needed to send one microbatch to a stage, and to send it again."""
 
-    mode: Mode
     step: Step
     microbatch: MicrobatchIndex
     accumulate: tuple[StageIndex, ...]
     input: Buffer
     targets: Buffer
+    ticket: str
+    """The coordinator's signed ticket of the microbatch, in base64."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,12 +80,13 @@ class Downstream:
         open_stream: OpenStream,
         ask_mask: Ask,
         nursery: trio.Nursery,
+        routing: StageRouting,
         depth: int = 1,
         latency: LatencyEstimate | None = None,
     ) -> None:
         """`depth` is the number of stages from this one to the last."""
         self.stage = stage
-        self._dispatcher = Dispatcher(stage, depth, latency)
+        self._dispatcher = Dispatcher(stage, routing, depth, latency)
         self._roster = roster
         self._hello = hello
         self._open_stream = open_stream
@@ -115,7 +117,7 @@ class Downstream:
         async with trio.open_nursery() as nursery:
             sending = _Sending(request, nursery)
             delivery = self._dispatcher.submit(
-                request.step, request.microbatch, request.mode, request.accumulate,
+                request.step, request.microbatch, request.accumulate,
                 trio.current_time(),
             )  # fmt: skip
             self._sendings[delivery] = sending
@@ -138,7 +140,10 @@ class Downstream:
 
     def roster_changed(self) -> None:
         """Use the members of the newest roster; what is with a peer that has left is sent again."""
-        serving = self._roster.of_stage(self.stage)
+        serving = {
+            peer: record.microbatches_per_second
+            for peer, record in self._roster.of_stage(self.stage).items()
+        }
         self._dispatcher.roster_changed(serving, self._roster, trio.current_time())
         self._carry_out()
 
@@ -198,13 +203,13 @@ class Downstream:
         request = sending.request
         header = Forward(
             request=0,
-            mode=request.mode,
             step=request.step,
             microbatch=request.microbatch,
             stage=self.stage,
             accumulate=action.accumulate,
             input_bytes=memoryview(request.input).nbytes,
             target_bytes=memoryview(request.targets).nbytes,
+            ticket=request.ticket,
         )
         try:
             with scope:

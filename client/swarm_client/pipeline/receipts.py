@@ -29,6 +29,7 @@ def receipt_signer(
             samples=member.manifest.training.sequences_per_microbatch,
             tokens=counted.tokens,
             loss_sum=counted.loss_sum,
+            transcript=counted.transcript,
         )
         return encode_envelope(sign_receipt(identity, receipt))
 

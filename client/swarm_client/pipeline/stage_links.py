@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import logging
+import random
 
 import trio
 
@@ -17,6 +18,7 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.network import Node
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
+from swarm_shared.scheduling.routing import StageRouting
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +42,11 @@ class StageLinks:
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
         """A sender to `stage` that lives as long as `nursery`."""
+        manifest = self._membership.now.manifest
+        routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
-            stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
-            depth=self._membership.now.manifest.stage_count - stage,
+            stage, self._roster, self.hello, self._open, self._ask_mask, nursery, routing,
+            depth=manifest.stage_count - stage,
         )  # fmt: skip
 
     def hello(self) -> StageHello:

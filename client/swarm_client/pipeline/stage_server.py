@@ -24,6 +24,7 @@ from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, EdgeAnswer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
@@ -93,9 +94,15 @@ class StageServer:
         self._gate = gate
         self._uplink = uplink
         self._coordinator = coordinator
+        self._tickets = TicketCheck(membership)
         self._paused = False
         self._task_scopes: set[trio.CancelScope] = set()
         """Scopes of the microbatches in flight, from before the forward to the gradient."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing new is computed for others."""
+        return self._paused
 
     def pause(self) -> None:
         """Take no new microbatch: senders receive a busy refusal and choose other peers."""
@@ -220,6 +227,8 @@ class StageServer:
         if holding.in_flight >= manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
         self._check_sizes(stream.remote, holding, manifest, message, payload)
+        if problem := self._tickets.problem(message, payload):
+            return refuse(RefusalReason.NOT_ADMITTED, problem)
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
@@ -253,9 +262,8 @@ class StageServer:
         return None
 
     def _report_not_finite(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
-        """Report a training microbatch whose computation was not finite, with its sender."""
-        not_finite = isinstance(error, RequestFailed) and error.code == "not_finite"
-        if not_finite and message.mode == "train":
+        """Report a microbatch whose computation was not finite, with its sender."""
+        if isinstance(error, RequestFailed) and error.code == "not_finite":
             self._coordinator.send(
                 NotFinite(step=message.step, microbatch=message.microbatch, sender=sender)
             )
@@ -286,8 +294,6 @@ class StageServer:
 
 def _has_parameters_for(holding: Holding, message: Forward) -> bool:
     """Whether this peer has the parameters with which the message has to be computed."""
-    if message.mode == "evaluate":
-        return holding.account.evaluates(message.step)
     return holding.account.works_on(message.step)
 
 
@@ -304,8 +310,6 @@ class _MicrobatchTask:
 
     async def run(self) -> tuple[Backward, Output]:
         message, holding = self._message, self._holding
-        if message.mode == "evaluate":
-            return await self._evaluate()
         computation = holding.account.begin(message.step, message.microbatch, message.accumulate)
         if holding.next_stage is None:
             return await self._run_last_stage(computation)
@@ -320,8 +324,9 @@ class _MicrobatchTask:
         )
         self._holding.meter.observe(output.seconds)
         receipt = self._holding.account.finish(
-            computation, added=output.added, tokens=output.tokens, loss_sum=output.loss_sum or 0.0
-        )
+            computation, added=output.added, tokens=output.tokens,
+            loss_sum=output.loss_sum or 0.0, transcript=output.transcript,
+        )  # fmt: skip
         receipts = () if receipt is None else (receipt,)
         return self._answer(receipts, output.seconds, output.loss_sum or 0.0, output.tokens), output
 
@@ -345,24 +350,11 @@ class _MicrobatchTask:
         seconds = activation.seconds + gradient.seconds
         self._holding.meter.observe(seconds)
         receipt = self._holding.account.finish(
-            computation, added=gradient.added, tokens=gradient.tokens, loss_sum=None
-        )
+            computation, added=gradient.added, tokens=gradient.tokens, loss_sum=None,
+            transcript=gradient.transcript,
+        )  # fmt: skip
         receipts = answer.header.receipts if receipt is None else (*answer.header.receipts, receipt)
         return self._answer(receipts, seconds, answer.header.loss_sum, gradient.tokens), gradient
-
-    async def _evaluate(self) -> tuple[Backward, Output]:
-        worker, next_stage = self._holding.worker, self._holding.next_stage
-        if next_stage is None:
-            output = await worker.evaluate((self._input, self._targets))
-            loss_sum, tokens = output.loss_sum or 0.0, output.tokens
-        else:
-            output = await worker.evaluate((self._input,))
-            try:
-                answer = await self._send_on(next_stage, output, ())
-            finally:
-                output.release()
-            loss_sum, tokens = answer.header.loss_sum, answer.header.tokens
-        return self._answer((), output.seconds, loss_sum, tokens), output
 
     async def _send_on(
         self, next_stage: Downstream, output: Output, accumulate: tuple[StageIndex, ...]
@@ -373,8 +365,8 @@ class _MicrobatchTask:
         message = self._message
         return await next_stage.send(
             MicrobatchRequest(
-                message.mode, message.step, message.microbatch, accumulate,
-                output.payload, self._targets,
+                message.step, message.microbatch, accumulate,
+                output.payload, self._targets, message.ticket,
             )
         )  # fmt: skip
 

@@ -14,7 +14,16 @@ from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, Step
-from swarm_shared.protocol import Reduction, SaveSnapshot, SnapshotReady
+from swarm_shared.protocol import (
+    AbortRound,
+    Apply,
+    Close,
+    Reduction,
+    SaveSnapshot,
+    SnapshotReady,
+    SumCheck,
+    SumsChecked,
+)
 from swarm_shared.volunteer_rules.step_close import (
     ApplyStep,
     CancelWork,
@@ -28,6 +37,7 @@ from swarm_shared.volunteer_rules.step_close import (
     Rejoin,
     SaveState,
     Send,
+    StateSums,
     StepApplied,
     SwitchToPrepared,
     Uncommit,
@@ -53,6 +63,17 @@ class Averager(Protocol):
     ) -> None:
         """Fill this part of the worker's result segment, or raise AveragingFailed."""
 
+    def attempt_over(self, step: Step, attempt: int) -> None:
+        """The attempt is aborted or applied: there will be no check of its sums."""
+
+
+class SumStatements(Protocol):
+    """Signs what the reductions of an averaged attempt got and gave."""
+
+    async def state(
+        self, check: SumCheck, close: Close, held: StageWorker, prepared: StageWorker | None
+    ) -> SumsChecked: ...
+
 
 class Snapshots(Protocol):
     async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady: ...
@@ -74,6 +95,7 @@ class StepCloser:
         holding: Holding,
         step_tokens: int,
         averager: Averager,
+        sums: SumStatements,
         snapshots: Snapshots,
         listener: CloseListener,
         nursery: trio.Nursery,
@@ -82,6 +104,7 @@ class StepCloser:
         self._rules = holding.close
         self._step_tokens = step_tokens
         self._averager = averager
+        self._sums = sums
         self._snapshots = snapshots
         self._listener = listener
         self._nursery = nursery
@@ -90,6 +113,8 @@ class StepCloser:
 
     def put(self, message: CloseOrder) -> None:
         """Accept an order. ProtocolError when too many wait already."""
+        if isinstance(message, AbortRound | Apply):
+            self._averager.attempt_over(message.step, message.attempt)
         self._rules.order(message)
         self._carry_out()
 
@@ -162,6 +187,10 @@ class StepCloser:
                     number, own_squared=norm.own_squared, tied_squared=norm.tied_squared,
                     finite=norm.finite,
                 )  # fmt: skip
+            case StateSums():
+                next_worker = self._workers.get(Lane.PREPARED)
+                answer = await self._sums.state(work.order, work.close, worker, next_worker)
+                rules.sums_stated(number, answer)
             case ApplyStep():
                 order = work.order
                 if work.lane is Lane.HELD:

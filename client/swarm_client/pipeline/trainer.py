@@ -26,12 +26,20 @@ log = logging.getLogger(__name__)
 
 
 class Samples(Protocol):
-    """Source of token ids."""
+    """Source of token ids (`swarm_client.training_data`)."""
 
-    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), each sequences × length, int64."""
+    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of a leased microbatch, each sequences × length, int64. SwarmError when
+        its data cannot be had."""
 
-    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]: ...
+    def expect(self, lease: Lease) -> None:
+        """A lease was accepted: its microbatches are asked for soon."""
+
+    def over(self, oldest: Step | None) -> None:
+        """Steps before `oldest` are over."""
+
+    def clear(self) -> None:
+        """Nothing is asked for until the next lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class _Source:
 class Trainer:
     """Works through leases (`swarm_shared.volunteer_rules.lease_queue`).
 
-    Until `begin` leases are ignored: a volunteer without data cannot make samples.
+    Until `begin` leases are ignored.
     """
 
     def __init__(self, coordinator: CoordinatorLink, nursery: trio.Nursery) -> None:
@@ -61,19 +69,23 @@ class Trainer:
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
         self._source = _Source(samples, first_stage)
+        samples.over(self._oldest_step)
         first_stage.oldest_step_is(self._oldest_step)
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
         if self._source is not None:
-            self._report_all(self._leases.take(lease))
+            refused = self._leases.take(lease)
+            if not refused:
+                self._source.samples.expect(lease)
+            self._report_all(refused)
             self._start_more(self._source)
 
     def leave(self) -> None:
-        self._report_all(self._leases.leave())
+        self._hand_back(self._leases.leave())
 
     def pause(self) -> None:
-        self._report_all(self._leases.pause())
+        self._hand_back(self._leases.pause())
 
     def resume(self) -> None:
         """Take leases again, unless the volunteer is leaving."""
@@ -88,7 +100,13 @@ class Trainer:
         None while it holds none."""
         self._oldest_step = step
         if self._source is not None:
+            self._source.samples.over(step)
             self._source.first_stage.oldest_step_is(step)
+
+    def _hand_back(self, results: Iterable[LeaseResult]) -> None:
+        if self._source is not None:
+            self._source.samples.clear()
+        self._report_all(results)
 
     def _report_all(self, results: Iterable[LeaseResult]) -> None:
         for result in results:
@@ -115,18 +133,14 @@ class Trainer:
             self._start_more(source)
 
     async def _send(self, source: _Source, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
-        evaluate = lease.mode == "evaluate"
-        if evaluate:
-            inputs_BT, targets_BT = source.samples.heldout(leased.microbatch)
-        else:
-            inputs_BT, targets_BT = source.samples.training(lease.step, leased.microbatch)
+        inputs_BT, targets_BT = await source.samples.drawn(lease.step, leased.microbatch)
         request = MicrobatchRequest(
-            lease.mode,
             lease.step,
             leased.microbatch,
             leased.accumulate,
             np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
             np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
+            leased.ticket,
         )
         answer = await source.first_stage.send(request)
         header = answer.header
@@ -136,6 +150,4 @@ class Trainer:
             lease=lease.lease,
             ok=True,
             receipts=header.receipts,
-            evaluation_loss_sum=header.loss_sum if evaluate else None,
-            evaluation_tokens=header.tokens if evaluate else 0,
         )

@@ -83,6 +83,10 @@ class GpuPreferences(Section):
     )
 
 
+MAX_DATA_GIB = 16
+"""Largest cache of training data: each of its ranges of 16 KiB takes 200 bytes of memory."""
+
+
 class Preferences(Section):
     """All preferences, with their defaults."""
 
@@ -156,6 +160,11 @@ class Preferences(Section):
     disk_gib: Gib = _preference(
         MEMORY, 0.0, "Maximum GiB of disk space for data and states; 0: no limit."
     )
+    data_gib: float = _preference(
+        MEMORY, 2.0, "Maximum GiB of training data to keep, and never more than half of "
+        "`disk_gib`; 0: keep none, and fetch each range when it is needed. Read when a run is "
+        "joined.", ge=0, le=MAX_DATA_GIB,
+    )  # fmt: skip
     disk_leave_free_gib: Gib = _preference(MEMORY, 1.0, "GiB to keep free on that disk.")
 
     upload_bytes_per_second: BytesPerSecond = _preference(

@@ -15,7 +15,7 @@ from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.status_document import LeaderboardRow, Status
+    from swarm_client.control.status_document import AuditsView, LeaderboardRow, Status
 
 _EXPLAINED = (
     "Credit counts work in applied steps: tokens times the stage's share of the model's work. "
@@ -43,13 +43,36 @@ def contribution(model: ClientModel, width: int, height: int) -> list[Line]:
             f"{number(given.recent_credit, 2)} a day (half-life of seven days)",
         ),
         line(("  streak            ", "dim"), streak),
+        *_audits(status.audits),
         EMPTY,
         heading("Credit a day", width, look),
-        *_history(status, width, min(14, max(4, height - 14)), look),
+        *_history(status, width, min(14, max(4, height - 16)), look),
         EMPTY,
         *wrapped(_EXPLAINED, width - 2, "dim", "  "),
     ]  # fmt: skip
     return lines
+
+
+def _audits(audits: AuditsView | None) -> list[Line]:
+    """This owner's standing, and the verdicts against it."""
+    if audits is None:
+        return []
+    standing = (
+        f"on probation, {counted(audits.to_pass, 'more audit', 'more audits')} to pass"
+        if audits.to_pass
+        else "established"
+    )
+    return [
+        line(
+            ("  audits            ", "dim"), f"{number(audits.passed)} passed, ",
+            (f"{audits.lost} lost", "warn" if audits.lost else ""),
+        ),
+        line(("  standing          ", "dim"), standing),
+        *(
+            line((f"  step {verdict.step:<13}", "dim"), (printable(verdict.reason), "warn"))
+            for verdict in audits.verdicts[-3:]
+        ),
+    ]  # fmt: skip
 
 
 def _history(status: Status, width: int, height: int, look: Look) -> list[Line]:

@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING
 
 from swarm_client.control.reasons import DaemonState
 from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, share_of_stage
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import MISSING, duration_text, memory_text, rate_text, size_text
+from swarm_shared.base.text import (
+    MISSING,
+    duration_text,
+    memory_text,
+    printable,
+    rate_text,
+    size_text,
+)
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
 from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import plot

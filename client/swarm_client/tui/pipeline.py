@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import latency_text, rate_text
+from swarm_shared.base.text import latency_text, printable, rate_text
 from swarm_shared.tui.bars import sparkline
 from swarm_shared.tui.formatting import number, peer_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines

@@ -10,6 +10,7 @@ import trio
 
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
+from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite
@@ -34,10 +35,8 @@ class VolunteerOptions:
     owner: str | None = None
     """The machine's signed owner binding for this device, in base64; None for the machine
     itself."""
-    data_lock: trio.Lock | None = None
-    """Shared by devices with a common data folder: one of them fills it at a time."""
     private_web_downloads: bool = False
-    """Whether shards may come over http and from private addresses."""
+    """Whether mirrors may be asked over http and at private addresses."""
 
 
 class DiskGuard(Protocol):
@@ -57,6 +56,8 @@ class VolunteerContext:
     node: Node
     options: VolunteerOptions
     contribution: ContributionCounter
+    data_cache: LeafCache
+    """The training data on this machine's disk, shared by its devices."""
     disk: DiskGuard
     report: Callable[[str], None]
     """Reports one line for people."""

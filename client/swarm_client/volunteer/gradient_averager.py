@@ -10,29 +10,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import trio
 
 from swarm_client.averaging.all_reduce.codec import Totals, dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.member_link import abort_frame
-from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
+from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, round_tag
+from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
 from swarm_client.averaging.all_reduce.stream_race import MAX_OPENING_SECONDS
 from swarm_client.averaging.handle.host_carrier import Libp2pAveraging
 from swarm_client.averaging.handle.supervisor import AveragingWorker
-from swarm_client.averaging.protocol.messages import SetMembership, StartRound
+from swarm_client.averaging.protocol.messages import DigestReceived, SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
-from swarm_shared.base.types import PeerId, RunId, Step
+from swarm_shared.base.types import LinearDigests, PeerId, RunId, Step
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.linear_digest import DigestKey, digest_sum, from_text, to_text
+from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.network import Node
-from swarm_shared.protocol import CarrierAddress, LinkBytes, Reduction
+from swarm_shared.protocol import CarrierAddress, LinkBytes, Reduction, SumCheck
 from swarm_shared.run.codec_sizes import AverageCodec
 from swarm_shared.run.manifest import Manifest
 
@@ -48,7 +52,8 @@ T = TypeVar("T")
 
 
 class GroupAverager:
-    """Satisfies `swarm_client.pipeline.step_close.Averager`. Run `run` beside it."""
+    """Satisfies `swarm_client.pipeline.step_close.Averager` and
+    `swarm_client.auditing.sum_statements.Digester`. Run `run` beside it."""
 
     def __init__(
         self,
@@ -70,6 +75,10 @@ class GroupAverager:
         self._host = host = Libp2pAveraging(node, routes.host_addresses)
         host.hub.admits = lambda remote: routes.may_average(PeerId(remote))
         self._carried_bytes: dict[tuple[PeerId, Route], list[int]] = {}
+        self._attempt: tuple[Step, int] | None = None
+        """The attempt of which received pieces may be kept, here or in the worker."""
+        self._received: dict[str, ReceivedPieces] = {}
+        """Those of rounds that ran in the daemon, by the round's name."""
         self._certificate: str | None = None
         """None before admission."""
         self._wake = trio.Event()
@@ -141,18 +150,11 @@ class GroupAverager:
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> None:
         """Sum this part of the gradient over the group into the result segment."""
-        own = reduction.part == "own"
-        elements = worker.own_elements if own else worker.tied_elements
-        offset = 0 if own else worker.own_elements
-        where = "tied" if not own else str(worker.stage)
-        spec = RoundSpec(
-            f"{self._run[:16]}/{step}/{attempt}/{where}",
-            reduction.members,
-            self._identity.peer_id,
-            elements,
-            tuple(map(float, reduction.weights)) or None,
-            codec=self.codec,
-        )
+        if self._attempt != (step, attempt):
+            self._forget()
+            self._attempt = step, attempt
+        spec = self._spec(worker, step, attempt, reduction)
+        offset = 0 if reduction.part == "own" else worker.own_elements
         try:
             if self.worker.available and len(reduction.members) > 1:
                 await self._in_worker(worker, spec, offset)
@@ -163,6 +165,66 @@ class GroupAverager:
             raise AveragingFailed(
                 f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
             ) from error
+
+    def _spec(
+        self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
+    ) -> RoundSpec:
+        own = reduction.part == "own"
+        where = "tied" if not own else str(worker.stage)
+        return RoundSpec(
+            f"{self._run[:16]}/{step}/{attempt}/{where}",
+            reduction.members,
+            self._identity.peer_id,
+            worker.own_elements if own else worker.tied_elements,
+            tuple(map(float, reduction.weights)) or None,
+            codec=self.codec,
+        )
+
+    async def digest(
+        self, worker: StageWorker, check: SumCheck, reduction: Reduction
+    ) -> SumDigests:
+        """The digests of a reduction that is done, until its attempt is over. SwarmError where its
+        data is lost."""
+        spec = self._spec(worker, check.step, check.attempt, reduction)
+        stops = tuple(part.stop for part in partition(spec))
+        if not check.details:
+            stops = stops[-1:]
+        found = await worker.digest_sums(check.step, reduction.part, check.seed, stops)
+        part, result = (
+            to_text(digest_sum(map(from_text, each))) for each in (found.parts, found.results)
+        )
+        if not check.details:
+            return SumDigests(part=part, result=result)
+        received: LinearDigests = ()
+        if partition(spec)[spec.my_index].pieces:
+            others = await self._digest_received(spec, check.seed, reduction.part)
+            me = spec.my_index
+            received = (*others[:me], found.parts[me], *others[me:])
+        return SumDigests(
+            part=part, result=result, parts=found.parts, results=found.results, received=received
+        )
+
+    async def _digest_received(
+        self, spec: RoundSpec, seed: str, part: Literal["own", "tied"]
+    ) -> LinearDigests:
+        """The digests of what the others put into this member's slice."""
+        if len(spec.members) == 1:
+            return ()
+        kept = self._received.get(spec.round_id)
+        if kept is not None:
+            return await _to_thread(partial(kept.digests, DigestKey(seed, part)))
+        request = DigestReceived(round_id=spec.round_id, seed=seed, part=part)
+        return await self.worker.digest_received(request)
+
+    def attempt_over(self, step: Step, attempt: int) -> None:
+        """Drop what is kept of an attempt: there will be no check of its sums."""
+        if self._attempt == (step, attempt):
+            self._forget()
+
+    def _forget(self) -> None:
+        self._attempt = None
+        self._received.clear()
+        self.worker.forget_rounds()
 
     async def _in_worker(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
         """Run the round in the averaging worker. Streams that arrive at the host meanwhile are
@@ -201,6 +263,7 @@ class GroupAverager:
     async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
         source = shared_memory.attach(worker.gradients_name)
         result = shared_memory.attach(worker.result_name)
+        received = ReceivedPieces.of(spec)
         try:
             with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 links = await all_reduce(
@@ -211,10 +274,13 @@ class GroupAverager:
                     stall_seconds=self.stall_seconds,
                     join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
                     to_thread=_to_thread,
+                    received=received,
                 )
         finally:
             source.close()
             result.close()
+        if received is not None:
+            self._received[spec.round_id] = received
         self._record_outcome(spec, links, (), done=True)
 
     def _record_outcome(

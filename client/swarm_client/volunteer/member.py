@@ -3,16 +3,18 @@ pipelines, and its stages."""
 
 from __future__ import annotations
 
+from swarm_client.auditing.auditor import Auditor
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership, Membership, renew_certificate
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.pipeline import Pipeline
-from swarm_client.pipeline.samples import RunSamples
 from swarm_client.pipeline.stage_server import HELLO_LIMITS
 from swarm_client.stage.handle.warm_worker import WarmWorker
+from swarm_client.training_data.fetcher import LeafFetcher
+from swarm_client.training_data.mirrors import Mirrors
+from swarm_client.training_data.run_samples import RunSamples
 from swarm_client.volunteer.context import VolunteerContext
-from swarm_client.volunteer.dataset import fetch_data
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.reconnect import Attachment
 from swarm_client.volunteer.snapshots import SnapshotStore
@@ -25,17 +27,21 @@ from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
+    Audit,
     CertificateRenewed,
     Close,
     CoordinatorMessage,
+    Drop,
     Lease,
     Mask,
     SaveSnapshot,
     StageRequest,
+    SumCheck,
+    TransferHello,
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
-from swarm_shared.transfer.transfer import TransferSource
+from swarm_shared.transfer.source import TransferSource
 
 MAX_STAGE_STREAMS = 4
 """Maximum number of stage streams of one sender: one per ordered pair, and another while it moves
@@ -69,6 +75,18 @@ class Member:
             context, current, attachment, averager, snapshots, self.pipeline,
             StageLoader(context, current, snapshots, spare),
         )  # fmt: skip
+        self._auditor = Auditor(
+            context.identity, context.node, current, roster, gate, self.pipeline, attachment,
+            context.home.audit_folder(context.invite.run_id), context.nursery,
+        )  # fmt: skip
+        invite = context.invite
+        self._fetcher = LeafFetcher(
+            context.node, membership.manifest,
+            TransferSource(invite.coordinator, invite.addresses),
+            lambda: TransferHello(run=invite.run_id, certificate=self.membership.certificate),
+            context.data_cache, context.disk.claim,
+            Mirrors(membership.manifest, WebClient(context.options.private_web_downloads)),
+        )  # fmt: skip
         # Public: the protocol checks a certificate itself, and a joining peer's may arrive before
         # the roster does.
         context.node.serve(
@@ -95,19 +113,17 @@ class Member:
         self._current.now = membership
         self._averager.admitted(membership.manifest, membership.certificate)
 
-    async def join_run(self, welcome: Welcome, *, use_urls: bool) -> None:
-        """Fetch the data, then ask for a stage."""
-        context, member = self._context, self.membership
-        invite, options = context.invite, context.options
+    def use_mirrors(self, *, allowed: bool) -> None:
+        """Whether training data may come from web folders, whose bytes are not counted."""
+        self._fetcher.use_mirrors = allowed
+
+    async def join_run(self, welcome: Welcome) -> None:
+        """Ask for a stage. Training data is fetched when a lease names it."""
+        context, options = self._context, self._context.options
         if not self.pipeline.trainer.begun:
-            folder = await fetch_data(
-                context.node, context.home, invite.run_id, member.manifest,
-                TransferSource(invite.coordinator, invite.addresses), member.certificate,
-                context.disk.claim, lock=options.data_lock,
-                web=WebClient(options.private_web_downloads) if use_urls else None,
-            )  # fmt: skip
+            context.nursery.start_soon(self._fetcher.run)
             self.pipeline.trainer.begin(
-                RunSamples(member.manifest, folder),
+                RunSamples(self.membership.manifest, self._fetcher),
                 self.pipeline.links.downstream(StageIndex(0), context.nursery),
             )
         # A joining peer holds up the step until its stage is loaded.
@@ -137,7 +153,11 @@ class Member:
                 self.pipeline.trainer.take(message)
             case Mask():
                 self.pipeline.masks.answer(message)
-            case Close() | AbortRound() | Apply() | SaveSnapshot():
+            case Audit():
+                self._auditor.take(message)
+            case Drop():
+                self.stages.drop_microbatches(message)
+            case Close() | SumCheck() | AbortRound() | Apply() | SaveSnapshot():
                 self.stages.put_close_order(message)
             case _:
                 raise ProtocolError(f"the coordinator sent {message.kind!r} in a session")

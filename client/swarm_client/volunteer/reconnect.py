@@ -11,7 +11,12 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.volunteer.session import CoordinatorSession, attach, root_error
+from swarm_client.volunteer.session import (
+    CoordinatorSession,
+    RefusedForNow,
+    attach,
+    root_error,
+)
 from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.errors import (
     AdmissionError,
@@ -22,6 +27,7 @@ from swarm_shared.base.errors import (
     VersionError,
 )
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.text import duration_text
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 from swarm_shared.protocol import (
@@ -147,11 +153,21 @@ class Attachment:
             if self.leaving:
                 self._report("the coordinator cannot be reached; leaving without its confirmation")
                 return
-            await self._pause(with_jitter(backoff.next(), 0.2))
+            if isinstance(problem, RefusedForNow):
+                self._report(
+                    f"the run refuses this volunteer: {problem}; trying again in "
+                    f"{duration_text(problem.retry_seconds)}"
+                )
+                await self._wait(problem.retry_seconds)
+            else:
+                await self._pause(with_jitter(backoff.next(), 0.2))
 
     async def _pause(self, seconds: float) -> None:
         reason = "" if self.problem is None else f" ({self.explain(self.problem)})"
         self._report(f"no connection to the coordinator{reason}; trying again in {seconds:.1f} s")
+        await self._wait(seconds)
+
+    async def _wait(self, seconds: float) -> None:
         self._attach_now = trio.Event()
         with trio.move_on_after(seconds):
             await self._attach_now.wait()

@@ -112,7 +112,17 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Coor
             await stream.close()
 
 
+class RefusedForNow(ProtocolError):
+    """The coordinator refuses this client for some time."""
+
+    def __init__(self, reason: str, retry_seconds: float) -> None:
+        super().__init__(reason)
+        self.retry_seconds = retry_seconds
+
+
 def refusal_error(message: Refused) -> Exception:
+    if message.code == "protocol" and message.retry_seconds is not None:
+        return RefusedForNow(message.reason, message.retry_seconds)
     return REFUSALS[message.code](message.reason)
 
 

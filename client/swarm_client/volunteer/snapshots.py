@@ -22,7 +22,8 @@ from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.network import Node
 from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotReady
-from swarm_shared.transfer.transfer import TransferSource, fetch
+from swarm_shared.transfer.source import TransferSource
+from swarm_shared.transfer.transfer import fetch
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.text import size_text
 from swarm_shared.base.types import StageIndex, Version
-from swarm_shared.base.units import size_text
 from swarm_shared.protocol import AssignStage
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes

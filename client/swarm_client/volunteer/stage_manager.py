@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 import trio
 
+from swarm_client.auditing.sum_statements import SumSigner
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.pipeline.step_close import StepCloser
 from swarm_client.stage.handle.worker_handle import StageWorker
-from swarm_client.stage.protocol.errors import WorkerDied
+from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.reconnect import Attachment
@@ -26,7 +27,7 @@ from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_loader import StageLoader, inject_faults
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
-from swarm_shared.protocol import AssignStage
+from swarm_shared.protocol import AssignStage, Drop, Dropped
 from swarm_shared.volunteer_rules import stage_tenure, step_close
 from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
 from swarm_shared.volunteer_rules.step_close import CloseOrder
@@ -87,6 +88,7 @@ class StageManager:
         self._membership = membership
         self._attachment = attachment
         self._averager = averager
+        self._sums = SumSigner(context.identity, membership, averager)
         self._snapshots = snapshots
         self._pipeline = pipeline
         self._loader = loader
@@ -113,6 +115,44 @@ class StageManager:
     def put_close_order(self, message: CloseOrder) -> None:
         if self._held is not None:
             self._held.closer.put(message)
+
+    def drop_microbatches(self, order: Drop) -> None:
+        """Take microbatches out of the step's accumulator, and answer when it is done."""
+        held = self._held
+        if held is None or held.holding.stage != order.stage:
+            self._dropped(order)
+        else:
+            held.holding.account.removed(order.step, order.microbatches)
+            self._context.nursery.start_soon(self._take_out, held.holding, order)
+
+    async def _take_out(self, holding: Holding, order: Drop) -> None:
+        account, worker = holding.account, holding.worker
+        try:
+            if not await self._uncommitted(worker, order):
+                account.emptied(order.step)
+                await worker.reset_accumulator(order.step)
+                account.emptied(order.step)
+        except WorkerDied:
+            return  # its tenure ends, and the coordinator forgets what it had counted
+        except RequestFailed as error:
+            # The step is over, and its accumulator empty.
+            self._context.report(f"step {order.step} is over: {error}")
+        # What was computed meanwhile was of an accumulator that still had them.
+        account.removed(order.step, order.microbatches)
+        self._dropped(order)
+
+    @staticmethod
+    async def _uncommitted(worker: StageWorker, order: Drop) -> bool:
+        """Whether the worker could take them out. A failed computation has taken out none."""
+        try:
+            return await worker.uncommit(order.step, order.microbatches)
+        except RequestFailed:
+            return False
+
+    def _dropped(self, order: Drop) -> None:
+        self._attachment.send(
+            Dropped(step=order.step, stage=order.stage, microbatches=order.microbatches)
+        )
 
     def session_lost(self) -> None:
         if self._held is not None:
@@ -192,8 +232,9 @@ class StageManager:
         )
         holding = Holding(stage.worker, stage.account, next_stage)
         closer = StepCloser(
-            holding, manifest.tokens_per_step, self._averager, self._snapshots, self, nursery
-        )
+            holding, manifest.tokens_per_step, self._averager, self._sums, self._snapshots, self,
+            nursery,
+        )  # fmt: skip
         self._hold(_Held(holding, closer))
         if switched:
             self._context.report(f"moved to stage {number}")

@@ -167,6 +167,7 @@ class Volunteer:
             self._snapshots, self._spare,
         )  # fmt: skip
         member.stages.limit(self._limits)
+        member.use_mirrors(allowed=not self._own_transport_only)
         if self.suspended is not None:
             member.pipeline.pause()
         if self.attachment.leaving:
@@ -180,9 +181,9 @@ class Volunteer:
         return member
 
     async def join_run(self, welcome: Welcome) -> None:
-        """Fetch the data, then ask for a stage."""
+        """Ask for a stage."""
         if self.member is not None:
-            await self.member.join_run(welcome, use_urls=not self._own_transport_only)
+            await self.member.join_run(welcome)
 
     def heartbeat(self) -> Heartbeat:
         paused = self.suspended is not None
@@ -273,6 +274,8 @@ class Volunteer:
     def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:
         """Restrict transfers to this peer's own host, and whether it relays for other peers."""
         self._own_transport_only = own_transport_only
+        if self.member is not None:
+            self.member.use_mirrors(allowed=not own_transport_only)
         self.relay_policy.set_relaying_disabled(not for_others)
 
     def limit(self, limits: WorkerLimits) -> None:

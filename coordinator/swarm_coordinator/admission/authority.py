@@ -19,7 +19,7 @@ from swarm_coordinator.admission.book import (
 )
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_shared.base.clock import Clock, wall
-from swarm_shared.base.errors import AdmissionError, ProtocolError, StorageError, VersionError
+from swarm_shared.base.errors import AdmissionError, StorageError, VersionError
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
@@ -66,12 +66,12 @@ class AdmissionAuthority:
     async def admit(self, peer: PeerId, hello: Hello) -> str:
         """Return a certificate for `peer` in base64, after recording durably the use of a token.
 
-        ProtocolError: the hello names another run, or an invalid owner binding. VersionError:
-        incompatible software. AdmissionError: refused by the rules of the run. `peer` must come
-        from the connection.
+        ProtocolError: an invalid owner binding. VersionError: incompatible software.
+        AdmissionError: the hello names another run, or the rules of this one refuse the peer.
+        `peer` must come from the connection.
         """
         if hello.run != self.run:
-            raise ProtocolError(
+            raise AdmissionError(
                 f"this coordinator serves run {self.run[:12]}, not {hello.run[:12]}; "
                 f"ask the organiser for a new invite"
             )
@@ -81,6 +81,9 @@ class AdmissionAuthority:
                 f"{hello.software}; install {SOFTWARE_VERSION} and join again"
             )
         owner = named_owner(peer, hello.owner)
+        banned = self._owner_refusal(owner)
+        if banned is not None:
+            raise AdmissionError(banned)
         refusal = self.refusal(peer)
         if refusal is not None:
             if self.mode != "token" or peer in self.book.bans:
@@ -93,7 +96,13 @@ class AdmissionAuthority:
         """Why this peer may not, or no longer, take part; None if it may."""
         if peer == self.organiser.peer_id:
             return None  # the coordinator itself is exempt
-        return self.book.refusal(self.mode, peer)
+        owner = self.owners.of(peer)
+        return self._owner_refusal(owner) or self.book.refusal(self.mode, peer)
+
+    def _owner_refusal(self, owner: PeerId | None) -> str | None:
+        """Why no device of this owner may take part; None if they may."""
+        ban = None if owner is None else self.book.bans.get(owner)
+        return None if ban is None else f"the owner of this device is banned: {ban.reason}"
 
     async def _use_token(self, peer: PeerId, secret: str | None) -> None:
         token = self.book.usable_token(secret, self.clock())

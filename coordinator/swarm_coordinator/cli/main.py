@@ -32,6 +32,7 @@ _COMMANDS = {
     "allow": "cli.admission",
     "ban": "cli.admission",
     "unban": "cli.admission",
+    "trust": "cli.trust",
     "export": "cli.model",
     "reference": "cli.model",
     "ledger": "cli.ledger",

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import click
 
+from swarm_coordinator.configuration.run_settings import parse_run_toml
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.simulator.audits import with_liars
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
@@ -70,6 +72,20 @@ MAX_FOLLOWED_MACHINES = 200
     help="Simulate every microbatch, or only rates (fluid).",
 )
 @click.option(
+    "--liars",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share of the machines that lie; audits look for them.",
+)
+@click.option(
+    "--lies",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Share of its microbatches in which such a machine lies.",
+)
+@click.option(
     "--save-trace",
     type=click.Path(path_type=Path),
     help="Write the joins and departures to this file.",
@@ -79,15 +95,17 @@ MAX_FOLLOWED_MACHINES = 200
 )
 def simulate_command(
     run_dir: Path, fleet: str, trace: str, seed: int, hours: float, rule: str, period: float,
-    level: str, save_trace: Path | None, out: Path | None,
+    level: str, liars: float, lies: float, save_trace: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Simulate RUN_DIR with a fleet that joins and leaves, on a virtual clock.
 
     The coordinator's own code decides; machines, links and users are modelled.
     docs/simulator.md describes the model and the file formats.
     """
-    manifest = load_manifest(RunFolder.open(run_dir))
+    folder = RunFolder.open(run_dir)
+    manifest = load_manifest(folder)
     machines = fleet_from(fleet, random.Random(f"{seed} fleet"))
+    machines = with_liars(machines, liars, lies, random.Random(f"{seed} liars"))
     changes = trace_from(trace, len(machines), hours, seed)
     if save_trace is not None:
         write_trace(save_trace, changes, f"--trace {trace} --fleet {fleet} --seed {seed}")
@@ -98,16 +116,23 @@ def simulate_command(
             f"microbatches of {len(machines):,} machines are too many to follow; use "
             f"--level fluid, or at most {MAX_FOLLOWED_MACHINES} machines"
         )
+    if level == "fluid" and any(machine.lies for machine in machines):
+        raise UsageError(
+            "liars are found in single microbatches; use --level microbatches, which takes at most "
+            f"{MAX_FOLLOWED_MACHINES} machines"
+        )
+    trust = parse_run_toml(folder.settings.read_text(encoding="utf-8")).trust
     plane = MicrobatchPlane if level == "microbatches" else FluidPlane
     options = SwarmOptions(
         moves=RebalancingSettings(RebalancingRule(rule), MovePolicy(period_seconds=period)),
         tick_seconds=plane.TICK_SECONDS,
+        audits=trust.audit_settings if level == "microbatches" else None,
     )
     began = time.monotonic()
     with collect_rarely():
         swarm = Swarm(manifest, machines, changes, options, seed, plane)
         swarm.simulate(hours)
-    parameters = {"fleet": fleet, "trace": trace, "seed": seed, "level": level}
+    parameters = {"fleet": fleet, "trace": trace, "seed": seed, "level": level, "liars": liars}
     document = outcome_document(swarm, parameters, time.monotonic() - began)
     for line in outcome_lines(document):
         click.echo(line)

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission.book import AdmissionMode
 from swarm_coordinator.configuration.http_address import parse_address
+from swarm_coordinator.configuration.trust_section import TrustSection
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.codecs.quality import measured_noise
@@ -111,10 +112,10 @@ class DataSection(FrozenModel):
     )
     shards_url: str = Field(
         default="",
-        pattern=r"^(https?://\S+)?$",
-        description="Web folder with copies of the files in data/, so that volunteers need not "
-        'fetch them from the coordinator; "" for none. Volunteers follow https to public addresses '
-        "only, unless they allow more.",
+        pattern=r"^(https?://\S+( +https?://\S+){0,7})?$",
+        description="Web folder with copies of the files in data/, or up to 8 with spaces between, "
+        'so that the coordinator sends proofs only; "" for none. They must answer Range requests. '
+        "Volunteers follow https to public addresses only, unless they allow more.",
     )
 
 
@@ -342,6 +343,11 @@ class RunSettings(FrozenModel):
     )
     coordinator: CoordinatorSection = Field(
         default=CoordinatorSection(), description="Where the coordinator keeps its database."
+    )
+    trust: TrustSection = Field(
+        default=TrustSection(),
+        description="Audits: microbatches that are computed again by other volunteers, so that "
+        "what is counted was computed.",
     )
     rebalancing: RebalancingSection = Field(
         default=RebalancingSection(),

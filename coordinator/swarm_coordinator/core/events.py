@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.protocol import (
     ClientMessage,
     CoordinatorMessage,
@@ -20,10 +21,16 @@ from swarm_shared.protocol import (
     Hello,
     PeerRecord,
 )
+from swarm_shared.trust.evidence import Evidence
+from swarm_shared.trust.votes import Claim
 
 SessionNumber = NewType("SessionNumber", int)
 """Number of one attachment of one client. It grows, so that messages of an older attachment are
 recognised as stale."""
+
+NO_STEP: Final = Step(0)
+
+INITIALISATION: Final = Version(0)
 
 
 # ---------------------------------------------------------------- events
@@ -71,8 +78,34 @@ class LeaseResolved:
     ok: bool
     reason: str
     receipts: tuple[Receipt, ...]
-    evaluation_loss_sum: float | None
-    evaluation_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditAnswered:
+    """An AuditResult. The statement's signature is verified; it is of this run and names the
+    session's peer as the auditor."""
+
+    session: SessionNumber
+    peer: PeerId
+    audit: int
+    statement: AuditStatement | None
+    envelope: str
+    """The signed statement in base64, as evidence; empty without one."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SumsStated:
+    """A SumsChecked. The statement's signature is verified; it is the session's peer's, of this
+    run, and of the step and attempt that the message names."""
+
+    session: SessionNumber
+    peer: PeerId
+    attempt: int
+    details: bool
+    statement: SumStatement
+    envelope: str
+    """The signed statement in base64, as evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +192,9 @@ class Tick:
 
 
 Event = (
-    PeerAttached | SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived
-    | HeartbeatsReceived | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated
-    | CertificateIssued | StopRequested | Tick
+    PeerAttached | SessionLost | ReceiptsVerified | LeaseResolved | AuditAnswered | SumsStated
+    | MessageReceived | HeartbeatsReceived | CheckpointStored | CheckpointFailed | PeersRevoked
+    | PeersReinstated | CertificateIssued | StopRequested | Tick
 )  # fmt: skip
 
 
@@ -252,6 +285,51 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StandingRecord:
+    """The standing of one owner (`swarm_coordinator.core.trust.standing`)."""
+
+    owner: PeerId
+    passed: int
+    lost: int
+    vested_step: Step
+    audited_work: int
+    unvested_since: Step = NO_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class StandingsRecord:
+    """Standings that have changed since the last record of this kind."""
+
+    standings: tuple[StandingRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictRecord:
+    """A lost audit or check of sums, with its evidence."""
+
+    step: Step
+    microbatch: MicrobatchIndex | None
+    """None: what was wrong is a statement about the stage's average."""
+    stage: StageIndex
+    peer: PeerId
+    """The peer that lost: the audited one, or one whose statement was wrong."""
+    owner: PeerId
+    audited: PeerId
+    """The peer whose receipt was audited, or whose sums were checked."""
+    reason: str
+    """A sentence that names the cell and what differed."""
+    void_after: Step
+    """The owner's credit of later steps is void, up to and with `step`."""
+    evidence: Evidence | None = None
+    """Of an audit; its receipt is empty until the shell adds it."""
+    statements: tuple[str, ...] = ()
+    """Of a check of sums: the signed statements of the members of the average and of auditors, in
+    base64."""
+    claim: Claim | None = None
+    """What the audited receipt says; the shell finds the receipt by it, and does not store it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line of the run's event log for people: joins, losses, decisions, errors."""
 
@@ -268,7 +346,10 @@ class RunFinished:
 class Persist:
     """Make a record durable before the next command is carried out."""
 
-    record: AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
+    record: (
+        AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
+        | StandingsRecord | VerdictRecord
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +377,19 @@ class CloseSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Ban:
+    """Ban an owner with all its devices for good; the shell answers PeersRevoked."""
+
+    owner: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShutDown:
     """Everything is durable and every peer has its Goodbye in its outbox; the shell may exit."""
 
 
-Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | ShutDown
+Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | Ban | ShutDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +407,6 @@ class Restored:
     on_current_history: frozenset[PeerId] = frozenset()
     """Peers that have counted in a step since the last roll-back, and so hold no state from before
     it."""
+    standings: tuple[StandingRecord, ...] = ()
+    recomputed: Version = INITIALISATION
+    """The last version that a roll-back has left: the steps up to it are computed again already."""

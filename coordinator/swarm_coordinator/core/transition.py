@@ -6,21 +6,23 @@ is the same table as data, and `enter_phase` refuses everything else:
     WAITING     COLLECT     every stage has a ready peer
                 EVALUATING  the same, after the last step
                 FINISHED    the last step is evaluated, its checkpoint is stored or given up
-                WAITING     a stage has lost its state with its last holder: the run goes back to
-                            the checkpoint's version
+                WAITING     a stage has lost its state with its last holder, or an owner with
+                            unverified steps an audit: the run goes back to a checkpoint's version
                 STOPPING    the organiser stops the run; a checkpoint is stored, or takes too long
     COLLECT     CLOSING     the table is complete, and no joining peer, move or failed attempt
                             delays the close
                 WAITING     back to the checkpoint, as above
                 STOPPING    as above
-    CLOSING     APPLYING    every member of every round has averaged, and the decision is durable
-                COLLECT     a member fails, or leaves before the rest of its round has averaged;
-                            the other rounds stand
+    CLOSING     APPLYING    every member of every round has averaged, the sums are those of what the
+                            members put in, and the decision is durable
+                COLLECT     a member fails, lies, or leaves before the sums of its round are
+                            checked; the other rounds stand
                 STOPPING    as above, if the close takes too long
     APPLYING    WAITING     every remaining member has applied, or the time limit has passed; a
                             member that has not applied is synced anew
                 STOPPING    as above, if the apply takes too long
-    EVALUATING  WAITING     every held-out microbatch has a loss; or back to the checkpoint
+    EVALUATING  WAITING     every held-out microbatch is counted, and no audit delays the end; or
+                            back to the checkpoint
                 STOPPING    as above
 
 No I/O, no clock, no randomness: the same events at the same times give the same commands. The
@@ -34,6 +36,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from swarm_coordinator.core.events import (
+    AuditAnswered,
     Broadcast,
     CertificateIssued,
     CheckpointFailed,
@@ -56,10 +59,10 @@ from swarm_coordinator.core.events import (
     SessionLost,
     ShutDown,
     StopRequested,
+    SumsStated,
     Tick,
 )
 from swarm_coordinator.core.rules import (
-    accumulate_masks,
     checkpoints,
     departure,
     held_up,
@@ -72,7 +75,9 @@ from swarm_coordinator.core.rules import (
     state_transfer,
     step_close,
     step_start,
+    verdicts,
 )
+from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.checkpoints import CheckpointState
 from swarm_coordinator.core.state.history import RunHistory
@@ -85,11 +90,14 @@ from swarm_coordinator.core.state.run import CoordinatorStart, RunState, enter_p
 from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress, StepState
 from swarm_coordinator.core.state.utilisation import UtilisationStats
+from swarm_coordinator.core.trust.audits import AuditBook, no_audits
+from swarm_coordinator.core.trust.standing import restored_standings
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
     Applied,
     Close,
+    Dropped,
     Goodbye,
     Lease,
     Leaving,
@@ -106,6 +114,10 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.run.manifest import Manifest
 
+PeerEvent = (
+    SessionLost | ReceiptsVerified | LeaseResolved | AuditAnswered | SumsStated | MessageReceived
+)
+
 STOP_TIMEOUT_SECONDS = 30.0
 """Seconds that the checkpoint of a stopping run may take; the one before it is always safe."""
 
@@ -121,12 +133,19 @@ def begin(
     now: float,
     revoked: Mapping[PeerId, float] | None = None,
     moves: RebalancingSettings | None = None,
+    audits: AuditBook | None = None,
+    kept_checkpoints: int = 1,
 ) -> RunState:
     """Return the initial state of a coordinator, from the manifest and what its store has restored.
 
     `moves` configures whether and when peers move between stages; without it they never do.
+    `audits` has the settings and draws of audits; without it no cell is drawn. `kept_checkpoints`
+    is the number of newest ones that the organiser's folder keeps.
     """
     stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
+    audits = audits or no_audits()
+    audits.standings = restored_standings(restored.standings)
+    audits.last_audit = restored.generation * NUMBERS_PER_GENERATION
     history = RunHistory(
         version=restored.version,
         last_applied=restored.last_applied,
@@ -134,6 +153,7 @@ def begin(
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
         rolled_back=restored.rolled_back,
         members=set(restored.on_current_history),
+        recomputed=restored.recomputed,
     )
     # Messages of earlier generations may still arrive, so numbers are never reused.
     last_number = restored.generation * NUMBERS_PER_GENERATION
@@ -147,8 +167,10 @@ def begin(
         checkpoints=CheckpointState(
             stored=restored.checkpoint,
             overdue=restored.version - stored_version > manifest.checkpoint_steps,
+            keep=kept_checkpoints,
         ),
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
+        audits=audits,
         statistics=RunStatistics(UtilisationStats(manifest.stage_count)),
     )
 
@@ -157,6 +179,8 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
     phase = run.phase
     _dispatch(run, event, now)
+    if run.audits.expelled:
+        _expel(run, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most events report finished microbatches; they change only the table and the leases.
         _advance_step(run, now)
@@ -181,6 +205,8 @@ def _is_intermediate_answer(run: RunState, event: Event) -> bool:
     """
     if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING):
         return False
+    if isinstance(event, SumsStated):
+        return True
     message = event.message if isinstance(event, MessageReceived) else None
     return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
 
@@ -235,7 +261,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
                 microbatches.record_heartbeat(run, peer, beat.message, now)
-    elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
+    elif isinstance(event, PeerEvent):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
             _from_peer(run, peer, event, now)
@@ -246,7 +272,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
 def _from_peer(
     run: RunState,
     peer: PeerState,
-    event: SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived,
+    event: PeerEvent,
     now: float,
 ) -> None:
     peer.last_heard = now
@@ -255,9 +281,13 @@ def _from_peer(
     elif isinstance(event, ReceiptsVerified):
         for receipt in event.receipts:
             if receipt.peer == peer.peer:
-                microbatches.commit(run, receipt)
+                microbatches.commit(run, receipt, now)
     elif isinstance(event, LeaseResolved):
         microbatches.lease_resolved(run, event, now)
+    elif isinstance(event, AuditAnswered):
+        verdicts.answered(run, peer, event, now)
+    elif isinstance(event, SumsStated):
+        step_close.sums_stated(run, peer, event, now)
     else:
         _message(run, peer, event, now)
 
@@ -269,7 +299,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message.stage, now)
     elif isinstance(message, MaskRequest):
-        accumulate_masks.ask_mask(run, peer, message, now)
+        microbatches.ask_mask(run, peer, message, now)
     elif isinstance(message, RoundReport):
         step_close.report(run, peer, message, now)
     elif isinstance(message, Applied):
@@ -285,16 +315,28 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         state_transfer.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
         checkpoints.snapshot_failed(run, peer, message, now)
+    elif isinstance(message, Dropped):
+        verdicts.dropped(run, peer, message)
     elif isinstance(message, Leaving) and not peer.leaving:
         run.peers.set_leaving(peer, now)
         run.roster.dirty = True
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
+def _expel(run: RunState, now: float) -> None:
+    """Remove the peers whose owners have lost an audit."""
+    for peer, reason in verdicts.take_expelled(run):
+        seconds = held_up.refused_seconds(run, peer, run.peers[peer].profile.owner, now)
+        held_up.refuse_for_now(run, peer, reason, seconds)
+        _drop(run, peer, "it lost an audit", now)
+
+
 def _refuse(run: RunState, peer: PeerState, now: float) -> None:
     """Remove a peer that went on holding up the run."""
     reason = held_up.refusal(run, peer.peer, peer.profile.owner, now)
-    held_up.refuse_for_now(run, peer.peer, reason or "it has held up the run for too long")
+    seconds = held_up.refused_seconds(run, peer.peer, peer.profile.owner, now)
+    reason = reason or "it has held up the run for too long"
+    held_up.refuse_for_now(run, peer.peer, reason, seconds)
     _drop(run, peer.peer, "it holds up the run", now)
 
 
@@ -317,6 +359,7 @@ def _drop_silent_peers(run: RunState, now: float) -> None:
 def _advance(run: RunState, now: float) -> None:
     """Apply the rules of the current phase; called after every event that may change the phase."""
     checkpoints.check(run, now)
+    stage_recovery.answer_late_verdict(run, now)
     stage_recovery.recover_lost_stages(run, now)
     if run.peers.movers:
         rebalancing.abandon_stale_moves(run, now)
@@ -326,7 +369,10 @@ def _advance(run: RunState, now: float) -> None:
         departure.release_leavers(run, now)
     step_close.time_out(run, now)
     step_close.advance_close(run, now)
+    verdicts.advance(run, now)
     _advance_step(run, now)
+    if run.audits.expelled:
+        _expel(run, now)
     if run.stop_requested_at is not None:
         _stop(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:
@@ -336,7 +382,7 @@ def _advance(run: RunState, now: float) -> None:
 
 def _advance_step(run: RunState, now: float) -> None:
     """Apply the rules of the step in progress."""
-    accumulate_masks.answer_masks(run, now)
+    microbatches.answer_masks(run, now)
     if run.stop_requested_at is not None:
         return
     step, ahead = run.steps.current, run.steps.ahead
@@ -358,6 +404,10 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
         step.complete_at = now
     hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
     held = now < hold_ends and state_transfer.close_is_delayed(run, now)
+    held = verdicts.delay_close(run, step, now) or held
+    held = whole_audits.settle_contests(run, step, now) or held
+    if not microbatches.complete(run, step):
+        return
     if now >= step.close_not_before and not held:
         step_close.start_close(run, step, now)
 
@@ -388,12 +438,17 @@ def _next(run: RunState, now: float) -> None:
 
 
 def _evaluate(run: RunState, step: StepState, now: float) -> None:
-    if len(step.evaluations) < microbatches.microbatch_count(run):
+    if not microbatches.complete(run, step):
         microbatches.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
         return
-    tokens = sum(count for _, count in step.evaluations.values())
-    loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
+    if step.complete_at is None:
+        step.complete_at = now
+    if verdicts.delay_close(run, step, now) or not microbatches.complete(run, step):
+        return
+    losses = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
+    tokens = sum(cell.tokens for cell in losses)
+    loss = math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens
     run.history.heldout_loss = loss
     run.commands.append(Persist(EvaluationRecord(run.history.version, loss, tokens)))
     run.note(f"held-out loss after step {run.history.version}: {loss:.4f}")

@@ -149,6 +149,43 @@ class Teams(ApiModel):
     teams: tuple[Team, ...]
 
 
+class OwnerStanding(ApiModel):
+    id_end: str = Field(description="The end of the owner's peer ID.")
+    name: str | None
+    passed: int = Field(description="Audits passed since its last lost one.")
+    lost: int
+    made: int = Field(description="Microbatches of others that it has computed again.")
+    established: bool = Field(description="Whether it has passed its probation.")
+
+
+class Verdict(ApiModel):
+    """A lost audit. Its evidence is in the ledger."""
+
+    step: int
+    microbatch: int
+    stage: int
+    id_end: str = Field(description="The end of the peer ID that lost.")
+    owner_id_end: str
+    reason: str
+
+
+class Trust(ApiModel):
+    """Audits since the start of the coordinator, and the standing of owners."""
+
+    audit_share: float = Field(description="Share of an established owner's cells, 0 to 1.")
+    passed: int
+    lost: int = Field(description="Of the whole run.")
+    under_way: int
+    unanswered: int = Field(description="Audits that found no auditor in time.")
+    established: int = Field(description="Owners that have passed their probation.")
+    on_probation: int
+    probation_cells: int = Field(description="Audits that an owner must pass for that.")
+    owners: tuple[OwnerStanding, ...] = Field(
+        description="Those with a lost audit first, then those with the most passed ones."
+    )
+    verdicts: tuple[Verdict, ...] = Field(description="The newest ones, oldest first.")
+
+
 class EventRow(NoteRow):
     id: int
 

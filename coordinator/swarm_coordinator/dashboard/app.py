@@ -36,6 +36,7 @@ from swarm_coordinator.dashboard.api_models import (
     Steps,
     Teams,
     Tokens,
+    Trust,
 )
 from swarm_coordinator.dashboard.http_server import Message
 from swarm_coordinator.dashboard.snapshot import Snapshot
@@ -142,6 +143,11 @@ def _add_public_paths(app: FastAPI, context: AppContext) -> None:
     async def stages() -> Response:
         """The pipeline by stage, and the newest decisions of rebalancing."""
         return answer(_current_snapshot(context).stages)
+
+    @app.get("/api/v1/trust", response_model=Trust)
+    async def trust() -> Response:
+        """Audits, the standing of owners, and the newest verdicts."""
+        return answer(_current_snapshot(context).trust)
 
     @app.get("/api/v1/peers", response_model=Peers, responses=_INVALID_PARAMETER)
     async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:

@@ -1,8 +1,8 @@
 """Reads the run's database beside the coordinator: at each turn only what is new.
 
 Owns the queries, and what is accumulated over all steps because it would cost too much to make
-anew each second. A rollback removes steps from the history: then everything is read again. Used by
-one thread at a time; what it returns is not changed afterwards.
+anew each second. A rollback removes steps from the history, and a verdict voids credit: then
+everything is read again. Used by one thread at a time; what it returns is not changed afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.contributions import NOT_VOID
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.text import printable
@@ -99,8 +100,10 @@ class DatabaseReader:
         self._notes: list[EventRow] = []
         self._reset_steps()
         self._rollbacks = 0
+        self._verdicts = 0
+        """The newest verdict, which may void credit of steps that are read already."""
         self._ranked: tuple[ContributionRow, ...] = ()
-        self._ranked_for: tuple[int, int, float] | None = None
+        self._ranked_for: tuple[int, int, int, float] | None = None
 
     def _reset_steps(self) -> None:
         self._last_row = 0
@@ -115,11 +118,12 @@ class DatabaseReader:
         """Read what is new. StorageError if the database cannot be read."""
         if database_exists(self._place):
             with open_for_reading(self._place) as connection:
-                rollbacks = connection.execute(
-                    "SELECT coalesce(max(id), 0) FROM rollbacks"
-                ).fetchone()[0]
-                if rollbacks != self._rollbacks:
-                    self._rollbacks = rollbacks
+                rollbacks, verdicts = connection.execute(
+                    "SELECT (SELECT coalesce(max(id), 0) FROM rollbacks), "
+                    "(SELECT coalesce(max(id), 0) FROM verdicts)"
+                ).fetchone()
+                if (rollbacks, verdicts) != (self._rollbacks, self._verdicts):
+                    self._rollbacks, self._verdicts = rollbacks, verdicts
                     self._reset_steps()
                 while self._read_steps(connection):
                     pass
@@ -163,8 +167,9 @@ class DatabaseReader:
             written[row] = at
         shares = connection.execute(
             "SELECT s.applied_step, p.peer, s.stage, s.microbatches, s.tokens "
-            "FROM shares s JOIN peers p ON p.id = s.peer "
-            "WHERE s.applied_step > ? AND s.applied_step <= ? "
+            "FROM shares s JOIN peers p ON p.id = s.peer JOIN applied_steps a "
+            "ON a.id = s.applied_step LEFT JOIN owners o ON o.peer = p.id "
+            f"WHERE s.applied_step > ? AND s.applied_step <= ? AND {NOT_VOID} "
             "ORDER BY s.applied_step, s.stage, s.peer",
             (self._last_row, rows[-1][0]),
         )
@@ -187,7 +192,7 @@ class DatabaseReader:
 
     def _rank(self, now: float) -> tuple[ContributionRow, ...]:
         """Rank the owners, anew only after a new step or name; recent averages are as of then."""
-        of = (self._rollbacks, len(self._steps), self._names_until)
+        of = (self._rollbacks, self._verdicts, len(self._steps), self._names_until)
         if of == self._ranked_for:
             return self._ranked
         self._ranked_for = of

@@ -27,7 +27,7 @@ from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
 from swarm_coordinator.dashboard.snapshot import Snapshot
-from swarm_coordinator.status.document import PathRow, RunFigures, StatusDocument
+from swarm_coordinator.status.document import PathRow, RunFigures, StatusDocument, TrustStatus
 from swarm_shared.protocol import PathKind, Reachability
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -94,6 +94,11 @@ METRICS: dict[str, MetricSpec] = {
         ("stage",),
     ),
     "swarm_bubble_ratio": MetricSpec(GAUGE, "The idle share over all stages together."),
+    "swarm_audits_passed_total": MetricSpec(
+        COUNTER, "Microbatches that were computed again and agreed, since the start."
+    ),
+    "swarm_audits_lost": MetricSpec(GAUGE, "Lost audits of the run."),
+    "swarm_owners_on_probation": MetricSpec(GAUGE, "Owners that have not passed their probation."),
     "swarm_rejected_total": MetricSpec(
         COUNTER, "Gradients, states and receipts that did not count, since the start.", ("reason",)
     ),
@@ -208,6 +213,7 @@ def values_of(snapshot: Snapshot, serving: HttpStatistics) -> dict[str, Values]:
     return {
         **_of_the_run(snapshot),
         **_of_figures(snapshot.status.figures),
+        **_of_trust(snapshot.status.trust),
         **_of_peers(snapshot),
         **_of_paths(snapshot.status.paths),
         **_of_serving(snapshot.status, serving),
@@ -255,6 +261,14 @@ def _of_figures(figures: RunFigures) -> dict[str, Values]:
         "swarm_stage_idle_ratio": {labels: i for labels, i in idle.items() if i is not None},
         "swarm_bubble_ratio": _one(figures.bubble_share),
         "swarm_rejected_total": _labelled(figures.rejected),
+    }
+
+
+def _of_trust(trust: TrustStatus) -> dict[str, Values]:
+    return {
+        "swarm_audits_passed_total": _one(trust.passed),
+        "swarm_audits_lost": _one(trust.lost),
+        "swarm_owners_on_probation": _one(trust.on_probation),
     }
 
 

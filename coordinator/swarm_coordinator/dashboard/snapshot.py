@@ -19,12 +19,15 @@ from swarm_coordinator.dashboard.api_models import (
     EventRow,
     FullPeer,
     Health,
+    OwnerStanding,
     PublicPeer,
     RunStatus,
     Stages,
     StageStatus,
     TokenItem,
     Tokens,
+    Trust,
+    Verdict,
 )
 from swarm_coordinator.dashboard.database_reader import DatabaseView
 from swarm_coordinator.dashboard.redact import without_addresses
@@ -66,6 +69,10 @@ class Snapshot:
     @cached_property
     def stages(self) -> Stages:
         return stages_of(self.status, self.manifest)
+
+    @cached_property
+    def trust(self) -> Trust:
+        return trust_of(self)
 
     @cached_property
     def peers(self) -> tuple[PublicPeer, ...]:
@@ -128,6 +135,30 @@ def stages_of(status: StatusDocument, manifest: Manifest) -> Stages:
         rebalancing=tuple(_public_text(decision.text) for decision in status.rebalancing.decisions),
         no_move_reason=_public_text(status.rebalancing.reason),
     )
+
+
+def trust_of(snapshot: Snapshot) -> Trust:
+    trust = snapshot.status.trust
+    names = {row.id_end: row.name for row in snapshot.database.contributions}
+    shown = trust.model_dump(exclude={"owners", "verdicts"})
+    return Trust(
+        **shown,
+        owners=tuple(
+            OwnerStanding(
+                **row.model_dump(exclude={"owner"}), id_end=row.owner[-ID_END:],
+                name=names.get(row.owner[-ID_END:]),
+            )
+            for row in trust.owners
+        ),
+        verdicts=tuple(
+            Verdict(
+                step=row.step, microbatch=row.microbatch, stage=row.stage,
+                id_end=row.peer[-ID_END:], owner_id_end=row.owner[-ID_END:],
+                reason=_public_text(row.reason),
+            )
+            for row in trust.verdicts
+        ),
+    )  # fmt: skip
 
 
 def public_peer(peer: PeerRow) -> PublicPeer:

@@ -15,7 +15,7 @@ from typing import Self, TextIO
 
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.base.clock import Clock
-from swarm_shared.base.units import duration_text
+from swarm_shared.base.text import duration_text
 
 RECENT_STEPS = 10
 """Number of last steps behind the rate and the ETA; the first ones are slower, while peers join."""

@@ -124,7 +124,7 @@ class _Inspection:
 
     def check_data(self, manifest: Manifest) -> None:
         # Imported here, because a start needs neither numpy nor the tokenizer.
-        from swarm_shared.data.shards import verify_shard
+        from swarm_shared.data.shards import check_tree, verify_shard
         from swarm_shared.data.tokenizer import load_tokenizer
 
         folder, data = self._folder, manifest.data
@@ -132,7 +132,8 @@ class _Inspection:
             load_tokenizer(data.tokenizer, folder.tokenizer, data.tokenizer_sha256)
             for shard in data.shards:
                 path, ids = folder.data / shard.name, manifest.model.vocabulary_size
-                verify_shard(path, shard, data.token_bytes, ids)
+                tree = verify_shard(path, shard, data.token_bytes, ids)
+                check_tree(path, tree)
             self._report(f"{len(data.shards)} files of training data have the manifest's hashes")
 
     def check_database(

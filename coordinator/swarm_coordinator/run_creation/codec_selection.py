@@ -16,7 +16,7 @@ import torch
 
 from swarm_coordinator.configuration.run_settings import CodecsSection, RunSettings
 from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.units import latency_text
+from swarm_shared.base.text import latency_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, Cost, accepted, choose, seconds
 from swarm_shared.codecs.quality import QualityTable, quality_table
 from swarm_shared.codecs.tensors import DTYPES, decode, encode

@@ -26,7 +26,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically
 from swarm_shared.base.errors import ConfigurationError, DataError
-from swarm_shared.base.units import size_text
+from swarm_shared.base.text import size_text
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (
     Split,
@@ -34,6 +34,7 @@ from swarm_shared.data.shards import (
     Tokens,
     open_shards,
     token_bytes_for,
+    tree_path,
     unigram_entropy_nats,
     verify_shard,
     write_shards,
@@ -193,7 +194,8 @@ def _copy_ready_shards(
     for info in source.shards:
         copied = folder.data / info.name
         _copy(ready, info, folder)
-        verify_shard(copied, info, source.token_bytes, model.vocabulary_size)
+        tree = verify_shard(copied, info, source.token_bytes, model.vocabulary_size)
+        write_atomically(tree_path(copied), tree)
     if source.tokenizer == "bpe":
         # A run folder has the tokenizer beside its data folder.
         homes = (ready.folder, ready.folder.parent)
@@ -236,13 +238,10 @@ def _data_config(
     shards: list[ShardInfo],
     tokenizer_sha256: str | None,
 ) -> DataConfig:
-    base = settings.data.shards_url.rstrip("/")
     data = DataConfig(
         token_bytes=token_bytes,
-        shards=tuple(
-            shard.model_copy(update={"url": f"{base}/{shard.name}" if base else None})
-            for shard in shards
-        ),
+        shards=tuple(shards),
+        mirrors=tuple(url.rstrip("/") for url in settings.data.shards_url.split()),
         tokenizer=settings.data.tokenizer,
         tokenizer_sha256=tokenizer_sha256,
         unigram_entropy_nats=0.0,

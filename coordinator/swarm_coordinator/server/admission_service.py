@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuthority
+from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.requests import (
     Administration,
     admission_status,
@@ -132,6 +133,17 @@ class AdmissionService:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
         text = "; ".join(part for part in (change.text, effect) if part)
         return {"ok": True, "text": text, "warning": change.warning, "details": change.details}
+
+    async def ban(self, owner: PeerId, reason: str, devices: Sequence[PeerId]) -> None:
+        """Ban an owner by the run's own rules, with its attached devices."""
+        admission = self.admission
+        administration = Administration(
+            self.folder, admission.mode, admission.organiser.peer_id, admission.book,
+            self.store.write, admission.clock,
+        )  # fmt: skip
+        async with self._lock:
+            await administration.carry_out(PeerBanned(owner, reason))
+            await self._apply_to_core(tuple(dict.fromkeys((owner, *devices))))
 
     async def _apply_to_core(self, peers: Sequence[PeerId]) -> str:
         """Pass the change to the core. Returns the effects as a sentence."""

@@ -1,6 +1,6 @@
 """File transfers of the coordinator: the items it serves, and the snapshots it fetches.
 
-Owns the catalogue of TRANSFER_PROTOCOL (data shards, tokenizer, stored checkpoints) and fetching
+Owns the catalogue of TRANSFER_PROTOCOL's files (tokenizer, stored checkpoints) and fetching
 one checkpoint at a time. Not here: chunks and hashes (`swarm_shared.transfer.transfer`), the folder
 (`run_dir.checkpoint_files`), and when a checkpoint is made (the core).
 """
@@ -22,7 +22,8 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.network import Node
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.transfer.transfer import Catalogue, TransferSource, fetch
+from swarm_shared.transfer.source import TransferSource
+from swarm_shared.transfer.transfer import Catalogue, fetch
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,7 @@ TOKENIZER_ITEM = "tokenizer.json"
 
 def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFolder) -> Catalogue:
     """Map item names to files. Only names from the manifest or of a checkpoint are resolved."""
-    fixed: dict[str, Path] = {
-        f"data/{shard.name}": folder.data / shard.name for shard in manifest.data.shards
-    }
+    fixed: dict[str, Path] = {}
     if manifest.data.tokenizer_sha256 is not None:
         fixed[TOKENIZER_ITEM] = folder.tokenizer
 

@@ -17,6 +17,7 @@ import trio
 
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.core.events import (
+    AuditAnswered,
     Event,
     LeaseResolved,
     MessageReceived,
@@ -25,6 +26,8 @@ from swarm_coordinator.core.events import (
     ReceiptsVerified,
     SessionLost,
     SessionNumber,
+    SumsStated,
+    VerdictRecord,
 )
 from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import ClientSession, ClientSessions
@@ -36,24 +39,28 @@ from swarm_shared.base.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, open_receipt
 from swarm_shared.identity.signing import decode_envelope
+from swarm_shared.identity.work_statements import open_audit, open_sums
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.protocol import (
     AddressUpdate,
+    AuditResult,
     ClientMessage,
     Heartbeat,
     Hello,
     LeaseResult,
     Receipts,
     Refused,
+    SumsChecked,
     client_messages,
     encode,
     parse,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.trust.votes import Claim
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +79,20 @@ theory and 100 kB in practice."""
 _RECEIPTS_PER_TURN = 8
 """Signatures verified before other tasks run: about a millisecond of work."""
 _MAX_CACHED_RECEIPTS = 200_000
+_MAX_KEPT_ENVELOPES = 50_000
+"""Envelopes kept as evidence: about 50 MB, and several steps of a large run."""
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
     """Limits of one message: what a client can make the coordinator buffer before its hello."""
-    receipts = max(manifest.training.microbatches_per_step, manifest.stage_count)
+    training = manifest.training
+    of_a_step = max(training.microbatches_per_step, training.evaluation_microbatches)
+    receipts = max(of_a_step, manifest.stage_count)
     return FrameLimits(max_header_bytes=_NON_RECEIPT_BYTES + receipts * _RECEIPT_BYTES)
+
+
+_Claimed = tuple[Step, MicrobatchIndex, StageIndex, PeerId, Claim]
+"""A cell, its peer, and what the peer claims of it."""
 
 
 class ReceiptChecker:
@@ -86,6 +101,7 @@ class ReceiptChecker:
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
+        self._envelopes: OrderedDict[_Claimed, str] = OrderedDict()
 
     async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
         """Return the receipts; ProtocolError when one of them is invalid."""
@@ -97,6 +113,7 @@ class ReceiptChecker:
             if receipt is None:
                 receipt = self._verify(envelope)
                 self._verified[key] = receipt
+                self._keep(receipt, envelope)
                 if len(self._verified) > _MAX_CACHED_RECEIPTS:
                     self._verified.popitem(last=False)
                 verified += 1
@@ -104,6 +121,23 @@ class ReceiptChecker:
                     await trio.lowlevel.checkpoint()
             found.append(receipt)
         return tuple(found)
+
+    def _keep(self, receipt: Receipt, envelope: str) -> None:
+        claim = Claim(receipt.transcript, receipt.loss_sum)
+        cell = (receipt.step, receipt.microbatch, receipt.stage, receipt.peer, claim)
+        self._envelopes[cell] = envelope
+        if len(self._envelopes) > _MAX_KEPT_ENVELOPES:
+            self._envelopes.popitem(last=False)
+
+    def envelope(self, verdict: VerdictRecord) -> str:
+        """The signed receipt that a verdict is about, as evidence; empty for one of long ago.
+
+        It is found by what it claims: the peer may have signed another one of the same cell since.
+        """
+        if verdict.claim is None or verdict.microbatch is None:
+            return ""
+        cell = (verdict.step, verdict.microbatch, verdict.stage, verdict.audited, verdict.claim)
+        return self._envelopes.get(cell, "")
 
     def _verify(self, envelope: str) -> Receipt:
         receipt = open_receipt(decode_envelope(envelope, "a receipt"))
@@ -123,10 +157,10 @@ class ControlServer:
     proof: AddressProof
     ended: Counter[str] = field(default_factory=Counter)
     """Sessions that ended without a goodbye, by reason."""
-    _receipts: ReceiptChecker = field(init=False)
+    receipts: ReceiptChecker = field(init=False)
 
     def __post_init__(self) -> None:
-        self._receipts = ReceiptChecker(self.admission.run)
+        self.receipts = ReceiptChecker(self.admission.run)
 
     async def handle(self, stream: FramedStream) -> None:
         """Serve one client's stream from its hello to its end."""
@@ -137,7 +171,7 @@ class ControlServer:
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
             certified_at = self.admission.clock()
             certificate = await self.admission.admit(stream.remote, hello)
-            receipts = await self._receipts.check(hello.receipts)
+            receipts = await self.receipts.check(hello.receipts)
         except (AdmissionError, VersionError, ProtocolError) as error:
             await self._refuse(stream, error)
             return
@@ -216,12 +250,47 @@ class ControlServer:
         if isinstance(message, Hello):
             raise ProtocolError("the client sent a second hello on one stream")
         if isinstance(message, Receipts):
-            receipts = await self._receipts.check(message.receipts)
+            receipts = await self.receipts.check(message.receipts)
             return ReceiptsVerified(session.number, session.peer, receipts)
         if isinstance(message, LeaseResult):
             return LeaseResolved(
                 session.number, session.peer, message.step, message.microbatch, message.lease,
-                message.ok, message.reason, await self._receipts.check(message.receipts),
-                message.evaluation_loss_sum, message.evaluation_tokens,
+                message.ok, message.reason, await self.receipts.check(message.receipts),
             )  # fmt: skip
+        if isinstance(message, AuditResult):
+            return self._audited(session, message)
+        if isinstance(message, SumsChecked):
+            return self._stated(session, message)
         return MessageReceived(session.number, session.peer, message)
+
+    def _audited(self, session: ClientSession, message: AuditResult) -> AuditAnswered:
+        """The answer of an auditor; ProtocolError for a statement that is not its own."""
+        statement = None
+        if message.statement is not None:
+            statement = open_audit(decode_envelope(message.statement, "an audit"))
+            if statement.run != self.admission.run or statement.auditor != session.peer:
+                raise SignatureError(
+                    f"{session.peer} sent an audit of {statement.auditor} in run "
+                    f"{statement.run[:12]}; it must sign its own, of this run"
+                )
+        return AuditAnswered(
+            session.number, session.peer, message.audit, statement, message.statement or "",
+            message.reason,
+        )  # fmt: skip
+
+    def _stated(self, session: ClientSession, message: SumsChecked) -> SumsStated:
+        """A member's sums; ProtocolError for a statement of another one or of another attempt."""
+        envelope = decode_envelope(message.statement, "a statement of sums")
+        statement = open_sums(envelope, session.peer)
+        if (statement.run, statement.step, statement.attempt) != (
+            self.admission.run, message.step, message.attempt,
+        ):  # fmt: skip
+            raise SignatureError(
+                f"{session.peer} sent sums of attempt {statement.attempt} of step "
+                f"{statement.step} in run {statement.run[:12]} as those of attempt "
+                f"{message.attempt} of step {message.step} of this run"
+            )
+        return SumsStated(
+            session.number, session.peer, message.attempt, message.details, statement,
+            message.statement,
+        )  # fmt: skip

@@ -19,8 +19,10 @@ import trio
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.device_owners import DeviceOwners
+from swarm_coordinator.admission.tickets import TicketOffice
 from swarm_coordinator.core.events import (
     AppliedStep,
+    Ban,
     Broadcast,
     CheckpointRecord,
     CheckpointStored,
@@ -37,9 +39,11 @@ from swarm_coordinator.core.events import (
     SessionLost,
     ShutDown,
     StopRequested,
+    VerdictRecord,
 )
 from swarm_coordinator.core.transition import transition
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.admission_service import AdmissionService
 from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
 from swarm_coordinator.server.context import CoordinatorContext
@@ -60,12 +64,14 @@ from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
+from swarm_shared.data.leaf_files import LeafFiles
+from swarm_shared.data.shards import write_missing_trees
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
 from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.probe.server import serve_probe
-from swarm_shared.protocol import CONTROL_PROTOCOL
+from swarm_shared.protocol import CONTROL_PROTOCOL, Lease
 from swarm_shared.transfer.transfer import serve_transfers
 
 log = logging.getLogger(__name__)
@@ -157,9 +163,14 @@ class Coordinator:
             stack.enter_context(low_latency())
             self._node, addresses = await open_network(service, stack)
             token = await self._admission_service.standing_token()
+            await anyio.to_thread.run_sync(
+                write_missing_trees, service.folder.data, service.manifest.data, self._note
+            )
+            tokens = RunTokens(service.manifest, service.folder.data)
+            self._tickets = TicketOffice(service.identity, self._run_id, tokens)
             self._state = begin_run(
                 service, restored, addresses, self._own_certificate(),
-                self._admission_service.revoked_at_start(),
+                self._admission_service.revoked_at_start(), tokens,
             )  # fmt: skip
             status_writer = self._serve_protocols(addresses)
             await status_writer.write_status()
@@ -190,6 +201,7 @@ class Coordinator:
         serve_transfers(
             node, catalogue(service.folder, service.manifest, self._checkpoints),
             self._admission_service.transfer_check(),
+            LeafFiles(service.folder.data, service.manifest.data),
         )  # fmt: skip
         node.admit_only(lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay)
         serve_probe(
@@ -282,7 +294,10 @@ class Coordinator:
         for command in commands:
             if isinstance(command, Send):
                 # By far the most frequent command; it never waits.
-                self._sessions.send(command.peer, command.message)
+                message = command.message
+                if isinstance(message, Lease):
+                    message = self._tickets.with_tickets(message)
+                self._sessions.send(command.peer, message)
             elif isinstance(command, ShutDown):
                 await self._sessions.finish_all(FLUSH_SECONDS)
                 return True
@@ -325,13 +340,18 @@ class Coordinator:
         elif isinstance(command, Persist):
             if isinstance(command.record, RolledBack):
                 self._fetcher.cancel()
-            await self._service.store.write(command.record)
+            record = command.record
+            if isinstance(record, VerdictRecord):
+                record = self._with_receipt(record)
+            await self._service.store.write(record)
             if isinstance(command.record, AppliedStep):
                 self._news.leaderboard.add(command.record)
             elif isinstance(command.record, CheckpointRecord):
                 self._nursery.start_soon(self._prune_checkpoints, command.record.version)
-            elif isinstance(command.record, RolledBack):
+            elif isinstance(command.record, RolledBack | VerdictRecord):
                 await self._count_contributions()
+        elif isinstance(command, Ban):
+            self._nursery.start_soon(self._ban, command)
         elif isinstance(command, Note):
             self._note(command.text, command.peer)
         elif isinstance(command, FetchSnapshot):
@@ -339,6 +359,24 @@ class Coordinator:
             self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
+
+    def _with_receipt(self, verdict: VerdictRecord) -> VerdictRecord:
+        """The verdict with the audited receipt, which the core knows without its signature."""
+        if verdict.evidence is None:
+            return verdict
+        receipt = self.control.receipts.envelope(verdict)
+        return replace(
+            verdict, evidence=verdict.evidence.model_copy(update={"receipt": receipt}), claim=None
+        )
+
+    async def _ban(self, command: Ban) -> None:
+        """Ban an owner with all its devices."""
+        devices = [
+            peer.peer
+            for peer in self._state.peers.values()
+            if command.owner in (peer.peer, peer.profile.owner)
+        ]
+        await self._admission_service.ban(command.owner, command.reason, devices)
 
     async def _prune_checkpoints(self, newest: Version) -> None:
         try:

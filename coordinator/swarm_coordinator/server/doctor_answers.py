@@ -35,7 +35,6 @@ def probe_judge(
     """Make the function that answers a hello. Tokens are checked and not used up: the client joins
     with the same one afterwards."""
     smallest_stage_bytes = min(stage.memory_bytes for stage in manifest.stages)
-    tokens = sum(shard.tokens for shard in manifest.data.shards)
 
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         if hello.run != admission.run:
@@ -58,7 +57,6 @@ def probe_judge(
             probe_pass=probe_pass,
             neighbours=neighbours,
             smallest_stage_bytes=smallest_stage_bytes,
-            data_bytes=tokens * manifest.data.token_bytes,
         )
 
     return judge

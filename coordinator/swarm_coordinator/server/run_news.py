@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.waiting import waiting_reason
+from swarm_coordinator.core.trust.standing import Standing, Standings
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, Version
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 from swarm_shared.credit.credit import work_shares
-from swarm_shared.protocol import LeaderboardEntry, RunNews
+from swarm_shared.protocol import LeaderboardEntry, RunNews, VerdictNews
 from swarm_shared.run.manifest import Manifest
 
 MIN_INTERVAL_SECONDS = 2.0
@@ -29,6 +30,7 @@ LEADERBOARD_ROWS = 50
 DEVICES_PER_ROW = 16
 """Devices listed in a row, beside the owner's own key; views show them under the owner's name."""
 DECISIONS_PER_MESSAGE = 5
+VERDICTS_PER_MESSAGE = 10
 
 
 class Leaderboard:
@@ -59,12 +61,15 @@ class Leaderboard:
         """Set the public name and team that the peer states, and its proven owner."""
         self._sums.describe(peer, name, team, owner)
 
-    def rows(self, most: int = LEADERBOARD_ROWS) -> tuple[LeaderboardEntry, ...]:
-        """The owners with the most credit, highest first."""
-        return tuple(_entry(sums) for sums in self._sums.ranked(most))
+    def rows(
+        self, most: int = LEADERBOARD_ROWS, standings: Standings | None = None
+    ) -> tuple[LeaderboardEntry, ...]:
+        """The owners with the most credit, highest first, each with its standing."""
+        known = standings or Standings()
+        return tuple(_entry(sums, known.of(sums.owner)) for sums in self._sums.ranked(most))
 
 
-def _entry(sums: OwnerSums) -> LeaderboardEntry:
+def _entry(sums: OwnerSums, standing: Standing) -> LeaderboardEntry:
     """`devices` are those beside the owner's own key."""
     devices = tuple(peer for peer in sums.devices if peer != sums.owner)
     return LeaderboardEntry(
@@ -74,6 +79,8 @@ def _entry(sums: OwnerSums) -> LeaderboardEntry:
         team=sums.team,
         tokens=sums.tokens,
         credit=sums.credit,
+        audits_passed=standing.passed,
+        audits_lost=standing.lost,
     )
 
 
@@ -109,5 +116,10 @@ class NewsPublisher:
             tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
             waiting_for=waits[:500],
             rebalancing=tuple(text[:500] for text in decisions),
-            leaderboard=self.leaderboard.rows(),
+            leaderboard=self.leaderboard.rows(standings=run.audits.standings),
+            probation_cells=run.audits.settings.probation_cells,
+            verdicts=tuple(
+                VerdictNews(step=v.step, peer=v.peer, owner=v.owner, reason=v.reason[:500])
+                for v in list(run.audits.verdicts)[-VERDICTS_PER_MESSAGE:]
+            ),
         )

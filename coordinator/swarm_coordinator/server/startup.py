@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from random import SystemRandom
 
 import anyio.to_thread
 
@@ -14,8 +15,10 @@ from swarm_coordinator.core.events import Restored, RolledBack
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin
+from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import read_bytes
+from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
 from swarm_coordinator.storage.records import generation_floor
@@ -103,6 +106,7 @@ def begin_run(
     addresses: tuple[str, ...],
     certificate: str,
     revoked: Mapping[PeerId, float],
+    tokens: RunTokens,
 ) -> RunState:
     """Make the core's first state. `certificate` and `addresses` are the coordinator's own."""
     envelope = read_bytes(service.folder.manifest, MAX_MANIFEST_BYTES)
@@ -113,6 +117,8 @@ def begin_run(
     return begin(
         service.manifest, encode_envelope(envelope), coordinator, restored,
         service.clock(), revoked, rebalancing_settings(service.settings.rebalancing),
+        AuditBook(service.settings.trust.audit_settings, SystemRandom().random, tokens.drawn),
+        service.settings.checkpoint.keep,
     )  # fmt: skip
 
 

@@ -37,6 +37,10 @@ class Hardware:
     down_bytes_per_second: float
     latency_seconds: float
     """One-way latency to the middle of the network; between two machines it is the sum of both."""
+    lies: float = 0.0
+    """Share of its microbatches in which it lies, 0 to 1."""
+    arithmetic: int = 0
+    """Machines with different numbers round differently."""
 
 
 class HardwareClass(FrozenModel):
@@ -52,6 +56,8 @@ class HardwareClass(FrozenModel):
     up_mbit: float = Field(gt=0, allow_inf_nan=False)
     down_mbit: float = Field(gt=0, allow_inf_nan=False)
     latency_ms: float = Field(ge=0, allow_inf_nan=False)
+    lies: float = Field(default=0.0, ge=0, le=1)
+    arithmetic: int = Field(default=0, ge=0, le=15)
 
 
 class FleetFile(FrozenModel):
@@ -135,4 +141,6 @@ def _machine(one: HardwareClass, rng: random.Random) -> Hardware:
         up_bytes_per_second=about(one.up_mbit) * MEGABIT_BYTES,
         down_bytes_per_second=about(one.down_mbit) * MEGABIT_BYTES,
         latency_seconds=one.latency_ms / 1000,
+        lies=one.lies,
+        arithmetic=one.arithmetic,
     )

@@ -26,7 +26,7 @@ from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Close, Heartbeat, Lease, Roster
+from swarm_shared.protocol import Audit, Close, Heartbeat, Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
 
 if TYPE_CHECKING:
@@ -194,6 +194,9 @@ class FluidPlane:
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
 
+    def audit(self, volunteer: SimulatedVolunteer, order: Audit) -> None:
+        """Ignored: at this level no cell is drawn."""
+
     def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
         """Let the peer hold what is committed: a flow loses nothing and counts nothing twice."""
         held.accumulated.clear()
@@ -298,6 +301,6 @@ class FluidPlane:
             swarm.deliver(
                 LeaseResolved(
                     trainer.session, trainer.peer, step, microbatch, leased.lease, True, "",
-                    receipts, None, 0,
+                    receipts,
                 )
             )  # fmt: skip

@@ -5,28 +5,47 @@ a leased microbatch starts (`lease_queue`); choice of the receiver, retries, hed
 (`delivery`); what is accumulated and receipted (`stage_account`). A receiver computes backwards
 before forwards, and refuses when its queue is full. The model is the time: a forward takes a third
 of a microbatch's work and a backward the rest, a link carries one payload after the other, an edge
-opens at once, and a request to a lost peer fails when the roster shows the loss.
+opens at once, and a request to a lost peer fails when the roster shows the loss. An audit takes the
+transfer of its inputs and the work of a whole microbatch (`audits`).
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from swarm_coordinator.core.events import Event, LeaseResolved, MessageReceived, ReceiptsVerified
+from swarm_coordinator.core.events import (
+    AuditAnswered,
+    Event,
+    LeaseResolved,
+    MessageReceived,
+    ReceiptsVerified,
+)
+from swarm_coordinator.simulator.audits import LIE, ROUNDING, lies_in
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.stage_holder import LoadedStage
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
 )
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+)
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.protocol import (
+    Audit,
     Close,
     Heartbeat,
     Lease,
@@ -36,6 +55,7 @@ from swarm_shared.protocol import (
     RefusalReason,
     Roster,
 )
+from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,
     AskMask,
@@ -88,10 +108,11 @@ class _Members:
 
     def __init__(self, roster: Roster) -> None:
         self.present = {record.peer for record in roster.peers}
-        self.serving: dict[StageIndex, list[PeerId]] = {}
+        self.serving: dict[StageIndex, dict[PeerId, float]] = {}
         for record in roster.peers:
             if record.accepts_work:
-                self.serving.setdefault(record.stage, []).append(record.peer)
+                rates = self.serving.setdefault(record.stage, {})
+                rates[record.peer] = record.microbatches_per_second
 
 
 class _Downstream:
@@ -100,7 +121,7 @@ class _Downstream:
     def __init__(self, node: _Node, stage: StageIndex, plane: MicrobatchPlane) -> None:
         self.stage, self.node = stage, node
         self._plane = plane
-        self._dispatcher = Dispatcher(stage, depth=plane.last_stage - stage + 1)
+        self._dispatcher = Dispatcher(stage, plane.routing(), depth=plane.last_stage - stage + 1)
         self._deliveries: dict[int, tuple[_Microbatch, _Done]] = {}
         self._targets: dict[int, _Serving] = {}
         """Requests in flight, as their receivers have them."""
@@ -109,7 +130,7 @@ class _Downstream:
     def send(self, microbatch: _Microbatch, done: _Done) -> int:
         """Deliver to any peer of the stage; return the delivery's number."""
         number = self._dispatcher.submit(
-            microbatch.step, microbatch.index, "train", microbatch.accumulate, self._plane.now
+            microbatch.step, microbatch.index, microbatch.accumulate, self._plane.now
         )
         self._deliveries[number] = (microbatch, done)
         self._carry_out()
@@ -125,7 +146,7 @@ class _Downstream:
         self._carry_out()
 
     def learn(self, members: _Members) -> None:
-        serving = members.serving.get(self.stage, ())
+        serving = members.serving.get(self.stage, {})
         self._dispatcher.roster_changed(serving, members.present, self._plane.now)
         self._carry_out()
 
@@ -289,12 +310,21 @@ class _Serving:
         self._plane.transfer(self.node, sender.node, size, arrive)
 
 
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    """One order to audit, at its auditor."""
+
+    node: _Node
+    order: Audit
+    ended: ClassVar[bool] = False
+
+
 @dataclass(slots=True)
 class _Compute:
     """One queued computation."""
 
     seconds: float
-    serving: _Serving
+    serving: _Serving | _Audit
     done: Action
 
 
@@ -343,7 +373,7 @@ class _Node:
 
     # ---- computing: one thing at a time, backwards first
 
-    def compute(self, share: float, serving: _Serving, done: Action) -> None:
+    def compute(self, share: float, serving: _Serving | _Audit, done: Action) -> None:
         task = _Compute(share * self.microbatch_seconds, serving, done)
         (self._forwards if share == FORWARD_SHARE else self._backwards).append(task)
         self._next()
@@ -377,6 +407,7 @@ class MicrobatchPlane:
         """The newest roster's; all nodes have it by its latency."""
         self._masks: dict[tuple[PeerId, int], _Missing] = {}
         self._asked = 0
+        self._rng = random.Random(f"{swarm.seed} routing")
         self.last_stage = len(swarm.works) - 1
         self.edge_credits = swarm.manifest.limits.edge_credits
         self.stage_queue = swarm.manifest.limits.stage_queue
@@ -387,6 +418,11 @@ class MicrobatchPlane:
     @property
     def now(self) -> float:
         return self._swarm.event_heap.now
+
+    def routing(self) -> StageRouting:
+        """Make the routing table of one sender for one stage."""
+        training = self._swarm.manifest.training
+        return self._swarm.options.routing(self._rng, training.microbatches_per_step)
 
     def work(self, stage: StageIndex) -> float:
         return self._swarm.works[stage]
@@ -471,7 +507,7 @@ class MicrobatchPlane:
         volunteer = node.volunteer
         event = LeaseResolved(
             volunteer.session, volunteer.peer, lease.step, leased.microbatch, lease.lease, ok,
-            "" if ok else "failed", answer.receipts, None, 0,
+            "" if ok else "failed", answer.receipts,
         )  # fmt: skip
         self._to_coordinator(node, event)
         self._start_leased(node)
@@ -481,7 +517,7 @@ class MicrobatchPlane:
         for result in results:
             event = LeaseResolved(
                 volunteer.session, volunteer.peer, result.step, result.microbatch, result.lease,
-                False, result.reason, (), None, 0,
+                False, result.reason, (),
             )  # fmt: skip
             self._to_coordinator(node, event)
 
@@ -521,6 +557,59 @@ class MicrobatchPlane:
 
     def closing(self, held: LoadedStage[Receipt], close: Close) -> None:
         """Ignored: `_Serving` has counted what the peer holds."""
+
+    # ---- audits
+
+    def audit(self, volunteer: SimulatedVolunteer, order: Audit) -> None:
+        """Fetch the inputs from the audited peer, compute the microbatch again, and answer; asked
+        to compare, fetch what the peer claims instead."""
+        node, audited = self._nodes.get(volunteer.peer), self._nodes.get(order.peer)
+        if (
+            node is None or audited is None or order.stage != node.stage
+            or not node.account.works_on(order.step)
+        ):  # fmt: skip
+            self._state(volunteer, order, None)
+            return
+        audit, share = _Audit(node, order), 1.0
+        behind = StageIndex(order.stage + 1)
+        size = self.input_bytes(order.stage)
+        if order.stage < self.last_stage:
+            size += self.input_gradient_bytes(behind)
+        if order.claimed is not None:
+            size, share = 4 * self._swarm.sizes[order.stage].parameters, 0.0
+        statement = self._statement(volunteer, audited.volunteer, order)
+        self.transfer(
+            audited, node, size,
+            lambda: node.compute(
+                share, audit, lambda: self._state(volunteer, order, statement)
+            ),
+        )  # fmt: skip
+
+    def _statement(
+        self, auditor: SimulatedVolunteer, audited: SimulatedVolunteer, order: Audit
+    ) -> AuditStatement:
+        distance = None
+        if order.claimed is not None:
+            lies = lies_in(audited.peer, audited.hardware, order.step, order.microbatch)
+            distance = LIE if lies else ROUNDING
+        honest = simulated_transcript(
+            order.step, order.microbatch, order.stage, StageIndex(self.last_stage),
+            auditor.hardware.arithmetic,
+        )  # fmt: skip
+        return AuditStatement(
+            run=RunId("simulated"), generation=Generation(1), audit=order.audit, step=order.step,
+            microbatch=order.microbatch, stage=order.stage, peer=order.peer, auditor=auditor.peer,
+            transcript=honest, loss_sum=1.0 if order.stage == self.last_stage else None,
+            distance=distance,
+        )  # fmt: skip
+
+    def _state(
+        self, volunteer: SimulatedVolunteer, order: Audit, statement: AuditStatement | None
+    ) -> None:
+        answer = AuditAnswered(volunteer.session, volunteer.peer, order.audit, statement, "")
+        latency = volunteer.hardware.latency_seconds
+        seconds = latency + self._swarm.options.coordinator_latency_seconds
+        volunteer.later(seconds, lambda: volunteer.deliver(answer))
 
     # ---- from peer to peer
 

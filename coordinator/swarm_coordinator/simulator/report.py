@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from swarm_coordinator.simulator.audits import audit_lines
 from swarm_coordinator.simulator.swarm import Swarm
 from swarm_shared.scheduling.placement import MovePolicy
 
@@ -40,6 +41,7 @@ def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) 
         "rate_bound": meter.bound / trained_seconds if trained_seconds else 0.0,
         "share_of_bound": meter.made / meter.bound if meter.bound else 0.0,
         "share_of_best": meter.made / meter.possible if meter.possible else 0.0,
+        "share_of_placement": completed / meter.made if meter.made else 0.0,
         "standstill_seconds": meter.standstill_seconds,
         "moves": moves.made,
         "moves_decided": moves.decided,
@@ -51,6 +53,7 @@ def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) 
         "crashes": swarm.counts["crash"],
         "refused": swarm.counts["refused"],
         "roll_backs": swarm.counts["roll-back"],
+        "audits": swarm.audit_log.figures(swarm.run.audits) if swarm.options.audits else None,
         "decisions": [note.text for note in moves.decisions],
         "series": _thinned(meter.series),
     }
@@ -67,7 +70,8 @@ def outcome_lines(document: dict[str, Any]) -> list[str]:
     lines = [
         f"{hours:.1f} hours in {document['wall_seconds']:.1f} s: {document['steps']} steps, "
         f"{document['microbatches_per_second']:.2f} microbatches/s "
-        f"({document['tokens_per_second']:,.0f} tokens/s)",
+        f"({document['tokens_per_second']:,.0f} tokens/s), "
+        f"{100 * document['share_of_placement']:.1f} % of its placement's rate",
         f"  volunteers: {document['joins']} joined, {document['leaves']} left, "
         f"{document['crashes']} crashed, {document['refused']} were refused",
         f"  pipeline: {document['pipeline_rate']:.3g} microbatches/s on average while it trained, "
@@ -79,6 +83,8 @@ def outcome_lines(document: dict[str, Any]) -> list[str]:
         f"  steps: {document['attempts_aborted']} attempts to close one failed, "
         f"{document['roll_backs']} roll-backs",
     ]
+    if document["audits"] is not None:
+        lines += audit_lines(document["audits"])
     if not document["steps"]:
         why = f": {document['waiting_for']}" if document["waiting_for"] else ""
         lines.append(f"  no step was made; at the end the run was {document['phase']}{why}")

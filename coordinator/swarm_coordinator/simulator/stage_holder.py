@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+from swarm_coordinator.core.trust.samples import SampledTokens
+from swarm_coordinator.simulator.sums import simulated_sums
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,
@@ -24,7 +28,17 @@ from swarm_shared.base.types import (
     Step,
 )
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import AssignStage, ClientMessage, SnapshotReady, StageRequest, Welcome
+from swarm_shared.identity.work_statements import SumStatement
+from swarm_shared.protocol import (
+    AssignStage,
+    ClientMessage,
+    Close,
+    SnapshotReady,
+    StageRequest,
+    SumCheck,
+    SumsChecked,
+    Welcome,
+)
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
@@ -57,6 +71,8 @@ class LoadedStage(Generic[ReceiptT]):
     close: step_close.StepClose[ReceiptT]
     receipt: Callable[[Step, MicrobatchIndex], ReceiptT]
     """Returns the receipt of a microbatch that it has counted."""
+    transcript: Callable[[Step, MicrobatchIndex], Transcript]
+    """Returns the transcript of a microbatch."""
     accumulated: AccumulatedSet[_Inputs] = field(default_factory=lambda: AccumulatedSet(0))
 
     def count(self, computation: Computation) -> ReceiptT | None:
@@ -67,7 +83,11 @@ class LoadedStage(Generic[ReceiptT]):
         )
         if added:
             self.accumulated.add(index, INPUTS)
-        return account.finish(computation, added=added, tokens=0, loss_sum=None)
+        transcript = self.transcript(computation.step, index)
+        return account.finish(
+            computation, added=added, tokens=0, loss_sum=None,
+            transcript=transcript if index in self.accumulated else None,
+        )  # fmt: skip
 
 
 def first_request(welcome: Welcome, memory_bytes: int) -> StageRequest:
@@ -100,6 +120,10 @@ class StageHolder(ABC, Generic[ReceiptT]):
         return None if self.held is None else self.held.account.stage
 
     @property
+    def _last_stage(self) -> StageIndex:
+        return StageIndex(self._manifest.stage_count - 1)
+
+    @property
     def loading(self) -> tuple[AssignStage, ...]:
         """The assignments that it is loading."""
         return tuple(self._loading.values())
@@ -130,10 +154,23 @@ class StageHolder(ABC, Generic[ReceiptT]):
     def rejoin(self) -> None:
         """End the session and attach again."""
 
+    def drawn(self, step: Step, microbatch: MicrobatchIndex) -> SampledTokens | None:
+        """The token ids of a microbatch, for a coordinator that compares them."""
+        return None
+
+    def transcript(self, stage: StageIndex, step: Step, microbatch: MicrobatchIndex) -> Transcript:
+        return simulated_transcript(
+            step, microbatch, stage, self._last_stage, drawn=self.drawn(step, microbatch)
+        )
+
     # What follows has no effect on a volunteer that models no more.
 
     def end_load(self, assignment: AssignStage) -> None:
         """The load of `begin_load` has ended or was given up."""
+
+    def sign_sums(self, statement: SumStatement) -> str:
+        """The signed statement; for a coordinator that checks sums."""
+        return ""
 
     def stops(self) -> None:
         """The held stage is about to be given up."""
@@ -217,7 +254,12 @@ class StageHolder(ABC, Generic[ReceiptT]):
             assignment.stage, assignment.version, self._manifest.training.staleness,
             lambda counted: receipt(counted.step, counted.microbatch),
         )  # fmt: skip
-        stage = self._loaded[tenure] = LoadedStage(account, step_close.StepClose(account), receipt)
+        stage = self._loaded[tenure] = LoadedStage(
+            account,
+            step_close.StepClose(account),
+            receipt,
+            partial(self.transcript, assignment.stage),
+        )
         self._tenures.loaded(load, DIGEST)
         self._carry_out()
         if self.held is stage:
@@ -236,13 +278,14 @@ class StageHolder(ABC, Generic[ReceiptT]):
         """Return what signs the stage's receipts."""
         training, tokens = self._manifest.training, self._manifest.tokens_per_microbatch
         run, peer, samples = self._run, self.peer, training.sequences_per_microbatch
-        loss_sum = 1.0 if stage == self._manifest.stage_count - 1 else None
+        loss_sum = 1.0 if stage == self._last_stage else None
 
         def receipt(step: Step, microbatch: MicrobatchIndex) -> ReceiptT:
             return self.sign(
                 Receipt(
                     run=run, generation=Generation(1), step=step, microbatch=microbatch,
                     stage=stage, peer=peer, samples=samples, tokens=tokens, loss_sum=loss_sum,
+                    transcript=self.transcript(stage, step, microbatch),
                 )
             )  # fmt: skip
 
@@ -305,6 +348,8 @@ class StageHolder(ABC, Generic[ReceiptT]):
                 close.emptied(number)
             case step_close.ComputeNorm():
                 close.norm_computed(number, own_squared=1.0, tied_squared=0.0, finite=True)
+            case step_close.StateSums(order=asked_sums, close=averaged):
+                close.sums_stated(number, self._state_sums(stage, asked_sums, averaged))
             case step_close.ApplyStep():
                 accumulated.clear()
                 close.applied(number, digest=DIGEST, norm=1.0)
@@ -318,3 +363,18 @@ class StageHolder(ABC, Generic[ReceiptT]):
                     bytes=self._sizes[index].state_bytes, sha256=SNAPSHOT_SHA256,
                 )  # fmt: skip
                 close.saved(number, ready)
+
+    def _state_sums(
+        self, stage: LoadedStage[ReceiptT], order: SumCheck, close: Close
+    ) -> SumsChecked:
+        """The statement of a volunteer that is honest, so that its slices are never asked for."""
+        microbatches = self._manifest.training.microbatches_per_step
+        statement = SumStatement(
+            run=self._run, generation=Generation(1), step=order.step, attempt=order.attempt,
+            stage=stage.account.stage, peer=self.peer, seed=order.seed,
+            checks=simulated_sums(order, close, microbatches),
+        )  # fmt: skip
+        return SumsChecked(
+            step=order.step, attempt=order.attempt, details=order.details,
+            statement=self.sign_sums(statement),
+        )  # fmt: skip

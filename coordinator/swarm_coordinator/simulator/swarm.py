@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from swarm_coordinator.core.events import (
@@ -28,9 +29,12 @@ from swarm_coordinator.core.events import (
     ShutDown,
     StoredStage,
     Tick,
+    VerdictRecord,
 )
 from swarm_coordinator.core.transition import begin, transition
+from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
+from swarm_coordinator.simulator.audits import AuditLog
 from swarm_coordinator.simulator.downloads import Downloads
 from swarm_coordinator.simulator.efficiency import EfficiencyMeter
 from swarm_coordinator.simulator.event_heap import EventHeap
@@ -72,6 +76,7 @@ class Swarm:
         self.event_heap = EventHeap()
         self.rng = random.Random(f"{seed} swarm")
         self.options = options
+        self.seed = seed
         self.manifest = endless(manifest)
         self.works = [stage.work_flops or 1.0 for stage in manifest.stages]
         self.sizes = stage_sizes(manifest)
@@ -80,6 +85,7 @@ class Swarm:
         self.mean_latency_seconds = sum(h.latency_seconds for h in fleet) / len(fleet)
         self.heartbeat_seconds = max(options.heartbeat_seconds, len(fleet) / 100)
         self.volunteers: dict[PeerId, SimulatedVolunteer] = {}
+        self.audit_log = AuditLog()
         self.counts: Counter[str] = Counter()
         self.events = 0
         self.applied: list[AppliedStep] = []
@@ -104,6 +110,7 @@ class Swarm:
             Restored(1, Version(0), None, None, False, None),
             self.event_heap.now,
             moves=options.moves,
+            audits=_audit_book(options.audits, self.rng),
         )  # fmt: skip
         for change in trace:
             self.event_heap.at(change.seconds, partial(self._apply_trace_event, change))
@@ -234,6 +241,8 @@ class Swarm:
                 self.applied.append(command.record)
             elif isinstance(command.record, RolledBack):
                 self.counts["roll-back"] += 1
+            elif isinstance(command.record, VerdictRecord):
+                self.audit_log.judged(command.record)
         elif isinstance(command, Note):
             pass
         elif isinstance(command, CloseSession):
@@ -322,3 +331,10 @@ def endless(manifest: Manifest) -> Manifest:
         update={"steps": NEVER_ENDING_STEPS, "evaluation_microbatches": 0, "staleness": 0}
     )
     return manifest.model_copy(update={"training": training})
+
+
+def _audit_book(settings: AuditSettings | None, rng: random.Random) -> AuditBook | None:
+    """The audits of a simulated run. Sums are not simulated, and so not checked."""
+    if settings is None:
+        return None
+    return AuditBook(replace(settings, check_sums=False), rng.random)

@@ -10,6 +10,7 @@ it held.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -23,17 +24,24 @@ from swarm_coordinator.core.events import (
     SessionNumber,
 )
 from swarm_coordinator.core.state.moves import RebalancingSettings
+from swarm_coordinator.core.trust.audits import AuditSettings
+from swarm_coordinator.simulator.audits import variant_of
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
 from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder, first_request
-from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
+    Audit,
     ClientMessage,
     Close,
     CoordinatorMessage,
+    Drop,
+    Dropped,
     Heartbeat,
     Hello,
     Lease,
@@ -43,6 +51,7 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     Welcome,
 )
+from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, SaveState, Uncommit, Work
 
 if TYPE_CHECKING:
@@ -94,6 +103,7 @@ class DataPlane(Protocol):
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
     def heartbeat(self, volunteer: SimulatedVolunteer, rate: float, up: float) -> Heartbeat: ...
     def closing(self, held: LoadedStage[Receipt], close: Close) -> None: ...
+    def audit(self, volunteer: SimulatedVolunteer, order: Audit) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,10 @@ class SwarmOptions:
     """Stages chosen by volunteers, by name; all others take the most under-served one."""
     coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
     coordinator_latency_seconds: float = 0.005
+    audits: AuditSettings | None = None
+    """Settings of audits, which only the fine level simulates; None: no cell is drawn."""
+    routing: Callable[[random.Random, int], StageRouting] = StageRouting
+    """Makes the routing table of one sender, at the fine level."""
 
 
 class SimulatedVolunteer(StageHolder[Receipt]):
@@ -224,6 +238,10 @@ class SimulatedVolunteer(StageHolder[Receipt]):
                 swarm.plane.mask(self, message)
             case AssignStage():
                 self.assigned(message)
+            case Audit():
+                swarm.plane.audit(self, message)
+            case Drop():
+                self._take_out(message)
             case Welcome():
                 request = first_request(message, self.hardware.memory_bytes)
                 self.later(self._round_trip(), lambda: self.send(request))
@@ -231,7 +249,23 @@ class SimulatedVolunteer(StageHolder[Receipt]):
     # ---- its stages, as `stage_holder` asks
 
     def sign(self, receipt: Receipt) -> Receipt:
+        self._swarm.audit_log.sign(self.peer, self.hardware, receipt.step, receipt.microbatch)
         return receipt
+
+    def transcript(self, stage: StageIndex, step: Step, microbatch: MicrobatchIndex) -> Transcript:
+        variant = variant_of(self.peer, self.hardware, step, microbatch)
+        return simulated_transcript(step, microbatch, stage, self._last_stage, variant)
+
+    def _take_out(self, message: Drop) -> None:
+        """Take microbatches out of the accumulator, and report it."""
+        held = self.held
+        if held is not None and held.account.stage == message.stage:
+            held.account.removed(message.step, message.microbatches)
+            if held.account.works_on(message.step):
+                held.accumulated.remove(m for m in message.microbatches if m in held.accumulated)
+        self.send(
+            Dropped(step=message.step, stage=message.stage, microbatches=message.microbatches)
+        )
 
     def begin_load(self, assignment: AssignStage) -> float:
         if assignment.source != "snapshot":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 
 from swarm_coordinator.core.state.peers import PeerState
@@ -15,16 +16,25 @@ from swarm_coordinator.core.state.utilisation import (
 from swarm_coordinator.core.state.waiting import waiting_reason
 from swarm_coordinator.status.document import (
     MoveDecisionRow,
+    OwnerRow,
     PeerRow,
     RebalancingStatus,
     RunFigures,
     StageFigures,
     StageStatusRow,
     StatusDocument,
+    TrustStatus,
+    VerdictRow,
     WorkCounts,
     health_of,
 )
 from swarm_shared.base.types import Step
+
+OWNERS_SHOWN = 50
+"""Owners in the document; `swarm-coordinator trust` lists all of them."""
+
+VERDICTS_SHOWN = 20
+"""Newest verdicts in the document; `swarm-coordinator trust` lists all of them."""
 
 
 def document_of(run: RunState, now: float) -> StatusDocument:
@@ -69,6 +79,7 @@ def document_without_peers(run: RunState, now: float) -> StatusDocument:
         ),
         figures=figures_of(run.statistics.utilisation),
         rebalancing=_rebalancing(run, now),
+        trust=_trust(run),
     )
 
 
@@ -113,6 +124,39 @@ def figures_of(utilisation: UtilisationStats) -> RunFigures:
         ),
         rejected={reason.value: utilisation.rejected[reason] for reason in Rejection},
     )
+
+
+def _trust(run: RunState) -> TrustStatus:
+    book = run.audits
+    owners = book.standings.owners
+    established = sum(book.established(owner) for owner in owners)
+    return TrustStatus(
+        audit_share=book.settings.audit_share,
+        passed=book.passed,
+        unanswered=book.unanswered,
+        under_way=sum(len(step.audits.open) for step in run.steps.open()),
+        established=established,
+        on_probation=len(owners) - established,
+        lost=sum(standing.lost for standing in owners.values()),
+        probation_cells=book.settings.probation_cells,
+        owners=tuple(
+            OwnerRow(
+                owner=owner, passed=standing.passed, lost=standing.lost,
+                made=standing.audited_work, established=book.established(owner),
+            )
+            for owner, standing in heapq.nsmallest(
+                OWNERS_SHOWN, owners.items(),
+                key=lambda item: (-item[1].lost, -item[1].passed, item[0]),
+            )
+        ),
+        verdicts=tuple(
+            VerdictRow(
+                step=one.step, microbatch=one.microbatch, stage=one.stage, peer=one.peer,
+                owner=one.owner, reason=one.reason,
+            )
+            for one in list(book.verdicts)[-VERDICTS_SHOWN:]
+        ),
+    )  # fmt: skip
 
 
 def _rebalancing(run: RunState, now: float) -> RebalancingStatus:

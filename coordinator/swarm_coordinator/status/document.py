@@ -237,6 +237,53 @@ class DashboardStatus(StatusModel):
     failures: int = 0
 
 
+# ---------------------------------------------------------------- trust
+
+
+class VerdictRow(StatusModel):
+    """A lost audit or check of sums."""
+
+    step: int
+    microbatch: int | None
+    stage: int
+    peer: str
+    owner: str
+    reason: str
+
+
+class OwnerRow(StatusModel):
+    """The standing of an owner."""
+
+    owner: str
+    passed: int
+    """Audits passed since the last lost one."""
+    lost: int
+    made: int
+    """Microbatches of others that it has computed again."""
+    established: bool
+
+
+class TrustStatus(StatusModel):
+    """Audits since this start of the coordinator, and the standing of owners."""
+
+    audit_share: float = 0.0
+    passed: int = 0
+    unanswered: int = 0
+    under_way: int = 0
+    established: int = 0
+    """Owners that have passed their probation."""
+    on_probation: int = 0
+    lost: int = 0
+    """Audits lost, in the whole run."""
+    probation_cells: int = 0
+    """Audits that an owner must pass before it is established."""
+    owners: tuple[OwnerRow, ...] = ()
+    """Those with a lost audit first, then those with the most passed ones; not all of a large
+    run."""
+    verdicts: tuple[VerdictRow, ...] = ()
+    """The newest ones of this start, oldest first."""
+
+
 # ---------------------------------------------------------------- the document
 
 
@@ -286,6 +333,7 @@ class StatusDocument(RunProgress):
     admission: AdmissionStatus = AdmissionStatus()
     sessions: int = 0
     sessions_ended: dict[str, int] = {}
+    trust: TrustStatus = TrustStatus()
     http: DashboardStatus = DashboardStatus()
     paths: tuple[PathRow, ...] = ()
     links: tuple[LinkRow, ...] = ()

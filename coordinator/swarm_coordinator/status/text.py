@@ -10,9 +10,9 @@ from swarm_coordinator.status.document import (
     RunFigures,
     StageTiming,
     StatusDocument,
+    TrustStatus,
 )
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import duration_text, latency_text, rate_text, size_text
+from swarm_shared.base.text import duration_text, latency_text, printable, rate_text, size_text
 
 DECISIONS_SHOWN = 3
 """The newest rebalancing decisions; the older ones are in the run's log."""
@@ -51,6 +51,7 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
             lines.append(f"  stage {row.stage}: {row.peers} peer(s){made}{timing}")
         lines += figure_lines(document.figures)
         lines += rebalancing_lines(document.rebalancing)
+        lines += trust_lines(document.trust)
         lines += _peer_lines(document)
     return [printable(line) for line in lines]
 
@@ -98,6 +99,17 @@ def rebalancing_lines(status: RebalancingStatus) -> list[str]:
         lines.append(f"    {duration_text(decision.seconds_ago)} ago: {decision.text}")
     if status.reason:
         lines.append(f"    no peer moves now: {status.reason}")
+    return lines
+
+
+def trust_lines(trust: TrustStatus) -> list[str]:
+    """How many audits passed and were lost, and the newest lost one."""
+    lines = [
+        f"  audits: {trust.passed} passed, {trust.lost} lost, {trust.under_way} under way; "
+        f"{trust.established} owner(s) established, {trust.on_probation} on probation"
+    ]
+    for verdict in trust.verdicts[-1:]:
+        lines.append(f"    …{verdict.peer[-8:]} lost one: {verdict.reason}")
     return lines
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from swarm_coordinator.admission.book import AdmissionRecord
 from swarm_coordinator.core.events import (
@@ -20,7 +20,10 @@ from swarm_coordinator.core.events import (
     RolledBack,
     RunFinished,
     StageShare,
+    StandingRecord,
+    StandingsRecord,
     StoredStage,
+    VerdictRecord,
 )
 from swarm_coordinator.storage import journal
 from swarm_coordinator.storage.admission_rows import insert_admission, write_binding
@@ -28,6 +31,7 @@ from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.retention import prune
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import LinkBytes
+from swarm_shared.trust.evidence import Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | Note | PeerSeen | LinksReported | RowsPruned | AdmissionRecord
+    | StandingsRecord | VerdictRecord | Note | PeerSeen | LinksReported | RowsPruned
+    | AdmissionRecord
 )  # fmt: skip
 
 
@@ -115,6 +120,15 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
         case RunFinished(version):
             row = _insert_row(connection, "finishes", version=version, written_at=now)
             journal.append(connection, "finish", row, generation, record)
+        case StandingsRecord(standings):
+            _write_standings(connection, standings)
+        case VerdictRecord():
+            values = {one.name: getattr(record, one.name) for one in fields(record)}
+            del values["claim"]
+            evidence = record.evidence
+            values["evidence"] = None if evidence is None else evidence.model_dump_json()
+            values["statements"] = " ".join(record.statements)
+            _insert_row(connection, "verdicts", **values, written_at=now)
         case Note(text, peer):
             known = None if peer is None else _peer_row(connection, peer, now)
             _insert_row(connection, "notes", peer=known, text=text, written_at=now)
@@ -225,6 +239,19 @@ def _insert_checkpoint(
     return row
 
 
+def _write_standings(connection: Connection, standings: Iterable[StandingRecord]) -> None:
+    connection.executemany(
+        "INSERT INTO standings (owner, passed, lost, vested_step, audited_work, unvested_since) "
+        "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (owner) DO UPDATE SET passed = excluded.passed, "
+        "lost = excluded.lost, vested_step = excluded.vested_step, "
+        "audited_work = excluded.audited_work, unvested_since = excluded.unvested_since",
+        [
+            (s.owner, s.passed, s.lost, s.vested_step, s.audited_work, s.unvested_since)
+            for s in standings
+        ],
+    )
+
+
 def _insert_links(connection: Connection, record: LinksReported, now: float) -> None:
     _insert_missing_peers(connection, record.links, now)
     connection.executemany(
@@ -266,6 +293,9 @@ def read_restored(connection: Connection) -> Restored:
         "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)
     ).fetchone()
     checkpoints = read_checkpoints(connection)
+    recomputed = connection.execute(
+        "SELECT coalesce(max(step), 0) FROM applied_steps WHERE superseded_by IS NOT NULL"
+    ).fetchone()
     on_current_history = connection.execute(
         "SELECT DISTINCT p.peer FROM applied_steps a JOIN shares s ON s.applied_step = a.id "
         "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL AND a.step > ?",
@@ -279,8 +309,41 @@ def read_restored(connection: Connection) -> Restored:
         finished=finished is not None,
         heldout_loss=float_or_nan(evaluation[0]) if evaluation else None,
         rolled_back=base is not None,
+        recomputed=Version(recomputed[0]),
         on_current_history=frozenset(PeerId(peer) for (peer,) in on_current_history),
+        standings=read_standings(connection),
     )
+
+
+def read_standings(connection: Connection) -> tuple[StandingRecord, ...]:
+    """Return the standings of all owners, in the order of their keys."""
+    rows = connection.execute(
+        "SELECT owner, passed, lost, vested_step, audited_work, unvested_since FROM standings "
+        "ORDER BY owner"
+    )
+    return tuple(
+        StandingRecord(PeerId(o), p, lost, Step(v), a, Step(u)) for o, p, lost, v, a, u in rows
+    )
+
+
+def read_verdicts(connection: Connection) -> tuple[VerdictRecord, ...]:
+    """Return all verdicts with their evidence, the oldest first."""
+    rows = connection.execute(
+        "SELECT step, microbatch, stage, peer, owner, audited, reason, void_after, evidence, "
+        "statements FROM verdicts ORDER BY id"
+    )
+    return tuple(
+        VerdictRecord(
+            step=Step(step), microbatch=microbatch, stage=StageIndex(stage),
+            peer=PeerId(peer), owner=PeerId(owner), audited=PeerId(audited), reason=reason,
+            void_after=Step(void_after),
+            evidence=None if evidence is None else Evidence.model_validate_json(evidence),
+            statements=tuple(statements.split()),
+        )
+        for (
+            step, microbatch, stage, peer, owner, audited, reason, void_after, evidence, statements
+        ) in rows
+    )  # fmt: skip
 
 
 def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:

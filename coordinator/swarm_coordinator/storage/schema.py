@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 8
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
 
@@ -182,12 +182,37 @@ CREATE TABLE step_attempts (
     attempt INTEGER NOT NULL,
     PRIMARY KEY (applied_step, stage)
 ) STRICT, WITHOUT ROWID;
+
+CREATE TABLE standings (
+    owner TEXT PRIMARY KEY,
+    passed INTEGER NOT NULL,
+    lost INTEGER NOT NULL,
+    vested_step INTEGER NOT NULL,
+    audited_work INTEGER NOT NULL,
+    unvested_since INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE verdicts (
+    id INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    microbatch INTEGER, -- null: the average of the stage
+    stage INTEGER NOT NULL,
+    peer TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    audited TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    void_after INTEGER NOT NULL,
+    evidence TEXT, -- JSON of `swarm_shared.trust.evidence.Evidence`; NULL for a check of sums
+    statements TEXT NOT NULL, -- of a check of sums: signed, in base64, separated by spaces
+    written_at REAL NOT NULL
+) STRICT;
 """
 
 TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
     "allowances", "bans", "journal", "teams", "owners", "step_attempts",
+    "standings", "verdicts",
 )  # fmt: skip
 """All tables, each after those that it refers to."""
 

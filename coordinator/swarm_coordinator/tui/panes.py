@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.status.document import PeerRow, RunDocument, stage_holders
+from swarm_coordinator.status.document import PeerRow, RunDocument, TrustStatus, stage_holders
 from swarm_coordinator.tui.model import RunModel
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import MISSING, duration_text, latency_text, rate_text, size_text
+from swarm_shared.base.text import (
+    MISSING,
+    duration_text,
+    latency_text,
+    printable,
+    rate_text,
+    size_text,
+)
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
     clock_text,
@@ -330,6 +336,7 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
         )
         for ban in told.bans
     ] or [line(("  no peer is banned", "dim"))]
+    lines += _audits(run.trust, width, look)
     flagged = [peer for peer in run.peers if peer.flagged_times]
     lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width, look)]
     lines += [
@@ -346,6 +353,50 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
     lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width, look)
     lines += _ranked("Sessions ended, by reason", run.sessions_ended, width, look)
     return lines
+
+
+_OWNERS = (
+    Column("owner", largest=36, smallest=10, flexible=True, keep=9),
+    Column("passed", right=True, keep=7),
+    Column("lost", right=True, keep=6),
+    Column("made", right=True, keep=2),
+    Column("standing", largest=36, smallest=11, flexible=True, keep=5),
+)
+_OWNERS_SHOWN = 8
+
+
+def _audits(trust: TrustStatus, width: int, look: Look) -> list[Line]:
+    rows = [
+        (
+            line(peer_text(owner.owner, None, look)),
+            line(f"{owner.passed:,}"),
+            line((str(owner.lost), "warn" if owner.lost else "")),
+            line((f"{owner.made:,}", "dim")),
+            line(
+                ("established", "good")
+                if owner.established
+                else f"on probation, {trust.probation_cells - owner.passed} more to pass"
+            ),
+        )
+        for owner in trust.owners[:_OWNERS_SHOWN]
+    ]
+    return [
+        EMPTY,
+        heading("Audits", width, look),
+        _named(
+            "audits", line(f"{trust.passed:,} passed"),
+            line((f"{trust.lost} lost", "warn" if trust.lost else "")),
+            line(f"{trust.under_way} under way"),
+        ),
+        _named(
+            "owners", line(f"{trust.established} established, {trust.on_probation} on probation")
+        ),
+        *((*line("  "), *drawn) for drawn in table(_OWNERS, rows, width - 2, look) if rows),
+        *(
+            line(f"  …{verdict.peer[-8:]}", (f"  {printable(verdict.reason)}", "warn"))
+            for verdict in trust.verdicts[-5:]
+        ),
+    ]  # fmt: skip
 
 
 def _ranked(title: str, counts: Mapping[str, int], width: int, look: Look) -> list[Line]:

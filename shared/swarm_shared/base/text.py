@@ -1,6 +1,65 @@
-"""Text from remotes, made safe to print."""
+"""Values as text: sizes, rates and durations, and text from remotes made safe to print.
+
+The only formatters of these in this project.
+
+Bytes are counted in powers of ten on disks and networks and in powers of two in memory, as both
+fields do. A value that is unknown (None) or not finite is shown as `MISSING`.
+"""
 
 from __future__ import annotations
+
+import math
+
+MISSING = "-"
+"""Text shown in place of an unknown value."""
+
+
+def size_text(size_bytes: float | None) -> str:
+    """Format a size on a disk or a network in decimal units: `1.21 GB`."""
+    return _scaled(size_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def memory_text(size_bytes: float | None) -> str:
+    """Format a size in memory in binary units: `1.13 GiB`."""
+    return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def rate_text(bytes_per_second: float | None) -> str:
+    """Format a transfer rate: `12.5 MB/s`."""
+    text = size_text(bytes_per_second)
+    return text if text == MISSING else f"{text}/s"
+
+
+def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
+    if value is None or not math.isfinite(value):
+        return MISSING
+    for unit in units[:-1]:
+        # A value that would round up to the first one of the next unit is shown in that unit.
+        if abs(value) < step * 0.9995:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= step
+    return f"{value:.3g} {units[-1]}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Format a duration of seconds to days: `12 s`, `3 min`, `4:05 h`, `6 days`."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 2 * 86_400:
+        return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+    return f"{whole // 86_400} days"
+
+
+def latency_text(seconds: float | None) -> str:
+    """Format a duration of milliseconds to seconds: `0.61 ms`, `81.2 ms`, `1.25 s`."""
+    if seconds is None:
+        return MISSING
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def printable(text: str, replacement: str = "\N{REPLACEMENT CHARACTER}") -> str:

@@ -24,6 +24,8 @@ MAX_ADDRESSES: Final = 32
 """Most addresses of a peer: a machine with several interfaces, both IP versions and some relays."""
 MAX_SHARDS: Final = 32_768
 """Most files of training data that a manifest lists."""
+MAX_MIRRORS: Final = 8
+"""Most web folders with copies of the training data."""
 MAX_REDUCTION_MEMBERS: Final = 4096
 """Most members of one all-reduce."""
 MAX_EXACT_INTEGER: Final = 2**53 - 1
@@ -106,6 +108,8 @@ Envelope = Annotated[str, Field(max_length=8_192)]
 """A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
 OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
 """An `OwnerBinding` in base64; one has about 340 characters."""
+SumEnvelope = Annotated[str, Field(max_length=2**20)]
+"""A signed `SumStatement` in base64; with details it has some 50 characters per member."""
 ManifestEnvelope = Annotated[str, Field(max_length=4 * 2**20)]
 """The signed manifest in base64."""
 Site = Annotated[str, Field(max_length=32)]
@@ -123,12 +127,20 @@ ProtocolName = Annotated[str, Field(max_length=100)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, Field(max_length=64)]
 """The digest in a fingerprint of parameters."""
+WireDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""Hex digest of bytes that crossed a stage's boundary
+(`swarm_shared.identity.work_statements.wire_digest`)."""
+Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""Sixteen random bytes in hex, from which a key is derived."""
+LinearDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+"""A linear digest in hex (`swarm_shared.identity.linear_digest`)."""
 CarrierPeerId = Annotated[str, ParsedAs(r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
 """The peer ID of a p2pd, whose key may be of any kind."""
 
 # ---------------------------------------------------------------- lists
 
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MAX_ADDRESSES)]
+Mirrors = Annotated[tuple[Url, ...], Field(max_length=MAX_MIRRORS)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=MAX_MICROBATCHES)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=MAX_STAGES)]
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_PEERS)]
@@ -136,3 +148,5 @@ ReceiptEnvelopes = Annotated[tuple[Envelope, ...], Field(max_length=MAX_MICROBAT
 """Receipts of one peer's own work."""
 MicrobatchReceipts = Annotated[tuple[Envelope, ...], Field(max_length=MAX_STAGES)]
 """Receipts of one microbatch, one for each stage."""
+LinearDigests = Annotated[tuple[LinearDigest, ...], Field(max_length=MAX_REDUCTION_MEMBERS)]
+"""One for each member of an all-reduce, or for the slice that it sums."""

@@ -6,19 +6,24 @@ line before; the last one is the organiser's signature over the last digest, so 
 line.
 
     head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
-    step     one applied step: (peer, stage, microbatches) of every peer counted in it
     owner    that one peer is another key's device, signed by that key
+    verdict  one lost audit with its evidence, and of which steps the loser's credit is void
+    sum_verdict  the same for one lie about an average
+    step     one applied step: (peer, stage, microbatches) of every peer counted in it
     total    one peer's sums, with the name it chose, recomputable from the steps
     seal     number of lines, last digest, the organiser's envelope
 
 Owners have no lines of their own: an owner's total is the sum over all peers bound to its key,
 added up by the reader.
 
-The ledger proves that the numbers follow from the steps; that every step holds every microbatch
+The ledger proves that the numbers follow from the steps and the verdicts; that each verdict follows
+from what the audited peer and its auditors have signed; that every step holds every microbatch
 exactly once in every stage; that an owner has signed for each of its devices; and that the
 organiser stands by exactly these lines: a kept ledger exposes a later one with a different past. It
-cannot prove that the organiser recorded truthfully which peer counted a microbatch, nor that a
-device agreed to its owner, as its connection showed. Volunteers sign a receipt for each microbatch,
+cannot prove that the organiser recorded truthfully which peer counted a microbatch, how many owners
+could vote, that a lie about an average follows from the statements whose signatures are checked, or
+since when a loser's credit is void; nor that a device agreed to its owner, as its
+connection showed. Volunteers sign a receipt for each microbatch,
 which the coordinator checks and does not keep: half a kilobyte for every microbatch and stage adds
 up to gigabytes in a run of ten thousand steps. A volunteer can compare its own count with the
 ledger's.
@@ -48,12 +53,13 @@ from swarm_shared.credit.ledger_lines import (
     Seal,
     SealLine,
     StepLine,
+    SumVerdictLine,
     TotalLine,
+    VerdictLine,
     ledger_lines,
 )
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.owners import effective_bindings
 from swarm_shared.identity.signed_manifest import (
     MANIFEST_DOMAIN,
     MAX_MANIFEST_BYTES,
@@ -69,6 +75,13 @@ from swarm_shared.identity.signing import (
     sign_message,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.trust.evidence import (
+    Judgement,
+    SumVerdict,
+    Verdict,
+    check_sum_verdict,
+    check_verdict,
+)
 
 LEDGER_DOMAIN = "swarmtrain-ledger-1"
 MAX_LINE_BYTES = 16 * 2**20
@@ -81,17 +94,34 @@ NameAndTeam = tuple[str | None, str | None]
 
 
 class _LedgerSums(ContributionSums):
-    """The totals that follow from the steps: the same code writes and checks them."""
+    """The totals that follow from the steps and verdicts: the same code writes and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._tokens = manifest.tokens_per_microbatch
+        self._bound: dict[PeerId, PeerId] = {}
+        self._void: dict[PeerId, list[tuple[int, int]]] = {}
+        """First and last step without credit, by the peers and owners that have lost an audit."""
         super().__init__(self._shares)
+
+    def bind(self, device: PeerId, owner: PeerId) -> None:
+        self._bound[device] = owner
+
+    def add_verdict(self, verdict: Verdict | SumVerdict) -> None:
+        """Void the loser's credit in the steps that are added after this."""
+        for key in {verdict.peer, verdict.owner}:
+            self._void.setdefault(key, []).append((verdict.void_after + 1, verdict.step))
 
     def add_step(self, line: StepLine) -> None:
         for peer, stage, microbatches in line.shares:
+            if self._is_void(peer, line.step):
+                continue
             tokens = microbatches * self._tokens
             self.add(PeerId(peer), stage, microbatches, tokens, applied_at=line.applied_at)
+
+    def _is_void(self, peer: PeerId, step: int) -> bool:
+        keys = (peer, self._bound.get(peer, peer))
+        return any(first <= step <= last for key in keys for first, last in self._void.get(key, ()))
 
     def total(self, peer: PeerId, named: NameAndTeam, as_of: float) -> TotalLine:
         sums = self.peers[peer]
@@ -115,14 +145,14 @@ def write_ledger(
     steps: Iterable[StepLine],
     names: Mapping[PeerId, NameAndTeam],
     as_of: float,
-    bindings: Mapping[PeerId, str] | None = None,
+    bindings: Mapping[PeerId, tuple[PeerId, str]] | None = None,
+    verdicts: Iterable[Verdict | SumVerdict] = (),
 ) -> Iterator[bytes]:
     """Yield the lines of a ledger, each with its line break. `envelope` is the signed manifest.
 
-    `bindings` are devices' owner bindings in base64, without chains; those of devices that never
-    counted are left out.
+    `bindings` are the owners of devices that have counted, each with the binding in base64, without
+    chains. A verdict must follow from its evidence.
     """
-    bindings = bindings or {}
     manifest = open_manifest(envelope, organiser.peer_id)
     run = run_id_of(manifest)
     chain = _Chain()
@@ -133,12 +163,17 @@ def write_ledger(
         )
     )  # fmt: skip
     sums = _LedgerSums(manifest)
+    for peer, (owner, binding) in sorted((bindings or {}).items()):
+        sums.bind(peer, owner)
+        yield chain.put(OwnerLine(peer=peer, binding=binding))
+    for verdict in verdicts:
+        sums.add_verdict(verdict)
+        of_sums = isinstance(verdict, SumVerdict)
+        line = SumVerdictLine(verdict=verdict) if of_sums else VerdictLine(verdict=verdict)
+        yield chain.put(line)
     for step in steps:
         sums.add_step(step)
         yield chain.put(step)
-    for peer in sorted(sums.peers):
-        if peer in bindings:
-            yield chain.put(OwnerLine(peer=peer, binding=bindings[peer]))
     for peer in sorted(sums.peers):
         yield chain.put(sums.total(peer, names.get(peer, (None, None)), as_of))
     sealed = sign_message(
@@ -200,6 +235,10 @@ class VerifiedLedger:
     """Totals by peer, highest credit first."""
     people: tuple[OwnerTotal, ...]
     """Totals by owner, highest credit first."""
+    verdicts: tuple[tuple[Verdict, Judgement], ...] = ()
+    """Lost audits, and what their evidence shows."""
+    sum_verdicts: tuple[SumVerdict, ...] = ()
+    """Lies about an average, whose statements are signed."""
 
 
 def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> VerifiedLedger:
@@ -231,6 +270,12 @@ class _Check:
         self._head: Head | None = None
         self._steps = 0
         self._owners: dict[PeerId, PeerId] = {}
+        self._binding_owners: set[PeerId] = set()
+        """The owners of all devices that are bound to one."""
+        self._verdicts: list[tuple[Verdict, Judgement]] = []
+        self._sum_verdicts: list[SumVerdict] = []
+        self._counted: set[PeerId] = set()
+        """Peers that count in a step, void or not."""
         self._totals: dict[str, TotalLine] = {}
         self.sealed = False
 
@@ -245,6 +290,8 @@ class _Check:
             self._take_step(line)
         elif isinstance(line, OwnerLine):
             self._take_owner(line)
+        elif isinstance(line, VerdictLine | SumVerdictLine):
+            self._take_verdict(line)
         elif isinstance(line, TotalLine):
             self._take_total(line)
         elif isinstance(line, SealLine):
@@ -284,8 +331,8 @@ class _Check:
         self._sums = _LedgerSums(self._manifest)
 
     def _take_step(self, line: StepLine) -> None:
-        if self._owners or self._totals:
-            raise ProtocolError("a step follows owners or totals, in which it is not counted")
+        if self._totals:
+            raise ProtocolError("a step follows totals, in which it is not counted")
         if line.step != self._steps + 1:
             raise ProtocolError(f"it is step {line.step}, and step {self._steps + 1} is next")
         counted: Counter[int] = Counter()
@@ -301,28 +348,46 @@ class _Check:
         if len(counted) != self._manifest.stage_count:
             raise ProtocolError(f"step {line.step} counts in stages that the run does not have")
         self._steps = line.step
+        self._counted.update(peer for peer, _, _ in line.shares)
         self._sums.add_step(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        if self._totals:
-            raise ProtocolError("an owner stands behind the totals, where it has no effect")
-        if line.peer not in self._sums.peers:
-            raise ProtocolError(f"{line.peer} has an owner and counts in no step")
+        if self._verdicts or self._sum_verdicts or self._steps or self._totals:
+            raise ProtocolError("an owner stands behind what depends on it")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
         device = PeerId(line.peer)
-        self._owners[device] = open_owner_binding(envelope, device).owner
-
-    def _take_total(self, line: TotalLine) -> None:
-        assert self._head is not None
-        if not self._totals and len(effective_bindings(self._owners)) < len(self._owners):
-            chained = next(d for d in self._owners if d in self._owners.values())
+        owner = open_owner_binding(envelope, device).owner
+        self._owners[device] = owner
+        self._binding_owners.add(owner)
+        chained = next((one for one in (owner, device) if self._is_chained(one)), None)
+        if chained is not None:
             raise ProtocolError(
                 f"{chained} is the owner of others and has an owner; a row would be in another"
             )
+        self._sums.bind(device, owner)
+
+    def _is_chained(self, peer: PeerId) -> bool:
+        return peer in self._owners and peer in self._binding_owners
+
+    def _take_verdict(self, line: VerdictLine | SumVerdictLine) -> None:
+        assert self._head is not None
+        if self._steps or self._totals:
+            raise ProtocolError("a verdict stands behind the steps, where it voids nothing")
+        run, verdict = self._head.run, line.verdict
+        if isinstance(verdict, SumVerdict):
+            check_sum_verdict(run, verdict)
+            self._sum_verdicts.append(verdict)
+        else:
+            self._verdicts.append((verdict, check_verdict(run, verdict)))
+        self._sums.add_verdict(verdict)
+
+    def _take_total(self, line: TotalLine) -> None:
+        assert self._head is not None
+        self._check_owners_count()
         if line.peer not in self._sums.peers:
-            raise ProtocolError(f"{line.peer} has a total and counts in no step")
+            raise ProtocolError(f"{line.peer} has a total and no credit in any step")
         if self._totals and line.peer <= next(reversed(self._totals)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         named = (line.name, line.team)
@@ -335,7 +400,13 @@ class _Check:
                 )
         self._totals[line.peer] = line
 
+    def _check_owners_count(self) -> None:
+        idle = self._owners.keys() - self._counted
+        if idle:
+            raise ProtocolError(f"{min(idle)} has an owner and counts in no step")
+
     def _take_seal(self, line: SealLine, digest: str) -> None:
+        self._check_owners_count()
         missing = set(self._sums.peers) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
@@ -351,7 +422,7 @@ class _Check:
         totals = sorted(self._totals.values(), key=lambda total: (-total.credit, total.peer))
         return VerifiedLedger(
             self._head.run, self._manifest.name, self._signer, self._head.as_of, self._steps,
-            tuple(totals), self._people(),
+            tuple(totals), self._people(), tuple(self._verdicts), tuple(self._sum_verdicts),
         )  # fmt: skip
 
     def _people(self) -> tuple[OwnerTotal, ...]:

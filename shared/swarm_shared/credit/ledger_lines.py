@@ -22,11 +22,12 @@ from swarm_shared.base.types import (
     Sha256,
     UnixSeconds,
 )
+from swarm_shared.trust.evidence import SumVerdict, Verdict
 
 
 class Head(FrozenModel):
     line: Literal["head"] = "head"
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     run: RunId
     as_of: UnixSeconds
     """Unix seconds at which the recent averages are computed."""
@@ -50,6 +51,16 @@ class OwnerLine(FrozenModel):
     """The envelope signed by the owner, in base64."""
 
 
+class VerdictLine(FrozenModel):
+    line: Literal["verdict"] = "verdict"
+    verdict: Verdict
+
+
+class SumVerdictLine(FrozenModel):
+    line: Literal["sum_verdict"] = "sum_verdict"
+    verdict: SumVerdict
+
+
 class TotalLine(FrozenModel):
     line: Literal["total"] = "total"
     peer: PeerId
@@ -58,6 +69,7 @@ class TotalLine(FrozenModel):
     team: DisplayName | None
     """The team the peer is in now, as it declares."""
     microbatches: Count
+    """Of steps in which the peer's credit is not void, as all further numbers."""
     tokens: Count
     credit: Credit
     credit_per_day: Credit
@@ -76,5 +88,8 @@ class SealLine(FrozenModel):
     envelope: Envelope
 
 
-Line = Annotated[Head | StepLine | OwnerLine | TotalLine | SealLine, Field(discriminator="line")]
+Line = Annotated[
+    Head | OwnerLine | VerdictLine | SumVerdictLine | StepLine | TotalLine | SealLine,
+    Field(discriminator="line"),
+]
 ledger_lines: TypeAdapter[Line] = TypeAdapter(Line)

@@ -40,12 +40,17 @@ def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> t
 
     `stream` is the held-out split, whose files hold no training token.
     """
+    return _arrays(stream, manifest, "heldout", heldout_slots(manifest, index))
+
+
+def heldout_slots(manifest: Manifest, index: int) -> Int64:
+    """Return the slots of the held-out split that make up one microbatch; needs no shard on this
+    machine."""
     if index < 0:
         raise ProtocolError(f"there is no held-out microbatch {index}; they count from 0")
     count = split_slots(manifest.data, "heldout", manifest.model.sequence_length)
     size = manifest.training.sequences_per_microbatch
-    slots_B = (index * size + np.arange(size, dtype=np.int64)) % count
-    return _arrays(stream, manifest, "heldout", slots_B)
+    return (index * size + np.arange(size, dtype=np.int64)) % count
 
 
 def training_slots(manifest: Manifest, step: int, index: int) -> Int64:

@@ -1,15 +1,15 @@
 """Files of token ids: written once, hashed, memory-mapped.
 
 Owns the shard file (`<name>.tokens`: little-endian unsigned integers of 1, 2 or 4 bytes and nothing
-else; `ShardInfo` in the manifest describes it). Does not decide which tokens make up a microbatch
+else; `ShardInfo` in the manifest describes it) and the tree file beside it (`<name>.tree`, which
+proves ranges of it). Does not decide which tokens make up a microbatch
 (`swarm_shared.data.sampler`) or where they come from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +17,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from swarm_shared.base.atomic_file import atomic_file
+from swarm_shared.base.atomic_file import atomic_file, write_atomically
 from swarm_shared.base.errors import DataError
+from swarm_shared.data.merkle import TreeBuilder, leaf_count, root_of, tree_size_bytes
 from swarm_shared.run.manifest import DataConfig, ShardInfo
 
 Split = Literal["train", "heldout"]
 TokenBytes = Literal[1, 2, 4]
 Tokens = npt.NDArray[Any]
 
-SHARD_TOKENS = 64 * 1024 * 1024
-"""Tokens after which the next shard begins: small enough to fetch again after damage."""
+SHARD_TOKENS = 512 * 1024 * 1024
+"""Tokens after which the next shard begins: of 2 bytes, 1 GiB, and a manifest of 200 kB names a
+terabyte. Volunteers fetch leaves, so the size of a shard costs them nothing."""
 
 _READ_TOKENS = 1024 * 1024
 
@@ -46,11 +48,16 @@ def shard_size_bytes(info: ShardInfo, token_bytes: TokenBytes) -> int:
     return info.tokens * token_bytes
 
 
+def tree_path(shard: Path) -> Path:
+    """Return the path of the tree file beside a shard (`swarm_shared.data.merkle`)."""
+    return shard.with_suffix(".tree")
+
+
 def write_shard(
     folder: Path, name: str, split: Split, tokens: Iterable[Tokens], token_bytes: TokenBytes
 ) -> ShardInfo:
-    """Write one shard atomically from pieces, holding one piece in memory at a time."""
-    digest, count = hashlib.sha256(), 0
+    """Write one shard and its tree, each atomically, holding one piece in memory at a time."""
+    builder, count = TreeBuilder(), 0
     dtype = token_dtype(token_bytes)
     limit = 2 ** (8 * token_bytes)
     path = folder / name
@@ -62,12 +69,14 @@ def write_shard(
                     f"ids from {int(piece.min())} to {int(piece.max())}"
                 )
             content = piece.astype(dtype, copy=False).tobytes()
-            digest.update(content)
+            builder.add(content)
             count += piece.size
             file.write(content)
         if count == 0:
             raise DataError(f"there are no tokens for {path}; add text to the training data")
-    return ShardInfo(name=name, split=split, tokens=count, sha256=digest.hexdigest())
+    tree = builder.tree()
+    write_atomically(tree_path(path), tree)
+    return ShardInfo(name=name, split=split, tokens=count, merkle_root=root_of(tree))
 
 
 def write_shards(
@@ -130,14 +139,22 @@ class TokenStream:
         self, slots_B: npt.NDArray[np.int64], sequence_length: int
     ) -> npt.NDArray[np.int64]:
         """Return the tokens of the slots, shape (B, sequence_length + 1)."""
-        ends = np.cumsum([slots_in(shard.size, sequence_length) for shard in self.shards])
-        owners_B = np.searchsorted(ends, slots_B, side="right")
+        sizes = np.array([shard.size for shard in self.shards], dtype=np.int64)
+        owners_B, starts_B = slot_starts(sizes, slots_B, sequence_length)
         tokens_BS = np.empty((len(slots_B), sequence_length + 1), dtype=np.int64)
-        for row, (owner, slot) in enumerate(zip(owners_B, slots_B, strict=True)):
-            first = int(slot) - (int(ends[owner - 1]) if owner else 0)
-            start = first * sequence_length
+        for row, (owner, start) in enumerate(zip(owners_B, starts_B, strict=True)):
             tokens_BS[row] = self.shards[owner][start : start + sequence_length + 1]
         return tokens_BS
+
+
+def slot_starts(
+    sizes: npt.NDArray[np.int64], slots_B: npt.NDArray[np.int64], sequence_length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return for each slot its shard and its first token there, in shards of `sizes` tokens."""
+    ends = np.cumsum(np.maximum(0, sizes - 1) // sequence_length)
+    owners_B = np.searchsorted(ends, slots_B, side="right")
+    before_B = np.concatenate(([0], ends))[owners_B]
+    return owners_B, (slots_B - before_B) * sequence_length
 
 
 def slots_in(tokens: int, sequence_length: int) -> int:
@@ -163,30 +180,60 @@ def open_shards(folder: Path, data: DataConfig, split: Split) -> TokenStream:
 
 def verify_shard(
     path: Path, info: ShardInfo, token_bytes: TokenBytes, vocabulary_size: int
-) -> None:
-    """Read the whole file; DataError unless size, hash and every token id are right."""
+) -> bytes:
+    """Read the whole file and return its tree; DataError unless size, Merkle root and every token
+    id are right."""
     _check_size(path, info, token_bytes)
-    digest, largest = hashlib.sha256(), -1
+    builder, largest = TreeBuilder(), -1
     dtype = token_dtype(token_bytes)
     try:
         with path.open("rb") as file:
             while content := file.read(_READ_TOKENS * token_bytes):
-                digest.update(content)
+                builder.add(content)
                 whole = len(content) - len(content) % token_bytes
                 ids = np.frombuffer(content[:whole], dtype=dtype)
                 largest = max(largest, int(ids.max(initial=0)))
     except OSError as error:
         raise _unreadable(path, error) from error
-    if digest.hexdigest() != info.sha256:
-        raise DataError(
-            f"{path} is damaged: its SHA-256 begins {digest.hexdigest()[:12]}, the manifest says "
-            f"{info.sha256[:12]}; delete it and fetch it again"
-        )
+    tree = builder.tree()
+    _check_root(path, info, root_of(tree))
     if largest >= vocabulary_size:
         raise DataError(
             f"{path} holds token id {largest}, but the model's vocabulary has {vocabulary_size} "
             "ids; use data made for this model, or raise [model] vocabulary_size"
         )
+    return tree
+
+
+def check_tree(shard: Path, tree: bytes) -> None:
+    """DataError if the tree file beside a verified shard is another one: proofs of it would be
+    wrong. A missing one is made when the coordinator starts."""
+    path = tree_path(shard)
+    if path.exists() and path.read_bytes() != tree:
+        raise DataError(f"{path} is damaged; delete it, and the coordinator makes it anew")
+
+
+def write_missing_trees(folder: Path, data: DataConfig, report: Callable[[str], None]) -> None:
+    """Make the tree files that are missing or of another size. DataError if a shard is missing or
+    not the manifest's."""
+    for info in data.shards:
+        shard = folder / info.name
+        _check_size(shard, info, data.token_bytes)
+        path = tree_path(shard)
+        needed_bytes = tree_size_bytes(leaf_count(shard_size_bytes(info, data.token_bytes)))
+        if path.exists() and path.stat().st_size == needed_bytes:
+            continue
+        report(f"hashing {shard.name}, whose tree is missing")
+        builder = TreeBuilder()
+        try:
+            with shard.open("rb") as file:
+                while content := file.read(_READ_TOKENS * data.token_bytes):
+                    builder.add(content)
+        except OSError as error:
+            raise _unreadable(shard, error) from error
+        tree = builder.tree()
+        _check_root(shard, info, root_of(tree))
+        write_atomically(path, tree)
 
 
 def unigram_entropy_nats(stream: TokenStream, vocabulary_size: int) -> float:
@@ -208,13 +255,21 @@ def _check_size(path: Path, info: ShardInfo, token_bytes: TokenBytes) -> None:
     if size_bytes != expected_bytes:
         raise DataError(
             f"{path} has {size_bytes} bytes, but its {info.tokens} tokens take {expected_bytes}; "
-            "delete it and fetch it again"
+            "delete it and restore it from a copy"
+        )
+
+
+def _check_root(path: Path, info: ShardInfo, root: str) -> None:
+    if root != info.merkle_root:
+        raise DataError(
+            f"{path} is damaged: its Merkle root begins {root[:12]}, the manifest says "
+            f"{info.merkle_root[:12]}; delete it and restore it from a copy"
         )
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"cannot read the data shard {path} ({error.strerror}); fetch it again or restore it"
+        f"cannot read the data shard {path} ({error.strerror}); restore it from a copy"
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     CarrierPeerId,
     Count,
@@ -70,6 +71,8 @@ class Receipt(FrozenModel):
     tokens: Count
     loss_sum: Loss | None = None
     """Loss summed over the tokens; only the last stage has it."""
+    transcript: Transcript
+    """What crossed the stage's boundaries."""
 
 
 class CarrierBinding(FrozenModel):

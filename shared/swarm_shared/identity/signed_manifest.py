@@ -47,7 +47,7 @@ def run_id_of(manifest: Manifest) -> RunId:
         "organiser": manifest.organiser,
         "name": manifest.name,
         "model": manifest.model.model_dump(exclude=narrow),
-        "data": manifest.data.model_dump(exclude={"shards": {"__all__": {"url"}}}),
+        "data": manifest.data.model_dump(exclude={"mirrors"}),
         "seed": manifest.training.seed,
     }
     canonical = json.dumps(named, sort_keys=True, separators=(",", ":")).encode("utf-8")

@@ -16,7 +16,7 @@ epsilon of a whole step. The quantum is at most 2^-16 epsilon, of the mean over 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,19 +60,39 @@ class Quantum:
         scaled = torch.mul(gradient, 1.0 / self.size)
         return scaled.round_().clamp_(-self.max_counts, self.max_counts)
 
-    def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add the counts of one microbatch's gradients to contiguous float64 totals."""
+    def add(
+        self, totals: Sequence[Tensor], gradients: Sequence[Tensor],
+        see: Callable[[Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Add the counts of one microbatch's gradients to contiguous float64 totals.
+
+        `see` is called with each piece of the counts, in order.
+        """
         for total, gradient in zip(totals, gradients, strict=True):
-            # On a CPU one window at a time, so that the counts stay in its cache.
-            size = _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
+            size = _window_elements(gradient)
             windows = torch.split(total.view(-1), size)
-            parts = torch.split(gradient.reshape(-1), size)
-            for window, part in zip(windows, parts, strict=True):
-                window.add_(self.counts(part))
+            for window, counts in zip(windows, self._windows(gradient), strict=True):
+                window.add_(counts)
+                if see is not None:
+                    see(counts)
+
+    def each_counts(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The counts of one microbatch's gradients, in the pieces that `add` sees."""
+        for gradient in gradients:
+            yield from self._windows(gradient)
+
+    def _windows(self, gradient: Tensor) -> Iterator[Tensor]:
+        for part in torch.split(gradient.reshape(-1), _window_elements(gradient)):
+            yield self.counts(part)
 
     def mean(self, counts: Tensor, tokens: int) -> Tensor:
         """Return the gradient of the mean loss over so many tokens, rounded to float32 once."""
         return (counts * (self.size / tokens)).float()
+
+
+def _window_elements(gradient: Tensor) -> int:
+    """On a CPU one window at a time, so that the counts stay in its cache."""
+    return _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
 
 
 def quantum_of(manifest: Manifest) -> Quantum | None:

@@ -1,20 +1,25 @@
 """The messages between peers and the coordinator: values only, parsed once at the edge.
 
-Four protocols, each over long-lived framed streams (`swarm_shared.protocol.framing`), headers in
+Five protocols, each over long-lived framed streams (`swarm_shared.protocol.framing`), headers in
 JSON:
 
     CONTROL_PROTOCOL    one stream per client, both directions
         client          Hello, StageRequest, Heartbeat, AddressUpdate, Receipts, LeaseResult,
                         MaskRequest, RoundReport, NotFinite, Applied, Ready, SyncFailed,
-                        SnapshotReady, SnapshotFailed, Leaving
+                        SnapshotReady, SnapshotFailed, Dropped, AuditResult,
+                        SumsChecked, Leaving
         coordinator     Welcome, Refused, CertificateRenewed, AssignStage, Roster, RosterChange,
-                        Lease, Mask, Close, AbortRound, Apply, SaveSnapshot, RunNews, Goodbye
+                        Lease, Mask, Close, SumCheck, AbortRound, Drop, Audit, Apply, SaveSnapshot,
+                        RunNews, Goodbye
     STAGE_PROTOCOL      one stream per ordered pair: activations forth, gradients back
         sender          StageHello, Forward, StageCancel
         receiver        StageHelloAnswer, Backward, StageRefused
-    TRANSFER_PROTOCOL   chunks of stage snapshots and of data shards
-        requester       TransferHello, ChunkRequest
-        holder          ChunkAnswer, TransferRefused
+    TRANSFER_PROTOCOL   chunks of stage snapshots and checkpoints, leaves of the training data
+        requester       TransferHello, ChunkRequest, LeafRequest
+        holder          ChunkAnswer, LeafAnswer, TransferRefused
+    AUDIT_PROTOCOL      the tensors of one microbatch, to be computed again
+        auditor         TransferHello, KeptRequest
+        audited         KeptPart, TransferRefused
     DOCTOR_PROTOCOL     a machine's network as seen from outside: address, rate
         client          DoctorHello, Echo, DialBack, Upload, Download
         server          DoctorWelcome, EchoAnswer, DialBackAnswer, UploadAnswer, DownloadChunk,
@@ -28,6 +33,14 @@ from __future__ import annotations
 
 from swarm_shared.base.json_messages import encode, parse
 from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared.protocol.audit import (
+    AUDIT_PROTOCOL,
+    PART_BYTES,
+    AuditMessage,
+    KeptPart,
+    KeptRequest,
+    audit_messages,
+)
 from swarm_shared.protocol.common import (
     CarrierAddress,
     LinkBytes,
@@ -47,10 +60,14 @@ from swarm_shared.protocol.control import (
     Applied,
     Apply,
     AssignStage,
+    Audit,
+    AuditResult,
     CertificateRenewed,
     ClientMessage,
     Close,
     CoordinatorMessage,
+    Drop,
+    Dropped,
     Goodbye,
     Heartbeat,
     Hello,
@@ -73,7 +90,10 @@ from swarm_shared.protocol.control import (
     SnapshotFailed,
     SnapshotReady,
     StageRequest,
+    SumCheck,
+    SumsChecked,
     SyncFailed,
+    VerdictNews,
     Welcome,
     client_messages,
     coordinator_messages,
@@ -116,22 +136,29 @@ from swarm_shared.protocol.stage import (
     stage_requests,
 )
 from swarm_shared.protocol.transfer import (
+    MAX_LEAVES_ASKED,
     TRANSFER_PROTOCOL,
     ChunkAnswer,
     ChunkRequest,
+    LeafAnswer,
+    LeafRequest,
     TransferHello,
     TransferMessage,
     TransferRefused,
+    WantedLeaf,
     transfer_messages,
 )
 
 __all__ = [
+    "AUDIT_PROTOCOL",
     "CONTROL_PROTOCOL",
     "DOCTOR_PROTOCOL",
     "MAX_CANDIDATES",
+    "MAX_LEAVES_ASKED",
     "MAX_LINKS",
     "MAX_PATHS",
     "MAX_RATE_BYTES",
+    "PART_BYTES",
     "RATE_CHUNK_BYTES",
     "SOFTWARE_VERSION",
     "STAGE_PROTOCOL",
@@ -141,6 +168,9 @@ __all__ = [
     "Applied",
     "Apply",
     "AssignStage",
+    "Audit",
+    "AuditMessage",
+    "AuditResult",
     "Backward",
     "CarrierAddress",
     "CertificateRenewed",
@@ -159,13 +189,19 @@ __all__ = [
     "DoctorWelcome",
     "Download",
     "DownloadChunk",
+    "Drop",
+    "Dropped",
     "Echo",
     "EchoAnswer",
     "Forward",
     "Goodbye",
     "Heartbeat",
     "Hello",
+    "KeptPart",
+    "KeptRequest",
     "LeaderboardEntry",
+    "LeafAnswer",
+    "LeafRequest",
     "Lease",
     "LeaseResult",
     "LeasedMicrobatch",
@@ -199,13 +235,18 @@ __all__ = [
     "StageRequest",
     "StageRequestMessage",
     "StageRow",
+    "SumCheck",
+    "SumsChecked",
     "SyncFailed",
     "TransferHello",
     "TransferMessage",
     "TransferRefused",
     "Upload",
     "UploadAnswer",
+    "VerdictNews",
+    "WantedLeaf",
     "Welcome",
+    "audit_messages",
     "client_messages",
     "coordinator_messages",
     "doctor_answers",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     MAX_MICROBATCHES,
     MAX_PEERS,
@@ -33,15 +34,18 @@ from swarm_shared.base.types import (
     ReceiptEnvelopes,
     RunId,
     Seconds,
+    Seed,
     Sha256,
     Site,
     SoftwareVersion,
     StageIndex,
     Stages,
     Step,
+    SumEnvelope,
     Text,
     Token,
     Version,
+    WireDigest,
 )
 from swarm_shared.protocol.common import (
     CarrierAddress,
@@ -179,8 +183,6 @@ class LeaseResult(FrozenModel):
     ok: bool
     reason: Text = ""
     receipts: MicrobatchReceipts = ()
-    evaluation_loss_sum: Loss | None = None
-    evaluation_tokens: Count = 0
 
 
 class MaskRequest(FrozenModel):
@@ -268,6 +270,39 @@ class SnapshotFailed(FrozenModel):
     reason: Text
 
 
+class Dropped(FrozenModel):
+    """The answer to a Drop: the microbatches are in this peer's accumulator no more.
+
+    Receipts that the peer signs afterwards are of new computations.
+    """
+
+    kind: Literal["dropped"] = "dropped"
+    step: Step
+    stage: StageIndex
+    microbatches: Microbatches
+
+
+class AuditResult(FrozenModel):
+    """The answer to an Audit."""
+
+    kind: Literal["audit_result"] = "audit_result"
+    audit: Count
+    statement: Envelope | None = None
+    """A signed `AuditStatement`; None when this peer could not audit: `reason` says why."""
+    reason: Text = ""
+
+
+class SumsChecked(FrozenModel):
+    """The answer to a SumCheck."""
+
+    kind: Literal["sums_checked"] = "sums_checked"
+    step: Step
+    attempt: Count
+    details: bool
+    statement: SumEnvelope
+    """A signed `SumStatement`."""
+
+
 class Leaving(FrozenModel):
     """The volunteer wants to stop: it finishes what is in flight and then waits for a Goodbye."""
 
@@ -277,7 +312,7 @@ class Leaving(FrozenModel):
 ClientMessage = Annotated[
     Hello | StageRequest | Heartbeat | AddressUpdate | Receipts | LeaseResult | MaskRequest
     | RoundReport | NotFinite | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed
-    | Leaving,
+    | Dropped | AuditResult | SumsChecked | Leaving,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -307,6 +342,8 @@ class Refused(FrozenModel):
     kind: Literal["refused"] = "refused"
     code: Literal["admission", "version", "capacity", "protocol"]
     reason: Text
+    retry_seconds: Annotated[Seconds, Field(le=86_400)] | None = None
+    """When the client may try again, for a refusal that ends; None: soon, or never by its code."""
 
 
 class AssignStage(FrozenModel):
@@ -366,13 +403,14 @@ class LeasedMicrobatch(FrozenModel):
     microbatch: MicrobatchIndex
     accumulate: Stages
     """Stages whose peers count this microbatch; other stages compute it and pass it on."""
+    ticket: Envelope = ""
+    """The signed `LeaseTicket` that travels with it; set by the coordinator's shell."""
 
 
 class Lease(FrozenModel):
     kind: Literal["lease"] = "lease"
     step: Step
     lease: Count
-    mode: Literal["train", "evaluate"] = "train"
     window: Count
     """Fewest microbatches the trainer keeps in flight, as far as there are so many."""
     max_window: Count = 0
@@ -401,6 +439,55 @@ class Close(FrozenModel):
     """Reductions of the stage that this peer has prepared: it adds nothing to them, and holds that
     stage from the Apply of this attempt on. Its report is about both stages; its `Applied` about
     the new one."""
+
+
+class Drop(FrozenModel):
+    """An order to take microbatches out of a step's accumulator, because their cells were cleared
+    although the peer lives; the answer is Dropped. They may be leased again."""
+
+    kind: Literal["drop"] = "drop"
+    step: Step
+    stage: StageIndex
+    microbatches: Microbatches
+
+
+class Audit(FrozenModel):
+    """An order to compute a microbatch of another peer's again, and to state what came out.
+
+    The auditor fetches the inputs from the audited peer by AUDIT_PROTOCOL. They fit if their
+    digests are `input`, `output_gradient` and, at the last stage, `targets`. With `claimed` it also
+    fetches the tensors that those digests are of, and states the distance to what it computed.
+    """
+
+    kind: Literal["audit"] = "audit"
+    audit: Count
+    step: Step
+    microbatch: MicrobatchIndex
+    stage: StageIndex
+    peer: PeerId
+    """The peer that is audited."""
+    input: WireDigest
+    output_gradient: WireDigest | Literal[""]
+    targets: WireDigest | Literal[""] = ""
+    """Empty but at the last stage."""
+    claimed: Transcript | None = None
+    seed: Seed | None = None
+    """Also state the linear digests of the gradient as it is counted, with the key of this seed."""
+
+
+class SumCheck(FrozenModel):
+    """A query for the linear digests of what a member put into an average and took out.
+
+    It follows the reports of all members of an attempt, so that all parts and sums are exchanged
+    before the seed is known. With `details` it asks for the digests of every slice, and for those
+    of what the member has received as a reducer.
+    """
+
+    kind: Literal["sum_check"] = "sum_check"
+    step: Step
+    attempt: Count
+    seed: Seed
+    details: bool = False
 
 
 class AbortRound(FrozenModel):
@@ -439,6 +526,18 @@ class LeaderboardEntry(FrozenModel):
     tokens: Count
     """Tokens counted in applied steps, over all stages the owner's devices have held."""
     credit: Credit
+    audits_passed: Count = 0
+    """Since its last lost one."""
+    audits_lost: Count = 0
+
+
+class VerdictNews(FrozenModel):
+    """A lost audit."""
+
+    step: Step
+    peer: PeerId
+    owner: PeerId
+    reason: Text
 
 
 class RunNews(FrozenModel):
@@ -455,6 +554,10 @@ class RunNews(FrozenModel):
     """The newest decisions, a sentence each, oldest first."""
     leaderboard: tuple[LeaderboardEntry, ...] = Field(default=(), max_length=50)
     """The owners with the most credit, highest first."""
+    probation_cells: Count = 0
+    """Audits that an owner must pass before it is established."""
+    verdicts: tuple[VerdictNews, ...] = Field(default=(), max_length=20)
+    """The newest lost audits, oldest first."""
 
 
 class Goodbye(FrozenModel):
@@ -467,7 +570,7 @@ class Goodbye(FrozenModel):
 
 CoordinatorMessage = Annotated[
     Welcome | Refused | CertificateRenewed | AssignStage | Roster | RosterChange | Lease | Mask
-    | Close | AbortRound | Apply | SaveSnapshot | RunNews | Goodbye,
+    | Close | SumCheck | AbortRound | Drop | Audit | Apply | SaveSnapshot | RunNews | Goodbye,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -66,8 +66,6 @@ class DoctorWelcome(FrozenModel):
     neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
     smallest_stage_bytes: Count = 0
     """Memory that the smallest stage takes; 0 when the server does not know."""
-    data_bytes: Count = 0
-    """What a volunteer downloads before it can train."""
 
 
 class DoctorRefused(FrozenModel):

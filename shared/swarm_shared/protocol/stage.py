@@ -71,13 +71,14 @@ class Forward(FrozenModel):
 
     kind: Literal["forward"] = "forward"
     request: Count
-    mode: Literal["train", "evaluate"] = "train"
     step: Step
     microbatch: MicrobatchIndex
     stage: StageIndex
     accumulate: Stages
     input_bytes: Count
     target_bytes: Count
+    ticket: Envelope
+    """The coordinator's signed `LeaseTicket` of this microbatch."""
 
 
 class Backward(FrozenModel):

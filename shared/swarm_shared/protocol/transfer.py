@@ -1,4 +1,4 @@
-"""TRANSFER_PROTOCOL: a requester and a holder; chunks of stage snapshots and of data shards."""
+"""TRANSFER_PROTOCOL: a requester and a holder; chunks of files, and leaves of the training data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import Count, Envelope, ItemName, RunId, Sha256, Text
+from swarm_shared.base.types import MAX_SHARDS, Count, Envelope, ItemName, RunId, Sha256, Text
 
 TRANSFER_PROTOCOL = "/swarmtrain/transfer/1"
+
+MAX_LEAVES_ASKED = 32
+"""Most leaves of one request; with their proofs at most 540 KiB, so that one answer is little
+memory at either end."""
 
 
 class TransferHello(FrozenModel):
@@ -35,13 +39,37 @@ class ChunkAnswer(FrozenModel):
     sha256: Sha256
 
 
+class WantedLeaf(FrozenModel):
+    """A leaf of the training data (`swarm_shared.data.merkle`)."""
+
+    shard: int = Field(ge=0, lt=MAX_SHARDS)
+    """The shard's place in the manifest."""
+    leaf: int = Field(ge=0, lt=2**28)
+    """The leaf's place in the shard."""
+
+
+class LeafRequest(FrozenModel):
+    kind: Literal["leaf_request"] = "leaf_request"
+    leaves: tuple[WantedLeaf, ...] = Field(min_length=1, max_length=MAX_LEAVES_ASKED)
+    content: bool
+    """Whether the leaves are wanted, or only their proofs, because a mirror has the leaves."""
+
+
+class LeafAnswer(FrozenModel):
+    """The payload has for each leaf its proof, and then its bytes if they were asked for. Lengths
+    follow from the manifest."""
+
+    kind: Literal["leaf_answer"] = "leaf_answer"
+
+
 class TransferRefused(FrozenModel):
     kind: Literal["transfer_refused"] = "transfer_refused"
     reason: Text
 
 
 TransferMessage = Annotated[
-    TransferHello | ChunkRequest | ChunkAnswer | TransferRefused, Field(discriminator="kind")
+    TransferHello | ChunkRequest | ChunkAnswer | LeafRequest | LeafAnswer | TransferRefused,
+    Field(discriminator="kind"),
 ]
 
 

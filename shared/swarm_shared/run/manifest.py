@@ -19,10 +19,10 @@ from swarm_shared.base.types import (
     MAX_SHARDS,
     MAX_STAGES,
     Finite,
+    Mirrors,
     PeerId,
     RunName,
     Sha256,
-    Url,
 )
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
 from swarm_shared.run.model_config import MAX_LAYERS, ComputeDtype, ModelConfig
@@ -55,13 +55,16 @@ class ShardInfo(FrozenModel):
     name: str = Field(pattern=r"^[a-z0-9_-]{1,64}\.tokens$")
     split: Literal["train", "heldout"]
     tokens: int = Field(ge=1, le=2**40)
-    sha256: Sha256
-    url: Url | None = None
+    merkle_root: Sha256
+    """Root of the tree over its leaves, by which each range is verified
+    (`swarm_shared.data.merkle`)."""
 
 
 class DataConfig(FrozenModel):
     token_bytes: Literal[1, 2, 4]
     shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=MAX_SHARDS)
+    mirrors: Mirrors = ()
+    """Web folders with copies of the shards. No part of the run's id: they may change."""
     tokenizer: Literal["bytes", "bpe"]
     tokenizer_sha256: Sha256 | None = None
     unigram_entropy_nats: Finite = Field(ge=0, le=100)
@@ -82,6 +85,22 @@ class TrainingConfig(FrozenModel):
     staleness: Literal[0, 1] = 0
     """Steps by which the parameters of a gradient lag behind. With 1, step t is computed with
     version t - 2, so that its work overlaps with the close of step t - 1."""
+
+    @property
+    def heldout_microbatches(self) -> range:
+        """The numbers of the held-out microbatches, which follow those of a step: a receipt of one
+        can be mistaken for no other."""
+        first = self.microbatches_per_step
+        return range(first, first + self.evaluation_microbatches)
+
+    @model_validator(mode="after")
+    def _microbatches_have_numbers(self) -> Self:
+        if self.heldout_microbatches.stop > MAX_MICROBATCHES:
+            raise ValueError(
+                f"microbatches_per_step and evaluation_microbatches are at most {MAX_MICROBATCHES} "
+                "together"
+            )
+        return self
 
 
 class OptimizerConfig(FrozenModel):

@@ -1,34 +1,51 @@
-"""Shortest expected delay: which peer of the next stage receives the next microbatch.
+"""Which peer of the next stage receives the next microbatch.
 
-The peer that would be done first is chosen, from each peer's time per microbatch and the number of
-this sender's microbatches that it has not answered. (This is the rule of the Linux Virtual Server's
-scheduler of this name, with measured rates for weights.) SWARM's own wiring is interleaved weighted
-round-robin (Ryabinin et al. 2023, arXiv 2301.11913, section 3.2 and algorithm 1), which counts what
-was sent and not what came back; decision 0029 gives the reason for the difference. As in SWARM, a
-failing peer is banned with decaying back-off, but the stage never becomes empty.
+Each microbatch has a planned peer (`step_plan`), which the roster's rates give and which is the
+same at every sender. Senders that chose by themselves, from the same rates and at the same moment,
+would choose the same peers (docs/decisions, number 0037). Where the planned peer has no room, is
+banned, or is slower for this sender than the roster claims, the choice is by shortest expected
+delay: the peer that would be done first, from each peer's time per microbatch and the number of
+this sender's microbatches that it has not answered (decision 0029). As in SWARM (Ryabinin et al.
+2023, arXiv 2301.11913), a failing peer is banned with decaying back-off, but the stage never
+becomes empty.
 
-Pure: time is passed in, equal delays take turns.
+Pure: time is passed in, and so is the generator that breaks ties.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarm_shared.base.backoff import backoff_seconds
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MicrobatchIndex, PeerId
+from swarm_shared.scheduling.step_plan import plan_step, prior_seconds
 
 EMA_WEIGHT = 0.3
 """Weight of the newest observation: about the last five microbatches count."""
 
-IDLE_HALF_LIFE_SECONDS = 5.0
-"""Half-life of the estimate of a peer with nothing in flight. One slow moment would otherwise keep
-a peer without work, and so without a new measurement."""
+ESTIMATE_HALF_LIFE_SECONDS = 60.0
+"""Half-life of a sender's own estimate, which ages towards what the roster gives. One slow moment
+would otherwise keep a peer without work, and so without a new measurement."""
+
+SLOWER_THAN_PLANNED = 2.0
+"""Own estimate over the planned time above which a sender departs from the plan: the roster does
+not know the link between the two."""
+
+MIN_PLANNED_PEERS = 3
+"""Fewest peers of a stage for which there is a plan. Of two peers each sender sees most of the
+queue, and knows it better than a plan does."""
+
+TIE = 1.2
+"""Ratio of two expected delays up to which they count as equal; estimates are no more exact."""
 
 MIN_SERVICE_SECONDS = 1e-6
 """Lower bound of a service-time estimate; avoids division by zero."""
 
+DEFAULT_SECONDS = 1.0
+"""Seconds per microbatch of a peer while none is known or measured."""
 REFUSAL_PAUSE_SECONDS = 0.2
 """Pause of a peer that refused; longer than senders wait before they choose again, or they would
 choose the same peer."""
@@ -55,10 +72,8 @@ class Observation:
 
 @dataclass(slots=True)
 class _PeerEstimate:
-    """What is known of one peer."""
+    """What one sender has measured of one peer."""
 
-    turn: int
-    """Increases with every choice: the peer chosen, or added, longest ago has the smallest."""
     seconds: float | None = None
     link_seconds: float | None = None
     seen_at: float = 0.0
@@ -66,75 +81,96 @@ class _PeerEstimate:
     banned_until: float = 0.0
 
 
-class ShortestExpectedDelay:
+class Generator(Protocol):
+    """What routing needs of `random.Random`."""
+
+    def choice(self, seq: Sequence[PeerId], /) -> PeerId: ...
+
+
+class StageRouting:
     """The routing table of one sender for one stage."""
 
-    def __init__(self, default_seconds: float = 1.0) -> None:
+    def __init__(self, rng: Generator, microbatches: int) -> None:
+        """`microbatches` is the number of microbatches of a step."""
+        self._rng = rng
+        self._microbatches = microbatches
         self._candidates: dict[PeerId, _PeerEstimate] = {}
-        self._default_seconds = default_seconds
-        self._turns = 0
+        self._rates: dict[PeerId, float] = {}
+        self._prior: dict[PeerId, float] = {}
+        """Seconds per microbatch of each peer as the roster gives them; empty if it gives none."""
+        self._plan: tuple[PeerId, ...] | None = None
+        """None: to be made with the next choice."""
 
     @property
     def peers(self) -> Collection[PeerId]:
         return self._candidates.keys()
 
-    def update(self, peers: Iterable[PeerId]) -> None:
-        """Set the table's peers; those that stay keep their estimates."""
-        wanted = list(peers)
-        for gone in self._candidates.keys() - set(wanted):
-            del self._candidates[gone]
-        for peer in wanted:
-            if peer not in self._candidates:
-                self._turns += 1
-                self._candidates[peer] = _PeerEstimate(self._turns)
+    def update(self, rates: Mapping[PeerId, float]) -> None:
+        """Set the table's peers and the roster's rates of them, in microbatches per second (0:
+        unknown); peers that stay keep their estimates."""
+        if rates == self._rates:
+            return
+        self._rates = dict(rates)
+        self._candidates = {p: self._candidates.get(p) or _PeerEstimate() for p in rates}
+        self._prior, self._plan = prior_seconds(rates), None
 
-    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
-        """Return the next peer out of those of `in_flight`, which counts this sender's microbatches
-        at each; None when none of them is in the table.
+    def choose(
+        self, now: float, in_flight: Mapping[PeerId, int], microbatch: MicrobatchIndex | None
+    ) -> PeerId | None:
+        """Return the peer for `microbatch` (None: for one without a plan) out of those of
+        `in_flight`, which counts this sender's microbatches at each; None when none of them is in
+        the table.
 
         Banned peers are skipped unless every peer of the table is banned; then the one whose ban
         ends first serves, so that the stage never becomes empty.
         """
+        planned = self._planned(microbatch)
+        if planned is not None and planned in in_flight and self._keeps_to_plan(planned, now):
+            return planned
         present = [(p, c) for p, c in self._candidates.items() if p in in_flight]
         if not present:
             return None
-        allowed = [(p, c) for p, c in present if c.banned_until <= now]
+        allowed = [p for p, c in present if c.banned_until <= now]
         if not allowed:
             if any(c.banned_until <= now for c in self._candidates.values()):
                 return None  # another peer will have room soon: wait for it
-            allowed = [min(present, key=lambda entry: entry[1].banned_until)]
-        unmeasured = self._unmeasured_seconds()
-        peer, candidate = min(
-            allowed, key=lambda e: (self._delay(e[1], in_flight[e[0]], unmeasured, now), e[1].turn)
-        )
-        self._turns += 1
-        candidate.turn = self._turns
-        return peer
+            return min(present, key=lambda entry: entry[1].banned_until)[0]
+        unknown = self._mean_seconds()
+        delays = {p: (in_flight[p] + 1) * self._expected_seconds(p, unknown, now) for p in allowed}
+        shortest = TIE * min(delays.values())
+        return self._rng.choice([p for p, delay in delays.items() if delay <= shortest])
 
-    def _delay(
-        self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
-    ) -> float:
-        """Return the expected seconds from now until the peer has done one more."""
-        seconds = unmeasured if candidate.seconds is None else candidate.seconds
-        if in_flight:
-            return (in_flight + 1) * seconds
-        idle_seconds = max(0.0, now - candidate.seen_at)
-        return seconds * math.exp2(-min(64.0, idle_seconds / IDLE_HALF_LIFE_SECONDS))
+    def _planned(self, microbatch: MicrobatchIndex | None) -> PeerId | None:
+        if microbatch is None or len(self._prior) < MIN_PLANNED_PEERS:
+            return None
+        if self._plan is None:
+            self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
+        return self._plan[microbatch % len(self._plan)]
+
+    def _keeps_to_plan(self, peer: PeerId, now: float) -> bool:
+        candidate, seconds = self._candidates[peer], self._prior[peer]
+        expected = _aged(candidate, seconds, now)
+        return candidate.banned_until <= now and expected <= SLOWER_THAN_PLANNED * seconds
+
+    def _expected_seconds(self, peer: PeerId, unknown: float, now: float) -> float:
+        return _aged(self._candidates[peer], self._prior.get(peer, unknown), now)
 
     def next_ban_end(self, now: float) -> float | None:
         """Return when the earliest current ban ends."""
         ends = [c.banned_until for c in self._candidates.values() if c.banned_until > now]
         return min(ends, default=None)
 
-    def seconds_of(self, peer: PeerId) -> float:
-        """Return the expected seconds per microbatch: measured, or the mean of the measured
-        peers."""
-        own = self._candidates[peer].seconds
-        return self._unmeasured_seconds() if own is None else own
+    def seconds_of(self, peer: PeerId, now: float) -> float:
+        """Return the expected seconds per microbatch: this sender's estimate, which ages towards
+        what the roster gives, or else the mean of the measured peers."""
+        return self._expected_seconds(peer, self._mean_seconds(), now)
 
-    def _unmeasured_seconds(self) -> float:
+    def _mean_seconds(self) -> float:
+        """Return the mean of the measured peers; not needed where the roster gives rates."""
+        if self._prior:
+            return DEFAULT_SECONDS
         known = [c.seconds for c in self._candidates.values() if c.seconds is not None]
-        return sum(known) / len(known) if known else self._default_seconds
+        return sum(known) / len(known) if known else DEFAULT_SECONDS
 
     def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
         """Record that a microbatch came back from `peer`, whose rate is that of the slowest of
@@ -160,7 +196,9 @@ class ShortestExpectedDelay:
         room."""
         candidate = self._candidates.get(peer)
         if candidate is not None:
-            rest_seconds = min(FIRST_BAN_SECONDS, max(REFUSAL_PAUSE_SECONDS, self.seconds_of(peer)))
+            rest_seconds = min(
+                FIRST_BAN_SECONDS, max(REFUSAL_PAUSE_SECONDS, self.seconds_of(peer, now))
+            )
             candidate.banned_until = max(candidate.banned_until, now + rest_seconds)
 
     def failed(self, peer: PeerId, now: float) -> None:
@@ -175,3 +213,12 @@ class ShortestExpectedDelay:
 
 def _average(known: float | None, newest: float) -> float:
     return newest if known is None else known + EMA_WEIGHT * (newest - known)
+
+
+def _aged(candidate: _PeerEstimate, prior: float, now: float) -> float:
+    """Return the peer's seconds per microbatch: the older an estimate, the nearer to `prior`."""
+    if candidate.seconds is None:
+        return prior
+    age = max(0.0, now - candidate.seen_at)
+    weight = math.exp2(-min(64.0, age / ESTIMATE_HALF_LIFE_SECONDS))
+    return weight * candidate.seconds + (1 - weight) * prior

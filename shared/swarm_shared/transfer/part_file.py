@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder
 from swarm_shared.base.errors import StorageError
-from swarm_shared.base.units import size_text
+from swarm_shared.base.text import size_text
 
 CHUNK_BYTES = 2**20
 """Size of a chunk, as usual in the field (BitTorrent's piece): an error costs little, overhead is

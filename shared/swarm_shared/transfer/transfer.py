@@ -1,14 +1,18 @@
-"""Files between peers: data shards, tokenizer, stage snapshots, checkpoints.
+"""Files between peers: tokenizer, stage snapshots, checkpoints; and the service of both kinds of
+requests, for chunks of files and for leaves of the training data.
 
 Owns TRANSFER_PROTOCOL at both ends. One stream serves one requester, one chunk per request:
 
-    requester → holder   TransferHello (certificate), then ChunkRequest …
-    holder → requester   ChunkAnswer + bytes, in order; TransferRefused ends it
+    requester → holder   TransferHello (certificate), then ChunkRequest … or LeafRequest …
+    holder → requester   ChunkAnswer + bytes, or LeafAnswer + leaves, in order; TransferRefused
+                         ends it
 
 A fetch takes chunks of 1 MiB from all sources at once. A source that dies, sends wrong data or
 stalls is dropped and its chunks go to the others. Only the hash of the whole, which comes from the
 signed manifest or the coordinator, is trusted: when many sources together gave a wrong whole, each
 is tried alone, so that one dishonest source cannot stop a download that an honest peer could serve.
+
+Fetching leaves is `leaf_transfer`.
 
 Not here: which peer holds what (the catalogue), and admission (`check_remote`).
 """
@@ -30,6 +34,7 @@ import trio
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import (
     AdmissionError,
+    DataError,
     FrameError,
     LinkClosed,
     NetworkError,
@@ -45,13 +50,17 @@ from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
     ChunkAnswer,
     ChunkRequest,
+    LeafAnswer,
+    LeafRequest,
     TransferHello,
     TransferRefused,
     encode,
     parse,
     transfer_messages,
 )
+from swarm_shared.transfer.leaf_transfer import LeafReader, read_leaves
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
+from swarm_shared.transfer.source import TransferSource
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +80,10 @@ waiting for."""
 REQUESTS_IN_FLIGHT = 4
 """Requests per source; 4 MiB in flight fill a 100 Mbit/s link at 300 ms."""
 MAX_STREAMS_SERVED = 64
-"""Streams served at once; each holds one chunk of at most 4 MiB in memory."""
+"""Streams of files served at once; each holds one chunk of at most 4 MiB in memory. Streams of
+leaves, which every trainer of a fleet keeps open, hold an answer of 540 KiB while it is sent."""
+MAX_LEAF_ANSWERS = 256
+"""Answers with leaves in memory at once: 135 MiB. Further requests wait."""
 MAX_STREAMS_PER_PEER = 8
 
 Catalogue = Callable[[str, PeerId], Path | None]
@@ -82,14 +94,6 @@ CheckRemote = Callable[[PeerId, TransferHello], None]
 
 Progress = Callable[[int, int], None]
 """(bytes present, bytes in all)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferSource:
-    """A peer that holds the item."""
-
-    peer: PeerId
-    addresses: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- serving
@@ -108,23 +112,20 @@ def certificate_check(run: RunId, organiser: PeerId, clock: Clock = wall) -> Che
     return check
 
 
-def serve_transfers(node: Node, catalogue: Catalogue, check_remote: CheckRemote) -> None:
-    """Answer requests for files as long as the node lives."""
-    slots = trio.Semaphore(MAX_STREAMS_SERVED)
+def serve_transfers(
+    node: Node,
+    catalogue: Catalogue,
+    check_remote: CheckRemote,
+    leaves: LeafReader | None = None,
+) -> None:
+    """Answer requests for files, and for leaves if this peer has them, as long as the node
+    lives."""
+    server = _Server(catalogue, leaves)
 
     async def handle(stream: FramedStream) -> None:
-        # Before a slot is taken: an unknown peer could hold them all by staying silent.
-        if not await _is_admitted(stream, check_remote):
-            return
-        try:
-            slots.acquire_nowait()
-        except trio.WouldBlock:
-            await _refuse(stream, "this peer serves as many streams as it can; ask another peer")
-            return
-        try:
-            await _serve_stream(stream, catalogue)
-        finally:
-            slots.release()
+        if await _is_admitted(stream, check_remote):
+            with suppress(LinkClosed):
+                await server.serve(stream)
 
     node.serve(
         TRANSFER_PROTOCOL, handle, SERVING_LIMITS, public=True,
@@ -145,19 +146,50 @@ async def _is_admitted(stream: FramedStream, check_remote: CheckRemote) -> bool:
     return True
 
 
-async def _serve_stream(stream: FramedStream, catalogue: Catalogue) -> None:
-    while True:
-        try:
-            frame = await stream.receive(timeout_seconds=IDLE_SECONDS)
-        except LinkClosed:
+class _Server:
+    """The requests of admitted peers."""
+
+    def __init__(self, catalogue: Catalogue, leaves: LeafReader | None) -> None:
+        self._catalogue = catalogue
+        self._leaves = leaves
+        self._file_streams = trio.Semaphore(MAX_STREAMS_SERVED)
+        self._leaf_answers = trio.Semaphore(MAX_LEAF_ANSWERS)
+
+    async def serve(self, stream: FramedStream) -> None:
+        """Answer until the stream ends. The first request decides whether it is of files."""
+        request = await self._receive(stream)
+        if isinstance(request, LeafRequest):
+            while await self._send_leaves(stream, request):
+                request = await self._receive(stream)
+                if not isinstance(request, LeafRequest):
+                    raise ProtocolError(f"{stream.remote} sent {request.kind} among leaf requests")
             return
+        try:
+            self._file_streams.acquire_nowait()
+        except trio.WouldBlock:
+            await _refuse(stream, "this peer serves as many streams as it can; ask another peer")
+            return
+        try:
+            while await self._send_chunk(stream, request):
+                request = await self._receive(stream)
+                if not isinstance(request, ChunkRequest):
+                    raise ProtocolError(f"{stream.remote} sent {request.kind} among chunk requests")
+        finally:
+            self._file_streams.release()
+
+    async def _receive(self, stream: FramedStream) -> ChunkRequest | LeafRequest:
+        frame = await stream.receive(timeout_seconds=IDLE_SECONDS)
         request = parse(transfer_messages, frame.header)
-        if not isinstance(request, ChunkRequest):
-            raise ProtocolError(f"{stream.remote} sent {request.kind} instead of a chunk request")
-        path = catalogue(request.item, stream.remote)
+        if not isinstance(request, ChunkRequest | LeafRequest):
+            raise ProtocolError(f"{stream.remote} sent {request.kind} instead of a request")
+        return request
+
+    async def _send_chunk(self, stream: FramedStream, request: ChunkRequest) -> bool:
+        """False after a refusal, which ends the stream."""
+        path = self._catalogue(request.item, stream.remote)
         if path is None:
             await _refuse(stream, f"there is no {request.item} here")
-            return
+            return False
         try:
             content, digest, item_bytes = await _in_thread(
                 _read_chunk, path, request.offset, request.bytes
@@ -165,7 +197,7 @@ async def _serve_stream(stream: FramedStream, catalogue: Catalogue) -> None:
         except OSError as error:
             log.warning("%s cannot be read for %s: %s", path, stream.remote, error)
             await _refuse(stream, f"{request.item} cannot be read here")
-            return
+            return False
         answer = ChunkAnswer(
             item=request.item,
             offset=request.offset,
@@ -173,6 +205,22 @@ async def _serve_stream(stream: FramedStream, catalogue: Catalogue) -> None:
             sha256=digest,
         )
         await stream.send(encode(answer), content, timeout_seconds=SEND_SECONDS)
+        return True
+
+    async def _send_leaves(self, stream: FramedStream, request: LeafRequest) -> bool:
+        """False after a refusal, which ends the stream."""
+        if self._leaves is None:
+            await _refuse(stream, "there is no training data here")
+            return False
+        async with self._leaf_answers:
+            try:
+                payload = await _in_thread(read_leaves, self._leaves, request)
+            except DataError as error:
+                log.warning("leaves cannot be read for %s: %s", stream.remote, error)
+                await _refuse(stream, str(error))
+                return False
+            await stream.send(encode(LeafAnswer()), payload, timeout_seconds=SEND_SECONDS)
+        return True
 
 
 def _read_chunk(path: Path, offset: int, count: int) -> tuple[bytes, str, int]:

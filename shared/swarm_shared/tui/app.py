@@ -20,8 +20,7 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import duration_text
+from swarm_shared.base.text import duration_text, printable
 from swarm_shared.tui.dialogs import Page
 from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import (

@@ -1,6 +1,6 @@
 """Numbers, times of day and peers as a view shows them.
 
-Sizes, rates and durations are in `swarm_shared.base.units`.
+Sizes, rates and durations are in `swarm_shared.base.text`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import MISSING
+from swarm_shared.base.text import MISSING, printable
 from swarm_shared.tui.terminal_style import Look
 
 

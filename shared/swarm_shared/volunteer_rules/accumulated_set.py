@@ -57,6 +57,11 @@ class AccumulatedSet(Generic[KeptT]):
         """The microbatches in the sum, in ascending order."""
         return tuple(sorted(self._kept))
 
+    def kept(self, microbatch: MicrobatchIndex) -> KeptT | None:
+        """The inputs of a microbatch in the sum; None if it is not in it, or if they were
+        dropped."""
+        return self._kept.get(microbatch)
+
     def wants(self, microbatch: MicrobatchIndex, accumulate: bool) -> bool:
         """Whether a computation that asks to `accumulate` shall add its gradient."""
         return accumulate and microbatch not in self._kept

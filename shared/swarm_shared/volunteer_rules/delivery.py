@@ -36,13 +36,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import RefusalReason
-from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+from swarm_shared.scheduling.routing import Observation, StageRouting
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
 BUSY_RETRY_SECONDS = 0.05
@@ -67,8 +66,6 @@ RETRY_SECONDS = {
 }
 """Pauses after the refusals that are no failures: the peer has not begun, so the mask still
 holds."""
-
-Mode = Literal["train", "evaluate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,6 @@ class _Delivery:
     number: int
     step: Step
     microbatch: MicrobatchIndex
-    mode: Mode
     attempts: list[_Attempt] = field(default_factory=list)
     """Those under way."""
     hedges: int = 0
@@ -221,9 +217,9 @@ class Dispatcher:
     def __init__(
         self,
         stage: StageIndex,
+        routing: StageRouting,
         depth: int = 1,
         latency: LatencyEstimate | None = None,
-        routing: ShortestExpectedDelay | None = None,
     ) -> None:
         """`depth` is the number of stages from `stage` to the last. No peer serves the stage before
         the first `roster_changed`; every step is wanted before the first `oldest_step_is`."""
@@ -232,7 +228,7 @@ class Dispatcher:
         """Hedges begun."""
         self._depth = depth
         self._latency = latency or LatencyEstimate()
-        self._routing = routing or ShortestExpectedDelay()
+        self._routing = routing
         self._serving: dict[PeerId, None] = {}
         self._edges: dict[PeerId, _Edge] = {}
         """Edges that take requests. One that only finishes what it has is in its requests alone."""
@@ -290,12 +286,11 @@ class Dispatcher:
         self,
         step: Step,
         microbatch: MicrobatchIndex,
-        mode: Mode,
         accumulate: tuple[StageIndex, ...],
         now: float,
     ) -> int:
         """Begin a delivery; return its number. It may end before this returns (`take_actions`)."""
-        delivery = _Delivery(next(self._numbers), step, microbatch, mode)
+        delivery = _Delivery(next(self._numbers), step, microbatch)
         self._deliveries[delivery.number] = delivery
         if self._closed:
             self._abandon(delivery, "this peer has given up its stage")
@@ -337,9 +332,10 @@ class Dispatcher:
     # ---- peers and edges
 
     def roster_changed(
-        self, serving: Collection[PeerId], present: Container[PeerId], now: float
+        self, serving: Mapping[PeerId, float], present: Container[PeerId], now: float
     ) -> None:
-        """`serving` are the peers that accept work at the stage, `present` all in the roster.
+        """`serving` are the peers that accept work at the stage, with their rates in microbatches
+        per second (0: unknown), `present` all in the roster.
 
         What is in flight to a peer that is not present any more fails at once; a peer that merely
         serves no longer (it has moved, or leaves) finishes what it has.
@@ -347,7 +343,7 @@ class Dispatcher:
         if self._closed:
             return
         self._serving = dict.fromkeys(serving)
-        self._routing.update(self._serving)
+        self._routing.update(serving)
         for sent in [s for s in self._sent.values() if s.edge.peer not in present]:
             self._cancel(sent)
             self._fail(sent, f"{sent.edge.peer} has left the roster", now)
@@ -479,19 +475,21 @@ class Dispatcher:
             expected = next((peer for peer in opening if peer not in has_it), None)
             if expected is not None:
                 opening.remove(expected)
-            peer = self._choose(has_it, now, may_open=expected is None)
+            peer = self._choose(attempt, has_it, now, may_open=expected is None)
             if peer is not None and peer not in self._edges:
                 self._opening[peer] = None
                 self._actions.append(OpenEdge(peer))
                 # Which may take long, and fail in the end: meanwhile any open edge will do.
-                peer = self._choose(has_it, now, may_open=False)
+                peer = self._choose(attempt, has_it, now, may_open=False)
             elif peer is None and expected is None and not has_it:
                 break  # nor is there a peer for any later attempt
             if peer is not None:
                 self._transmit(attempt, self._edges[peer], now)
         self._ban_ends_at = self._routing.next_ban_end(now) if self._waiting else None
 
-    def _choose(self, has_it: Container[PeerId], now: float, *, may_open: bool) -> PeerId | None:
+    def _choose(
+        self, attempt: _Attempt, has_it: Container[PeerId], now: float, *, may_open: bool
+    ) -> PeerId | None:
         in_flight: dict[PeerId, int] = {}
         for peer in self._serving:
             edge = self._edges.get(peer)
@@ -502,7 +500,11 @@ class Dispatcher:
                     in_flight[peer] = len(edge.requests)
             elif may_open and peer not in self._opening:
                 in_flight[peer] = 0
-        return self._routing.choose(now, in_flight) if in_flight else None
+        if not in_flight:
+            return None
+        # One that has failed goes to another peer than the planned one.
+        microbatch = None if attempt.failures else attempt.delivery.microbatch
+        return self._routing.choose(now, in_flight, microbatch)
 
     def _transmit(self, attempt: _Attempt, edge: _Edge, now: float) -> None:
         del self._waiting[attempt]
@@ -531,11 +533,9 @@ class Dispatcher:
                 f"{attempt.failures} attempts to reach stage {self.stage} failed, the last one "
                 f"because {reason}",
             )
-        elif attempt.delivery.mode == "train":
+        else:
             # A peer further down may have counted it before the link broke.
             self._ask_mask(attempt, overdue=None)
-        else:
-            self._wait(attempt)
 
     def _ask_mask(self, attempt: _Attempt, overdue: PeerId | None) -> None:
         delivery = attempt.delivery
@@ -562,11 +562,7 @@ class Dispatcher:
             self.hedged += 1
             overdue = latest.edge.peer
             hedge = _begin_attempt(delivery, latest.attempt.accumulate)
-            if delivery.mode == "train":
-                self._ask_mask(hedge, overdue)
-            else:
-                self._routing.failed(overdue, now)
-                self._wait(hedge)
+            self._ask_mask(hedge, overdue)
 
     def _has_other_room(self, has_it: Container[PeerId]) -> bool:
         edges = self._edges

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 
 ReceiptT = TypeVar("ReceiptT")
@@ -54,6 +55,7 @@ class Counted:
     microbatch: MicrobatchIndex
     tokens: int
     loss_sum: float | None
+    transcript: Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,6 @@ class StageAccount(Generic[ReceiptT]):
         """Whether training microbatches of this step can be computed now."""
         return self.step <= step <= self.step + self.staleness
 
-    def evaluates(self, step: Step) -> bool:
-        """Whether the newest parameters are those that an evaluation in this step needs."""
-        return step == self.step
-
     @property
     def closing(self) -> bool:
         """Whether the coordinator closes the step now."""
@@ -135,13 +133,15 @@ class StageAccount(Generic[ReceiptT]):
         return Computation(step, microbatch, accumulate, opened.removals(microbatch))
 
     def finish(
-        self, computation: Computation, *, added: bool, tokens: int, loss_sum: float | None
-    ) -> ReceiptT | None:
+        self, computation: Computation, *, added: bool, tokens: int, loss_sum: float | None,
+        transcript: Transcript | None,
+    ) -> ReceiptT | None:  # fmt: skip
         """Record the worker's answer; return the microbatch's receipt, signed now or before.
 
         Not only a microbatch that was `added` just now is signed: an earlier request may have been
         cancelled after the worker had added it. The worker does not add it again, and without a
-        receipt it would be leased again and again.
+        receipt it would be leased again and again. `transcript` is of the gradient in the
+        accumulator; None when the worker holds none.
         """
         step, microbatch = computation.step, computation.microbatch
         opened = self._steps.get(step)
@@ -150,10 +150,11 @@ class StageAccount(Generic[ReceiptT]):
         held = added or (computation.accumulate and not self.closes(step))
         if (
             held
+            and transcript is not None
             and microbatch not in opened.receipts
             and computation.removals == opened.removals(microbatch)
         ):
-            receipt = self._sign(Counted(step, microbatch, tokens, loss_sum))
+            receipt = self._sign(Counted(step, microbatch, tokens, loss_sum, transcript))
             opened.receipts[microbatch] = self._unreported[step, microbatch] = receipt
         return opened.receipts.get(microbatch)
 

@@ -4,7 +4,8 @@ Orders of the coordinator and results of work in, decisions out. Close, Apply an
 carried out one after another; AbortRound takes effect at once. A close makes the accumulator hold
 exactly the coordinator's commit set, has the gradient averaged with the named groups on a copy, and
 reports. With staleness the next step is computed meanwhile; only the step that is applied next
-closes.
+closes. Between its report and the Apply a SumCheck may ask for the digests of what it put into the
+average and took out (docs/decisions/0036-verified-work.md).
 
 A peer that moves has its next stage prepared beside the held one. A close that names both stages
 averages both at the same time, each in a lane of its own: to the new stage the peer has added
@@ -29,6 +30,8 @@ Invariants:
    last, which is answered again.
 7. After `session_lost` the step is open again, unless it is being applied. What is averaged in the
    held stage stays averaged: a coordinator that has decided the step sends its Apply again.
+8. Sums are stated only of the attempt that is averaged here, to the session that asked for them;
+   a check that cannot be answered fails the attempt, and one of another attempt is ignored.
 """
 
 from __future__ import annotations
@@ -51,14 +54,17 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     SnapshotFailed,
     SnapshotReady,
+    SumCheck,
+    SumsChecked,
 )
 from swarm_shared.volunteer_rules.stage_account import ReceiptT, StageAccount
 
-CloseOrder = Close | AbortRound | Apply | SaveSnapshot
+CloseOrder = Close | SumCheck | AbortRound | Apply | SaveSnapshot
 
 MAX_QUEUED_ORDERS = 256
 """Maximum number of orders that wait to be carried out; each takes a moment."""
 
+_NEXT_LOST = "the next stage was lost"
 MAX_REASON_CHARACTERS = 500
 """Characters of a failure's reason in a report; longer ones are cut."""
 
@@ -125,6 +131,17 @@ class ComputeNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSums:
+    """Sign the digests of what all reductions of the attempt got and gave, in both lanes: those of
+    the close in its order, then those of `moving`. Answer: `sums_stated`."""
+
+    work: WorkNumber
+    lane: ClassVar = Lane.HELD
+    order: SumCheck
+    close: Close
+
+
+@dataclass(frozen=True, slots=True)
 class ApplyStep:
     """Apply the averaged gradient to the stage. Answer: `applied`."""
 
@@ -142,7 +159,10 @@ class SaveState:
     request: SaveSnapshot
 
 
-Work = PrepareRound | Uncommit | EmptyAccumulator | Reduce | ComputeNorm | ApplyStep | SaveState
+Work = (
+    PrepareRound | Uncommit | EmptyAccumulator | Reduce | ComputeNorm | StateSums | ApplyStep
+    | SaveState
+)  # fmt: skip
 """Any of these may instead be answered by `failed`."""
 
 
@@ -155,12 +175,14 @@ class CancelWork:
 
 # ---- decisions: everything else
 
+CloseAnswer = RoundReport | SumsChecked | Applied | SnapshotReady | SnapshotFailed
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send to the coordinator."""
 
-    message: RoundReport | Applied | SnapshotReady | SnapshotFailed
+    message: CloseAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +234,7 @@ class _Attempt(Generic[ReceiptT]):
     own_squared: float = 0.0
     tied_squared: float = 0.0
 
-    def is_of(self, order: Apply | AbortRound) -> bool:
+    def is_of(self, order: SumCheck | Apply | AbortRound) -> bool:
         return (self.close.step, self.close.attempt) == (order.step, order.attempt)
 
 
@@ -231,15 +253,15 @@ class _LaneProgress(Generic[ReceiptT]):
 @dataclass(frozen=True, slots=True)
 class _Order:
     session: int
-    message: Close | Apply | SaveSnapshot
+    message: Close | SumCheck | Apply | SaveSnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class _Execution(Generic[ReceiptT]):
-    """An Apply or SaveSnapshot that is being carried out."""
+    """A SumCheck, Apply or SaveSnapshot that is being carried out."""
 
     session: int
-    work: ApplyStep | SaveState
+    work: StateSums | ApplyStep | SaveState
     account: StageAccount[ReceiptT]
     """Of the stage in which it is carried out."""
 
@@ -296,6 +318,7 @@ class StepClose(Generic[ReceiptT]):
         self._session += 1
         self._cancel_lanes()
         applying = self._applying()
+        self._cancel_statement()
         if applying is Lane.PREPARED:
             self._cancel_execution()
         if self._attempt is not None and self._attempt.outcome is _Outcome.AVERAGED:
@@ -322,10 +345,10 @@ class StepClose(Generic[ReceiptT]):
             self._actions.append(Rejoin())
         elif (
             attempt is not None
-            and attempt.outcome is _Outcome.RUNNING
             and attempt.target is not None
+            and (attempt.outcome is _Outcome.RUNNING or self._states_sums)
         ):
-            self._fail(attempt, _failure(attempt.close, "the next stage was lost"))
+            self._fail(attempt, _failure(attempt.close, _NEXT_LOST))
         self._carry_out_orders()
 
     # ---- results
@@ -396,6 +419,13 @@ class StepClose(Generic[ReceiptT]):
                 self._succeed(attempt)
         self._carry_out_orders()
 
+    def sums_stated(self, work: WorkNumber, answer: SumsChecked) -> None:
+        """The statement is signed."""
+        execution = self._finished(work)
+        if execution is not None:
+            self._send(execution.session, answer)
+            self._carry_out_orders()
+
     def applied(self, work: WorkNumber, *, digest: str, norm: float) -> None:
         """The step is applied, and the accumulator of the step is empty."""
         execution = self._finished(work)
@@ -431,18 +461,20 @@ class StepClose(Generic[ReceiptT]):
             of = "" if progress.lane is Lane.HELD else "of the next stage: "
             self._fail(progress.attempt, _failure(progress.attempt.close, of + reason))
         elif (execution := self._finished(work)) is not None:
-            if isinstance(execution.work, ApplyStep):
-                self._apply_failed(execution.session, execution.work, reason)
-            else:
-                request = execution.work.request
-                self._send(
-                    execution.session,
-                    SnapshotFailed(
-                        version=request.version, stage=request.stage,
-                        reason=reason[:MAX_REASON_CHARACTERS],
-                    ),
-                )  # fmt: skip
+            self._execution_failed(execution, reason)
         self._carry_out_orders()
+
+    def _execution_failed(self, execution: _Execution[ReceiptT], reason: str) -> None:
+        match execution.work:
+            case StateSums():
+                if self._attempt is not None:
+                    self._fail(self._attempt, _failure(self._attempt.close, reason))
+            case ApplyStep() as apply:
+                self._apply_failed(execution.session, apply, reason)
+            case SaveState(request=asked):
+                why = reason[:MAX_REASON_CHARACTERS]
+                failure = SnapshotFailed(version=asked.version, stage=asked.stage, reason=why)
+                self._send(execution.session, failure)
 
     # ---- orders
 
@@ -455,7 +487,9 @@ class StepClose(Generic[ReceiptT]):
             elif isinstance(message, SaveSnapshot):
                 work = SaveState(self._number(), message)
                 self._execute(_Execution(order.session, work, self._account))
-            elif order.session == self._session:
+            elif order.session == self._session and isinstance(message, SumCheck):
+                self._check_sums(message)
+            elif order.session == self._session and isinstance(message, Close):
                 # No member joins an attempt of a lost session: averaging would wait until it fails.
                 self._close(message)
 
@@ -481,13 +515,25 @@ class StepClose(Generic[ReceiptT]):
         self._orders = deque(
             order
             for order in self._orders
-            if not isinstance(order.message, Close)
+            if not isinstance(order.message, Close | SumCheck)
             or (order.message.step, order.message.attempt) != ended
         )
         if self._attempt is not None and self._attempt.is_of(message) and not self._applying():
             self._cancel_lanes()
+            self._cancel_statement()
             self._attempt = None
             self._account.reopen()
+
+    def _check_sums(self, order: SumCheck) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.outcome is not _Outcome.AVERAGED or not attempt.is_of(order):
+            return
+        lost = attempt.target is None or attempt.target is not self._prepared
+        if attempt.close.moving and lost:
+            self._fail(attempt, _failure(attempt.close, _NEXT_LOST))
+        else:
+            work = StateSums(self._number(), order, attempt.close)
+            self._execute(_Execution(self._session, work, self._account))
 
     def _apply(self, session: int, order: Apply) -> None:
         attempt = self._attempt
@@ -514,13 +560,11 @@ class StepClose(Generic[ReceiptT]):
         if session != self._session:
             self._account.reopen()
         order = work.order
-        self._send(
-            session,
-            RoundReport(
-                step=order.step, attempt=order.attempt, ok=False, reset=True,
-                reason=reason[:MAX_REASON_CHARACTERS],
-            ),
+        report = RoundReport(
+            step=order.step, attempt=order.attempt, ok=False, reset=True,
+            reason=reason[:MAX_REASON_CHARACTERS],
         )  # fmt: skip
+        self._send(session, report)
         self._drop_prepared()
 
     def _drop_prepared(self) -> None:
@@ -583,6 +627,7 @@ class StepClose(Generic[ReceiptT]):
 
     def _fail(self, attempt: _Attempt[ReceiptT], report: RoundReport) -> None:
         self._cancel_lanes()
+        self._cancel_statement()
         attempt.outcome = _Outcome.FAILED
         self._send(self._session, report)
 
@@ -618,14 +663,20 @@ class StepClose(Generic[ReceiptT]):
         work = self._execution.work if self._execution is not None else None
         return work.lane if isinstance(work, ApplyStep) else None
 
+    @property
+    def _states_sums(self) -> bool:
+        return self._execution is not None and isinstance(self._execution.work, StateSums)
+
+    def _cancel_statement(self) -> None:
+        if self._states_sums:
+            self._cancel_execution()
+
     def _cancel_execution(self) -> None:
         if self._execution is not None:
             self._actions.append(CancelWork(self._execution.work.work))
             self._execution = None
 
-    def _send(
-        self, session: int, message: RoundReport | Applied | SnapshotReady | SnapshotFailed
-    ) -> None:
+    def _send(self, session: int, message: CloseAnswer) -> None:
         if session == self._session:
             self._actions.append(Send(message))
 

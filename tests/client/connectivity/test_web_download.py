@@ -8,75 +8,36 @@ connector, which are parameters, lead a public address to it.
 from __future__ import annotations
 
 import datetime
-import http.server
 import ipaddress
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swarm_client.connectivity.web_download import WebClient, WebRefused, is_public
+from kits.range_server import RangeServer, range_server
+from swarm_client.connectivity.web_download import WebClient, WebConnections, WebRefused, is_public
 
 CONTENT = bytes(range(256)) * 40
 PUBLIC = "93.184.215.14"
 HOST = "data.example.org"
 
 
-@dataclass
-class Server:
-    """A web server on this machine, and what has arrived at it."""
-
-    port: int
-    connections: int = 0
-    requests: list[str] = field(default_factory=list)
-    redirects: dict[str, str] = field(default_factory=dict)
-    content: bytes = CONTENT
-
-
 @contextmanager
-def serving(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            return
-
-        def do_GET(self) -> None:
-            server.requests.append(self.path)
-            location = server.redirects.get(self.path)
-            self.send_response(200 if location is None else 302)
-            if location is not None:
-                self.send_header("Location", location)
-            self.end_headers()
-            self.wfile.write(server.content if location is None else b"")
-
-    class Listener(http.server.ThreadingHTTPServer):
-        def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-            connected, remote = self.socket.accept()
-            server.connections += 1
-            if tls is not None:
-                connected = tls.wrap_socket(connected, server_side=True)
-            return connected, remote
-
-    with Listener(("127.0.0.1", 0), Handler) as listener:
-        server = Server(listener.server_address[1])
-        thread = threading.Thread(target=listener.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            listener.shutdown()
-            thread.join()
+def serving(tls: ssl.SSLContext | None = None) -> Iterator[RangeServer]:
+    """A server with one file, whatever the path."""
+    with range_server(lambda _, start, count: CONTENT[start : start + count], tls) as server:
+        yield server
 
 
 @pytest.fixture
-def inside() -> Iterator[Server]:
+def inside() -> Iterator[RangeServer]:
     """What a home network has behind its router."""
     with serving() as server:
         yield server
@@ -118,7 +79,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLConte
 class Internet:
     """A public web server, and the way to it."""
 
-    server: Server
+    server: RangeServer
     tls: ssl.SSLContext
     answers: list[list[str]] = field(default_factory=list)
     """What the name server answers, one after another; PUBLIC at the end of the list."""
@@ -156,84 +117,112 @@ def internet(certificates: tuple[ssl.SSLContext, ssl.SSLContext]) -> Iterator[In
         "//127.0.0.1:{port}/", "https:///",
     ],
 )  # fmt: skip
-def test_no_connection_is_made_into_the_volunteer_s_own_network(
-    inside: Server, tmp_path: Path, address: str
-):
+def test_no_connection_is_made_into_the_volunteer_s_own_network(inside: RangeServer, address: str):
     with pytest.raises((WebRefused, OSError)):
-        WebClient().download(address.format(port=inside.port), tmp_path / "a", len(CONTENT))
+        WebConnections(WebClient()).read_range(address.format(port=inside.port), 0, len(CONTENT))
     assert inside.connections == 0
-    assert not (tmp_path / "a").exists()
 
 
-def test_a_file_of_a_public_server_arrives(internet: Internet, tmp_path: Path):
+def test_a_range_of_a_public_server_arrives(internet: Internet):
     internet.server.redirects = {"/old": f"https://{HOST}/deep/a?b=c"}
-    internet.client.download(f"https://{HOST}/old", tmp_path / "a", len(CONTENT))
-    assert (tmp_path / "a").read_bytes() == CONTENT
+    found = WebConnections(internet.client).read_range(f"https://{HOST}/old", 300, 500)
+    assert found == CONTENT[300:800]
     assert internet.server.requests == ["/old", "/deep/a?b=c"]
+    assert internet.dialled == [PUBLIC], "the redirect led back, and the connection was kept"
+
+
+def test_connections_are_kept_for_the_next_range_and_opened_again_when_closed(
+    internet: Internet,
+):
+    connections = WebConnections(internet.client)
+    url = f"https://{HOST}/a"
+    assert [connections.read_range(url, start, 10) for start in (0, 10, 20)] == [
+        CONTENT[start : start + 10] for start in (0, 10, 20)
+    ]
+    assert internet.server.connections == 1
+    for kept in connections._idle.values():
+        for connection in kept:
+            connection.sock.shutdown(socket.SHUT_RDWR)  # as a server does after a while
+    assert connections.read_range(url, 30, 10) == CONTENT[30:40]
     assert internet.dialled == [PUBLIC, PUBLIC]
+    connections.close()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_redirect_does_not_lead_into_the_volunteer_s_network(
-    internet: Internet, inside: Server, tmp_path: Path, scheme: str
+    internet: Internet, inside: RangeServer, scheme: str
 ):
     internet.server.redirects = {"/a": f"{scheme}://127.0.0.1:{inside.port}/latest/meta-data/"}
     with pytest.raises(WebRefused):
-        internet.client.download(f"https://{HOST}/a", tmp_path / "a", len(CONTENT))
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.server.requests == ["/a"]
     assert inside.connections == 0
 
 
 def test_a_name_that_turns_private_between_two_answers_leads_nowhere(
-    internet: Internet, inside: Server, tmp_path: Path
+    internet: Internet, inside: RangeServer
 ):
     """Rebinding: the first answer is checked, so the connection must not ask for a second one."""
     internet.answers = [[PUBLIC], ["127.0.0.1"]]
     internet.server.redirects = {"/a": f"https://{HOST}:{inside.port}/b"}
     with pytest.raises(WebRefused, match="not a public address"):
-        internet.client.download(f"https://{HOST}/a", tmp_path / "a", len(CONTENT))
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.asked == [HOST, HOST], "once for each hop"
     assert internet.dialled == [PUBLIC]
     assert inside.connections == 0
 
 
-def test_one_private_address_among_public_ones_is_enough_to_refuse(
-    internet: Internet, tmp_path: Path
-):
+def test_one_private_address_among_public_ones_is_enough_to_refuse(internet: Internet):
     internet.answers = [[PUBLIC, "192.168.1.1"]]
     with pytest.raises(WebRefused, match="not a public address"):
-        internet.client.download(f"https://{HOST}/a", tmp_path / "a", len(CONTENT))
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.dialled == []
 
 
-def test_endless_redirects_end(internet: Internet, tmp_path: Path):
+def test_endless_redirects_end(internet: Internet):
     internet.server.redirects = {"/a": "/a"}
     with pytest.raises(WebRefused, match="more than 5 redirects"):
-        internet.client.download(f"https://{HOST}/a", tmp_path / "a", len(CONTENT))
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert len(internet.server.requests) == 6
 
 
-@pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT) + 1])
-def test_a_file_of_another_size_is_refused(internet: Internet, tmp_path: Path, size: int):
-    with pytest.raises(WebRefused, match="size differs"):
-        internet.client.download(f"https://{HOST}/a", tmp_path / "a", size)
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ({"ranges": False}, "does not answer Range requests"),
+        ({"status": 404}, "the server answers 404"),
+        ({"status": 200}, "does not answer Range requests"),
+        ({"status": 206}, "sends another range"),
+        ({"shift": 1}, "sends another range: 'bytes 101-150/"),
+    ],
+    ids=str,
+)
+def test_what_is_not_the_range_is_refused(internet: Internet, trouble: dict[str, Any], reason: str):
+    for name, value in trouble.items():
+        setattr(internet.server, name, value)
+    with pytest.raises(WebRefused, match=reason):
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", 100, 50)
 
 
-def test_a_server_without_the_certificate_of_its_name_is_refused(
-    internet: Internet, tmp_path: Path
-):
+def test_a_file_that_ends_within_the_range_is_refused(internet: Internet):
+    start = len(CONTENT) - 10
+    with pytest.raises(WebRefused, match="the range has 10 bytes instead of 11"):
+        WebConnections(internet.client).read_range(f"https://{HOST}/a", start, 11)
+
+
+def test_a_server_without_the_certificate_of_its_name_is_refused(internet: Internet):
     client = WebClient(resolve=internet.resolve, connect=internet.connect)
     with pytest.raises(ssl.SSLCertVerificationError):
-        client.download(f"https://{HOST}/a", tmp_path / "a", len(CONTENT))
+        WebConnections(client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.server.requests == []
 
 
-def test_a_volunteer_can_allow_its_own_network(inside: Server, tmp_path: Path):
+def test_a_volunteer_can_allow_its_own_network(inside: RangeServer):
     client = WebClient(allow_private=True)
-    client.download(f"http://127.0.0.1:{inside.port}/a", tmp_path / "a", len(CONTENT))
-    assert (tmp_path / "a").read_bytes() == CONTENT
+    found = WebConnections(client).read_range(f"{inside.url}/a", 0, len(CONTENT))
+    assert found == CONTENT
     with pytest.raises(WebRefused, match="only https and http"):
-        client.download("file:///etc/passwd", tmp_path / "a", len(CONTENT))
+        WebConnections(client).read_range("file:///etc/passwd", 0, len(CONTENT))
 
 
 @pytest.mark.parametrize(

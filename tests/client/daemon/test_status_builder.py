@@ -6,14 +6,20 @@ from pathlib import Path
 
 from client.volunteer.test_volunteer_admission import Scene, certificate, scene
 from swarm_client.control.contribution_log import ContributionLog
-from swarm_client.control.status_document import DaemonState, Status, SuspendReason
+from swarm_client.control.status_document import (
+    AuditsView,
+    DaemonState,
+    OwnVerdict,
+    Status,
+    SuspendReason,
+)
 from swarm_client.control.status_sentence import StopCause
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import LeaderboardEntry, PeerRecord, Roster, RunNews
+from swarm_shared.protocol import LeaderboardEntry, PeerRecord, Roster, RunNews, VerdictNews
 
 
 def look(s: Scene, builder: StatusBuilder, moment: float = 0.0) -> Status:
@@ -57,10 +63,20 @@ async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(
             LeaderboardEntry(
                 peer=other, devices=(others_second,), name="B\x1bob", tokens=50, credit=25.0
             ),
-            LeaderboardEntry(peer=me, tokens=20, credit=10.0),
+            LeaderboardEntry(peer=me, tokens=20, credit=10.0, audits_passed=8, audits_lost=1),
         )
         await s.script.say(
-            RunNews(version=Version(1), loss=2.5, tokens_per_second=99.0, leaderboard=rows)
+            RunNews(
+                version=Version(1),
+                loss=2.5,
+                tokens_per_second=99.0,
+                leaderboard=rows,
+                probation_cells=50,
+                verdicts=tuple(
+                    VerdictNews(step=Step(3), peer=one, owner=one, reason="it \x1b lied")
+                    for one in (other, me)
+                ),
+            )
         )
         await s.until(lambda: s.volunteer.news)
         status = look(s, builder)
@@ -79,6 +95,10 @@ async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(
             ("B\N{REPLACEMENT CHARACTER}ob", 50, False),
             (f"…{me[-8:]}", 20, True),
         ]
+        assert status.audits == AuditsView(
+            passed=8, lost=1, to_pass=42,
+            verdicts=(OwnVerdict(step=3, reason="it \N{REPLACEMENT CHARACTER} lied"),),
+        )  # fmt: skip
         assert Status.model_validate_json(status.model_dump_json()) == status
 
         s.volunteer.suspend(SuspendReason.TOO_HOT)

@@ -46,7 +46,7 @@ def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
 
 def anybody(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
     assert hello.token == "a token"
-    return DoctorWelcome(smallest_stage_bytes=2**20, data_bytes=2**30)
+    return DoctorWelcome(smallest_stage_bytes=2**20)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_client.governor.device_offer import most_memory, usable_devices
-from swarm_client.governor.disk_space import make_room, missing_disk_bytes
+from swarm_client.governor.disk_space import data_budget_bytes, make_room, missing_disk_bytes
 from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import PROCESS_TREE_SECONDS, ProcessTree
 from swarm_client.governor.process_limits import ProcessBinding, chosen_cores, threads
@@ -276,6 +276,14 @@ def test_what_may_be_written_is_what_both_preferences_leave() -> None:
     assert missing_disk_bytes(said, 5 * GIB, 0, 4 * GIB) == GIB
     assert missing_disk_bytes(prefer(disk_leave_free_gib=0), 0, 10**15, 10**15) <= 0
     assert missing_disk_bytes(said, None, None, 10**15) <= 0
+
+
+def test_training_data_takes_no_more_than_its_limit_and_half_of_the_disk_that_is_allowed() -> None:
+    assert data_budget_bytes(prefer()) == 2 * GIB
+    assert data_budget_bytes(prefer(data_gib=0)) == 0
+    assert data_budget_bytes(prefer(data_gib=3, disk_gib=10)) == 3 * GIB
+    assert data_budget_bytes(prefer(data_gib=8, disk_gib=10)) == 5 * GIB
+    assert data_budget_bytes(prefer(data_gib=0, disk_gib=10)) == 0
 
 
 # ---------------------------------------------------------------- what is offered

@@ -11,11 +11,13 @@ import pytest
 import trio
 import trio.testing
 
-from client.pipeline.test_pipeline import Peer, parcel, world
+from client.pipeline.test_pipeline import RUN, Peer, parcel, world
+from kits.tickets import ticket
 from swarm_client.pipeline.edge import Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.trainer import Trainer
+from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import (
     Lease,
@@ -185,7 +187,10 @@ async def test_a_trainer_hands_back_what_is_of_a_step_that_is_over() -> None:
         training = Trainer(coordinator, w.nursery)
         training.oldest_step_is(Step(1))
         training.begin(OneSample(), w.downstream(trainer, 0))
-        leased = LeasedMicrobatch(microbatch=MicrobatchIndex(3), accumulate=(StageIndex(0),))
+        leased = LeasedMicrobatch(
+            microbatch=MicrobatchIndex(3), accumulate=(StageIndex(0),),
+            ticket=ticket(RUN, 1, 3, SAMPLE, SAMPLE),
+        )  # fmt: skip
         training.take(Lease(step=Step(1), lease=7, microbatches=(leased,), window=1, max_window=1))
         await held(stuck)
         training.oldest_step_is(Step(2))
@@ -193,6 +198,28 @@ async def test_a_trainer_hands_back_what_is_of_a_step_that_is_over() -> None:
         await relieved(stuck)
     results = [(r.step, r.microbatch, r.lease, r.ok) for r in coordinator.results]
     assert results == [(1, 3, 7, False)]
+
+
+SAMPLE = np.arange(4, dtype="<u4").tobytes()
+
+
+async def test_a_trainer_announces_a_lease_to_its_data_and_takes_the_announcement_back() -> None:
+    async with world() as w, w.peer(0) as trainer:
+        w.publish(trainer)
+        samples, coordinator = WithoutData(), RecordingCoordinator()
+        training = Trainer(coordinator, w.nursery)
+        training.begin(samples, w.downstream(trainer, 0))
+        leased = LeasedMicrobatch(microbatch=MicrobatchIndex(3), accumulate=())
+        lease = Lease(step=Step(1), lease=7, microbatches=(leased,), window=1, max_window=1)
+        training.take(lease)
+        assert samples.calls == ["over None", "expect 1"]
+        with trio.fail_after(10):
+            await coordinator.reported.wait()
+        assert [(one.ok, one.reason) for one in coordinator.results] == [(False, "no data here")]
+        training.oldest_step_is(Step(2))
+        training.pause()
+        training.take(lease)
+        assert samples.calls[2:] == ["over 2", "clear"], "a refused lease is not announced"
 
 
 class RecordingCoordinator:
@@ -209,11 +236,33 @@ class RecordingCoordinator:
 
 
 class OneSample:
-    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(4), np.arange(4)
 
-    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
+    def expect(self, lease: Lease) -> None: ...
+
+    def over(self, oldest: Step | None) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class WithoutData(OneSample):
+    """Has no data, and records what is announced."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        raise NetworkError("no data here")
+
+    def expect(self, lease: Lease) -> None:
+        self.calls.append(f"expect {lease.step}")
+
+    def over(self, oldest: Step | None) -> None:
+        self.calls.append(f"over {oldest}")
+
+    def clear(self) -> None:
+        self.calls.append("clear")
 
 
 # Questions to the coordinator

@@ -20,7 +20,7 @@ from kits.client.held_stage import held_stage
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.pipeline.step_close import AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
-from swarm_shared.base.errors import ProtocolError, StorageError
+from swarm_shared.base.errors import LinkClosed, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AbortRound,
@@ -32,6 +32,8 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     SnapshotFailed,
     SnapshotReady,
+    SumCheck,
+    SumsChecked,
 )
 from swarm_shared.volunteer_rules.step_close import (
     MAX_QUEUED_ORDERS,
@@ -96,7 +98,11 @@ class Scene:
         self._put, self._sent = trio.open_memory_channel[object](100)
         self.holding = held_stage(ME, self.worker, 0, counted=[(1, m) for m in held])
         self.prepared = held_stage(ME, self.next, 1)
-        self.closer = StepCloser(self.holding, 8, self, self, self, nursery)
+        self.over: list[tuple[int, int]] = []
+        """Attempts of which nothing is kept any more."""
+        self.lost = False
+        """Whether what is kept of a round is lost."""
+        self.closer = StepCloser(self.holding, 8, self, self, self, self, nursery)
 
     async def reduce(self, worker: Any, step: int, attempt: int, reduction: Reduction) -> None:
         self.entered.set()
@@ -107,6 +113,20 @@ class Scene:
         worker.calls.append(f"reduce {step}, {attempt}, {reduction.part}")
         if self.error is not None:
             raise self.error
+
+    def attempt_over(self, step: int, attempt: int) -> None:
+        self.over.append((step, attempt))
+
+    async def state(self, check: SumCheck, close: Close, held: Any, prepared: Any) -> SumsChecked:
+        if self.lost:
+            raise LinkClosed("the averaging worker is away")
+        assert check.attempt == close.attempt
+        held.calls.append(f"sums {check.step}, {check.attempt}")
+        if close.moving:
+            prepared.calls.append(f"sums {check.step}, {check.attempt}")
+        return SumsChecked(
+            step=check.step, attempt=check.attempt, details=check.details, statement="signed"
+        )
 
     async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady:
         assert holding is self.holding
@@ -135,6 +155,9 @@ class Scene:
         )  # fmt: skip
         self.closer.put(order)
 
+    def check(self, attempt: int = 1, *, details: bool = False) -> None:
+        self.closer.put(SumCheck(step=1, attempt=attempt, seed="5eed" * 8, details=details))
+
     def apply(self, attempt: int = 1) -> None:
         self.closer.put(Apply(step=1, attempt=attempt, global_norm=2.0, learning_rate=0.1))
 
@@ -160,6 +183,38 @@ async def test_a_step_is_closed_and_applied_in_the_held_stages_worker() -> None:
             "norm 1 of 8", "apply 1 of 8 with 2.0, 0.1",
         ]  # fmt: skip
         assert s.decisions == [StepApplied(0, 1, 2), DropPrepared()]
+
+
+@pytest.mark.parametrize("moving", [True, False])
+async def test_the_sums_of_an_averaged_attempt_are_stated(moving: bool) -> None:
+    async with scene(0) as s:
+        s.prepare()
+        s.close(0, moving=moving)
+        assert (await s.sent()).ok
+        for details in (False, True):
+            s.check(details=details)
+            assert await s.sent() == SumsChecked(
+                step=1, attempt=1, details=details, statement="signed"
+            )
+        assert s.worker.calls.count("sums 1, 1") == 2
+        assert s.next.calls.count("sums 1, 1") == 2 * moving
+        assert s.over == []
+        s.apply()
+        assert isinstance(await s.sent(), Applied)
+        assert s.over == [(1, 1)]
+
+
+async def test_sums_that_cannot_be_stated_fail_the_attempt() -> None:
+    async with scene(0) as s:
+        s.close(0)
+        assert (await s.sent()).ok
+        s.lost = True
+        s.check(details=True)
+        assert await s.sent() == RoundReport(
+            step=1, attempt=1, ok=False, reason="the averaging worker is away"
+        )
+        s.closer.put(AbortRound(step=1, attempt=1, reason="its sums were not stated"))
+        assert s.over == [(1, 1)]
 
 
 async def test_an_accumulator_is_emptied_before_its_loss_is_reported() -> None:

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -27,10 +27,13 @@ from swarm_client.averaging.handle import restart_policy, supervisor
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.pipeline.step_close import AveragingFailed
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId, Step
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.network import Node, RelayLimits, open_node
-from swarm_shared.protocol import PeerRecord, Roster
+from swarm_shared.protocol import PeerRecord, Reduction, Roster, SumCheck
 from swarm_shared.run.codec_sizes import AverageCodec
 
 pytestmark = pytest.mark.process
@@ -112,6 +115,72 @@ async def test_a_member_that_is_to_sum_nothing_sends_its_vector_and_no_sums(
         vector = 4 * SMALL
         for peer, vectors in ((thin, 1.0), (others[0], 1.5), (others[1], 1.5)):
             assert vectors <= sum(peer.carried().values()) / vector <= 1.1 * vectors
+
+
+def added_up(digests: Iterable[str]) -> int:
+    return digest_sum(map(from_text, digests))
+
+
+@pytest.mark.parametrize(
+    "hivemind", [[True] * 3, [False] * 3, [True, True, False]],
+    ids=["in the worker", "in the daemon", "in both"],
+)  # fmt: skip
+async def test_the_digests_of_a_round_show_that_its_sums_are_right(
+    tmp_path: Path, hivemind: list[bool]
+) -> None:
+    async with group(tmp_path, hivemind, SMALL) as g:
+        for peer in g.peers:
+            peer.use_codec("exact")
+            peer.tie(SMALL - 1000, 1000)
+        members = tuple(sorted(peer.id for peer in g.peers))
+        for part, weights in (("own", (0, 1000, 700)), ("tied", ())):
+            assert await g.round(weights=weights, part=part) == {}
+            one = Reduction(part=part, members=members, weights=weights)
+            check = SumCheck(step=1, attempt=g.attempts, seed="5eed" * 8)
+            totals = {peer.id: await peer.digest(check, one) for peer in g.peers}
+            expected = added_up(each.part for each in totals.values())
+            assert {from_text(each.result) for each in totals.values()} == {expected}
+            detailed = check.model_copy(update={"details": True})
+            found = [totals[peer] for peer in members]
+            details = {peer.id: await peer.digest(detailed, one) for peer in g.peers}
+            for index, peer in enumerate(members):
+                mine = details[peer]
+                assert (mine.part, mine.result) == (found[index].part, found[index].result)
+                assert added_up(mine.parts) == from_text(mine.part)
+                assert added_up(mine.results) == from_text(mine.result)
+                # What this peer has received is what the others put into its slice.
+                if weights and not weights[index]:
+                    assert mine.received == ()
+                else:
+                    assert mine.received == tuple(details[other].parts[index] for other in members)
+                    assert added_up(mine.received) == from_text(mine.results[index])
+
+
+@pytest.mark.parametrize("hivemind", [True, False], ids=["in the worker", "in the daemon"])
+async def test_what_is_kept_of_a_round_is_dropped_with_its_attempt(
+    tmp_path: Path, hivemind: bool
+) -> None:
+    async with group(tmp_path, [hivemind] * 2, SMALL) as g:
+        for peer in g.peers:
+            peer.use_codec("exact")
+        members = tuple(sorted(peer.id for peer in g.peers))
+        one = Reduction(part="own", members=members)
+
+        async def details(attempt: int) -> SumDigests:
+            check = SumCheck(step=1, attempt=attempt, seed="5eed" * 8, details=True)
+            return await g.peers[0].digest(check, one)
+
+        assert await g.round() == {}
+        assert (await details(1)).received
+        assert await g.round() == {}
+        with pytest.raises(SwarmError):
+            await details(1)  # the next round
+        assert (await details(2)).received
+        g.peers[0].averager.attempt_over(Step(1), 1)
+        assert (await details(2)).received
+        g.peers[0].averager.attempt_over(Step(1), 2)
+        with pytest.raises(SwarmError):
+            await details(2)
 
 
 class RandomRoutes:

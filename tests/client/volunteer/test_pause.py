@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from client.pipeline.test_pipeline import parcel, world
+from client.pipeline.test_pipeline import RUN, parcel, world
 from client.volunteer.test_volunteer_admission import scene
+from kits.tickets import ticket
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.trainer import Trainer
@@ -89,7 +90,11 @@ def lease(*microbatches: int, step: int = 1) -> Lease:
     return Lease(
         step=Step(step), lease=7, window=1,
         microbatches=tuple(
-            LeasedMicrobatch(microbatch=MicrobatchIndex(m), accumulate=()) for m in microbatches
+            LeasedMicrobatch(
+                microbatch=MicrobatchIndex(m), accumulate=(),
+                ticket=ticket(RUN, step, m, bytes(16), bytes(16)),
+            )
+            for m in microbatches
         ),
     )  # fmt: skip
 
@@ -128,11 +133,14 @@ class Recorder:
 
 
 class Zeros:
-    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros((1, 4)), np.zeros((1, 4))
 
-    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        return self.training(Step(0), microbatch)
+    def expect(self, lease: Lease) -> None: ...
+
+    def over(self, oldest: Step | None) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -> None:

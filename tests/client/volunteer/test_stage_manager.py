@@ -14,13 +14,18 @@ import pytest
 import trio
 import trio.testing
 
+from kits.client.held_stage import count
+from kits.transcripts import TRANSCRIPT
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
+from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AssignStage,
     Close,
+    Drop,
+    Dropped,
     Ready,
     Reduction,
     SaveSnapshot,
@@ -43,6 +48,19 @@ class Worker:
         self.died = trio.Event()
         self.closed = False
         self.averages = 0
+        self.uncommits: bool | Exception = True
+        """Answer to the next removals."""
+        self.resets = 0
+
+    async def uncommit(self, step: int, microbatches: tuple[int, ...]) -> bool:
+        await trio.lowlevel.checkpoint()
+        if isinstance(self.uncommits, Exception):
+            raise self.uncommits
+        return self.uncommits
+
+    async def reset_accumulator(self, step: int) -> None:
+        await trio.lowlevel.checkpoint()
+        self.resets += 1
 
     async def wait_died(self) -> WorkerDied:
         await self.died.wait()
@@ -76,8 +94,9 @@ class Scene:
         self.saved: list[int] = []
         self.links = self
         context: Any = SimpleNamespace(
-            report=self.lines.append, nursery=nursery, contribution=ContributionCounter()
-        )
+            report=self.lines.append, nursery=nursery, contribution=ContributionCounter(),
+            identity=Identity.from_seed(b"m" * 32),
+        )  # fmt: skip
         self.contribution = context.contribution
         manifest = SimpleNamespace(
             stage_count=STAGES, tokens_per_step=8, tokens_per_microbatch=4,
@@ -286,6 +305,60 @@ async def test_orders_of_a_step_close_are_those_of_the_held_stage() -> None:
         await s.settle()
         assert s.saved == [0]
         assert isinstance(s.sent[-1], SnapshotReady)
+
+
+def signed(holding: Holding, *microbatches: int) -> None:
+    for microbatch in microbatches:
+        count(holding.account, 1, microbatch)
+
+
+async def test_dropped_microbatches_lose_their_receipts_before_the_answer() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        assert s.holding is not None
+        signed(s.holding, 3, 4)
+        s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
+        assert s.holding.account.receipt(1, 3) is None
+        assert not any(isinstance(one, Dropped) for one in s.sent)
+        await s.settle()
+        assert s.sent[-1] == Dropped(step=1, stage=0, microbatches=(3,))
+        assert s.holding.account.count(1) == 1
+        assert s.workers[0].resets == 0
+
+
+@pytest.mark.parametrize("answer", [False, RequestFailed("out_of_memory", "the memory is full")])
+async def test_what_cannot_be_taken_out_empties_the_accumulator(answer: bool | Exception) -> None:
+    async with scene() as s:
+        await s.assign(0)
+        assert s.holding is not None
+        signed(s.holding, 3, 4)
+        s.workers[0].uncommits = answer
+        s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
+        await s.settle()
+        assert s.workers[0].resets == 1
+        assert s.holding.account.count(1) == 0
+        assert isinstance(s.sent[-1], Dropped)
+
+
+async def test_a_computation_from_before_the_removal_ended_signs_nothing() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        assert s.holding is not None
+        account = s.holding.account
+        s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
+        computation = account.begin(1, 3, (0,))
+        await s.settle()
+        signed_now = account.finish(
+            computation, added=False, tokens=4, loss_sum=None, transcript=TRANSCRIPT
+        )
+        assert signed_now is None
+
+
+async def test_a_drop_of_a_stage_that_is_not_held_is_answered_at_once() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        s.manager.drop_microbatches(Drop(step=1, stage=2, microbatches=(3,)))
+        assert s.sent[-1] == Dropped(step=1, stage=2, microbatches=(3,))
 
 
 async def test_a_lost_session_drops_the_prepared_stage_and_reopens_the_step() -> None:

@@ -18,6 +18,7 @@ from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
+from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.volunteer import Volunteer
@@ -54,7 +55,8 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import ModelConfig
-from swarm_shared.transfer.transfer import TransferSource, fetch
+from swarm_shared.transfer.source import TransferSource
+from swarm_shared.transfer.transfer import fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
 ORGANISER = Identity.from_seed(b"o" * 32)
@@ -69,7 +71,7 @@ MANIFEST = Manifest(
     data=DataConfig(
         token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
         shards=tuple(
-            ShardInfo(name=f"{split}.tokens", split=split, tokens=10, sha256="0" * 64)
+            ShardInfo(name=f"{split}.tokens", split=split, tokens=10, merkle_root="0" * 64)
             for split in ("train", "heldout")
         ),
     ),
@@ -185,7 +187,8 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
                 Device("cpu", "a test", 2**30), 1, None, None, long_pause_seconds=long_pause_seconds
             )
             context = VolunteerContext(
-                identity, invite, home, node, options, ContributionCounter(), BoundlessDisk(),
+                identity, invite, home, node, options, ContributionCounter(),
+                LeafCache(home.data_folder(RUN), 2**20), BoundlessDisk(),
                 lambda line: None, nursery,
             )  # fmt: skip
             volunteer = Volunteer(context, AveragingWorker(AveragingOptions(home=home.path)))
@@ -323,3 +326,18 @@ async def test_a_volunteer_that_is_banned_ends_with_the_reason(tmp_path: Path) -
         await s.until(lambda: s.ended)
         assert str(s.ended[0]) == reason
         assert len(s.script.hellos) == 1
+
+
+async def test_a_volunteer_that_is_refused_for_some_time_comes_back_after_it(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        said: list[str] = []
+        s.volunteer.attachment._report = said.append
+        began = trio.current_time()
+        await s.script.say(Refused(code="protocol", reason="it lost an audit", retry_seconds=2.0))
+        await s.script.sessions(2)
+        assert trio.current_time() - began >= 2.0
+        assert [line for line in said if "it lost an audit" in line] == [
+            "the run refuses this volunteer: it lost an audit; trying again in 2 s"
+        ]

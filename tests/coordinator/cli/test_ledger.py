@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kits import lost_audit
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import make_run
 from swarm_client.cli.main import swarm_client
-from swarm_coordinator.cli.main import run
-from swarm_coordinator.core.events import RolledBack
+from swarm_coordinator.cli.main import cli, run
+from swarm_coordinator.core.events import RolledBack, VerdictRecord
 from swarm_coordinator.durability.run_files import load_identity, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.types import Version
+from swarm_shared.base.types import Step, Version
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,45 @@ def test_a_person_with_two_devices_is_one_row_of_the_ledger(tmp_path: Path) -> N
     [person] = told["people"]
     assert (person["peer"], len(person["devices"]), len(told["totals"])) == (owner.peer_id, 2, 2)
     assert person["credit"] == pytest.approx(load_manifest(folder).tokens_per_step)
+
+
+def test_a_stranger_finds_the_verdicts_proved_and_the_void_credit_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=9)
+    kit, of = lost_audit, run_id_of(load_manifest(folder))
+    proved = VerdictRecord(
+        kit.STEP, kit.MICROBATCH, kit.STAGE, kit.AUDITED.peer_id, kit.OWNER.peer_id,
+        kit.AUDITED.peer_id, "it lies", Step(1), kit.evidence(of),
+    )  # fmt: skip
+    unproved = replace(
+        proved, peer=run_kit.ANNA, owner=run_kit.ANNA, evidence=kit.evidence(of, receipt="")
+    )
+    shares = tuple(
+        replace(share, peer=peer)
+        for share, peer in zip(
+            run_kit.step(1).shares, (kit.AUDITED.peer_id, run_kit.BERT, run_kit.ANNA), strict=True
+        )
+    )
+    run_kit.one_start(
+        folder, *(replace(run_kit.step(n), shares=shares) for n in (1, 2, 3)), proved, unproved,
+        PeerSeen(kit.AUDITED.peer_id, "liar", "", kit.binding(kit.OWNER, kit.AUDITED)),
+    )  # fmt: skip
+    file = tmp_path / "run.ledger"
+    exported = CliRunner().invoke(cli, ["ledger", "export", str(folder.path), str(file)])
+    assert f"the verdict against {run_kit.ANNA} in step 9 is left out" in exported.output
+    done = CliRunner().invoke(swarm_client, ["verify-ledger", str(file)])
+    head, said, *_ = done.output.splitlines()
+    assert "verdicts that follow from their evidence: 1" in head
+    assert said == (
+        f"  …{kit.AUDITED.peer_id[-8:]}, the audited peer, lost the audit of microbatch 3 of step "
+        "9 in stage 1: of 3 owners 2 contradict the receipt and 1 agree; credit of steps 2 to 9 "
+        "is void"
+    )
+    told = json.loads(
+        CliRunner().invoke(swarm_client, ["verify-ledger", str(file), "--json"]).output
+    )
+    assert [one["outcome"] for one in told["verdicts"]] == ["lost"]
+    counted = {one["peer"]: one["microbatches"] for one in told["totals"]}
+    assert counted == {kit.AUDITED.peer_id: 1, run_kit.BERT: 3, run_kit.ANNA: 6}
 
 
 def test_a_changed_line_and_another_organiser_are_refused(ledger: Path, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_any_text_is_spelt_as_toml_reads_it(text: str):
 
 def manifest_for(settings: RunSettings) -> Manifest:
     shards = tuple(
-        ShardInfo(name=f"{split}-0.tokens", split=split, tokens=1000, sha256="0" * 64)
+        ShardInfo(name=f"{split}-0.tokens", split=split, tokens=1000, merkle_root="0" * 64)
         for split in ("train", "heldout")
     )
     return Manifest(

@@ -116,8 +116,6 @@ ACTIONS: dict[str, st.SearchStrategy[Any]] = {
             "microbatch": st.integers(0, 2),
             "lease": near_zero,
             "ok": flags,
-            "loss": squares,
-            "tokens": counts,
             "receipts": st.lists(receipts(), max_size=3),
         }
     ),
@@ -199,8 +197,7 @@ class Stage:
             assert applying.applied == before
 
     def resolve(
-        self, step: int, microbatch: int, lease: int, receipts: list[dict[str, Any]],
-        loss: float, tokens: int, ok: bool,
+        self, step: int, microbatch: int, lease: int, receipts: list[dict[str, Any]], ok: bool
     ) -> None:  # fmt: skip
         """Answer a lease; `step` and `lease` count from the run's own."""
         run = self.bench.run
@@ -209,7 +206,7 @@ class Stage:
         number = (granted.lease if granted is not None else run.steps.last_lease) + lease
         self.bench.resolve(
             HOSTILE, microbatch, number, step=Step(run.history.version + 1 + step), ok=ok,
-            receipts=self.receipts(receipts), evaluation_loss_sum=loss, evaluation_tokens=tokens,
+            receipts=self.receipts(receipts),
         )  # fmt: skip
 
     def receipts(self, values: list[dict[str, Any]]) -> tuple[Receipt, ...]:

@@ -30,7 +30,7 @@ from swarm_shared.base.types import Version
 
 PUBLIC = (
     "/api/v1/run", "/api/v1/health", "/api/v1/stages", "/api/v1/peers", "/api/v1/steps",
-    "/api/v1/curve", "/api/v1/contributions", "/api/v1/teams", "/api/v1/events",
+    "/api/v1/trust", "/api/v1/curve", "/api/v1/contributions", "/api/v1/teams", "/api/v1/events",
     "/healthz", "/readyz", "/metrics",
 )  # fmt: skip
 ORGANISERS = tuple(f"/api/v1/organiser/{name}" for name in ("peers", "bans", "tokens"))
@@ -81,6 +81,28 @@ async def test_the_run_has_its_idle_share_and_its_rejections(
         _, second = (await client.get("/api/v1/stages")).json["stages"]
         assert second["idle_share"] == pytest.approx(0.5)
         assert 0.4 < second["p50_seconds"] <= second["p95_seconds"] < 0.6
+
+
+async def test_owners_audits_and_verdicts_are_public_without_whole_peer_ids(
+    folder: RunFolder,
+) -> None:
+    row = {"step": 39, "microbatch": 3, "stage": 0, "peer": BERT, "owner": BERT}
+    owners = [{"owner": BERT, "passed": 2, "lost": 1, "made": 4, "established": False}]
+    write_status(
+        folder,
+        trust={
+            "audit_share": 0.02, "passed": 7, "lost": 1, "probation_cells": 50,
+            "on_probation": 1, "owners": owners,
+            "verdicts": [{**row, "reason": f"it lied {LEAKED[0]}"}],
+        },
+    )  # fmt: skip
+    async with pages_of(folder) as client:
+        body = (await client.get("/api/v1/trust")).json
+    assert (body["passed"], body["lost"], body["probation_cells"]) == (7, 1, 50)
+    [owner], [verdict] = body["owners"], body["verdicts"]
+    assert (owner["id_end"], owner["passed"], owner["established"]) == (BERT[-8:], 2, False)
+    assert (verdict["id_end"], verdict["step"]) == (BERT[-8:], 39)
+    assert LEAKED[0] not in verdict["reason"]
 
 
 async def test_the_organisers_part_needs_the_token(folder: RunFolder) -> None:

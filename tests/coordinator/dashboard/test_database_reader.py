@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits import lost_audit
 from kits.coordinator import run as run_kit
-from swarm_coordinator.core.events import AppliedStep, Note, RolledBack, StageShare
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Note,
+    RolledBack,
+    StageShare,
+    VerdictRecord,
+)
 from swarm_coordinator.dashboard import database_reader
 from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.dashboard.database_reader import (
@@ -25,7 +32,7 @@ from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import SqliteStore
-from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step, Version
 
 SHARES = (0.25, 0.75)
 NOW = 2e9
@@ -109,6 +116,25 @@ def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_shar
     told = history(place(store)).contributions
     assert sum(one.tokens for one in told) == bert.tokens + anna.tokens
     assert sum(one.microbatches for one in told) == bert.microbatches + anna.microbatches
+    store.close()
+
+
+def test_a_verdict_voids_credit_of_steps_that_were_read_before(store: SqliteStore) -> None:
+    reader = DatabaseReader(place(store), SHARES)
+    run_kit.write(store, *(run_kit.step(number) for number in (1, 2, 3)))
+    before = {one.id_end: one.microbatches for one in reader.refresh(NOW).contributions}
+    run_kit.write(
+        store,
+        VerdictRecord(
+            Step(2), MicrobatchIndex(0), StageIndex(0), run_kit.ANNA, run_kit.ANNA, run_kit.ANNA,
+            "it lied", Step(0), lost_audit.evidence(RunId("ab" * 32)),
+        ),
+    )  # fmt: skip
+    after = {one.id_end: one.microbatches for one in reader.refresh(NOW).contributions}
+    assert (before["KooWAnna"], after["KooWAnna"]) == (3, 1)
+    assert before["KooWBert"] == after["KooWBert"] == 9
+    told = history(place(store)).contributions
+    assert sum(one.microbatches for one in told) == sum(after.values())
     store.close()
 
 

@@ -72,8 +72,17 @@ def test_a_demo_kills_a_volunteer_replaces_it_and_has_the_losses_of_one_process(
             children, tmp_path, "--volunteers", "2", "--stages", "2", "--steps", "3", "--seed", "7",
             "--run-dir", str(run_dir), "--json", str(json_file),
         )  # fmt: skip
-        wait_for_output(child, "the first step is under way|step 1/3")
-        pids = {name: volunteer_pid(run_dir, name) for name in ("volunteer-1", "volunteer-2")}
+        # At once: the demo kills one of them soon after the first step.
+        homes = {
+            name: str(run_dir / "volunteers" / name) for name in ("volunteer-1", "volunteer-2")
+        }
+
+        def started() -> bool:
+            assert child.exit_code() is None, child.last_lines()
+            return all(processes_naming(home) for home in homes.values())
+
+        wait_until(started, Subprocesses(), PATIENCE_SECONDS, "the volunteers")
+        pids = {name: volunteer_pid(run_dir, name) for name in homes}
         wait_for_output(child, r"volunteer-\d was ended by SIGKILL")
         [victim] = re.findall(r"(volunteer-\d) was ended", child.log.read_text())
         home = str(run_dir / "volunteers" / victim)

@@ -94,6 +94,7 @@ DAMAGES: list[tuple[Callable[[RunFolder], object], str, list[str]]] = [
     (lambda f: f.organiser_key.unlink(), "manifest.json", ["lost its organiser.key"]),
     (lambda f: f.settings.write_text("[run]\nnmae = 1"), "run.toml", ["no setting 'nmae'"]),
     (lambda f: flip_byte(next(f.data.glob("*.tokens"))), "data", ["is damaged"]),
+    (lambda f: flip_byte(next(f.data.glob("*.tree")), 3), "data", ["tree is damaged; delete it"]),
 ]  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def manifest(tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2) -> 
         data=DataConfig(
             token_bytes=2, tokenizer=tokenizer, unigram_entropy_nats=3.0,
             shards=(
-                ShardInfo(name="a.tokens", split="train", tokens=9, sha256="0" * 64),
-                ShardInfo(name="b.tokens", split="heldout", tokens=9, sha256="0" * 64),
+                ShardInfo(name="a.tokens", split="train", tokens=9, merkle_root="0" * 64),
+                ShardInfo(name="b.tokens", split="heldout", tokens=9, merkle_root="0" * 64),
             ),
         ),
         training=TrainingConfig(

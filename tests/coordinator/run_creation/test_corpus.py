@@ -265,7 +265,7 @@ def test_a_sample_is_about_its_share_and_always_the_same():
 
 
 def test_a_folder_with_a_description_of_shards_is_ready(tmp_path: Path):
-    shard = {"tokens": 5, "sha256": "0" * 64}
+    shard = {"tokens": 5, "merkle_root": "0" * 64}
     index = {
         "format": 1, "source": "there", "heldout_share": 0.05, "vocabulary_size": 256,
         "data": {

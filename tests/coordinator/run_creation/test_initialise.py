@@ -318,14 +318,10 @@ def test_a_relative_path_is_written_down_so_that_it_is_found_from_everywhere(
     assert load_settings(RunFolder.open(tmp_path / "run")).data.source == str(text)
 
 
-def test_shards_carry_the_address_they_can_be_had_from(tmp_path: Path, text: Path):
-    _, manifest = initialised(
-        tmp_path / "run", text, data__shards_url="https://example.org/run/data/"
-    )
-    assert {shard.url for shard in manifest.data.shards} == {
-        "https://example.org/run/data/train-00000.tokens",
-        "https://example.org/run/data/heldout-00000.tokens",
-    }
+def test_the_manifest_names_the_mirrors_of_its_shards(tmp_path: Path, text: Path):
+    urls = "https://example.org/run/data/ https://example.net/copy"
+    _, manifest = initialised(tmp_path / "run", text, data__shards_url=urls)
+    assert manifest.data.mirrors == ("https://example.org/run/data", "https://example.net/copy")
 
 
 def test_the_standard_library_is_the_tiny_presets_text(tmp_path: Path):

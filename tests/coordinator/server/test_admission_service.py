@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import trio
 
+from kits.coordinator.leaves import fetch_leaf
 from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
 from kits.peer_names import named
 from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS, REVOKED_SECONDS
@@ -31,8 +32,9 @@ from swarm_coordinator.cli.admission import submit_request
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.admin_socket import send_request
-from swarm_shared.base.errors import NetworkError, StorageError, UsageError
+from swarm_shared.base.errors import AdmissionError, NetworkError, StorageError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.data.sample_ranges import LeafId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -51,7 +53,6 @@ from swarm_shared.protocol import (
     StageRequest,
     Welcome,
 )
-from swarm_shared.transfer.transfer import TransferSource, fetch
 
 WITHIN_SECONDS = 5.0
 """Seconds within which a revocation must reach all peers."""
@@ -256,7 +257,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
             await until(one, Roster, lambda r: not r.revoked)
 
 
-async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -> None:
+async def test_a_banned_peer_gets_no_data(open_run: RunFolder) -> None:
     identity = Identity.generate()
     async with served(open_run) as run:
         async with client(run.invite, identity) as one:
@@ -264,13 +265,10 @@ async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -
         assert isinstance(welcome, Welcome)
         await order(open_run, PeerBanned(peer=identity.peer_id))
         async with client(run.invite, identity) as one:
-            shard = run.manifest.data.shards[0]
-            source = TransferSource(run.invite.coordinator, run.invite.addresses)
-            with pytest.raises(NetworkError, match="has banned this peer"):
-                await fetch(
-                    one.node, [source], f"data/{shard.name}", 1, shard.sha256,
-                    tmp_path / "copy", welcome.certificate, run.invite.run_id,
-                )  # fmt: skip
+            with pytest.raises(AdmissionError, match="has banned this peer"):
+                await fetch_leaf(
+                    one.node, run.invite, run.manifest, welcome.certificate, LeafId(0, 0)
+                )
 
 
 async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import pytest
 import trio
 
 from kits.coordinator.coordinator_lab import lasting_crew
+from kits.coordinator.leaves import fetch_leaf
 from kits.coordinator.shell_world import (
     LINK,
     Volunteer,
@@ -37,16 +37,20 @@ from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol, coordinator
 from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.storage.history import history
-from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
+from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, UsageError
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.data.merkle import LEAF_BYTES
+from swarm_shared.data.sample_ranges import LeafId
 from swarm_shared.identity.credentials import Receipt, check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
 from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
-from swarm_shared.transfer.transfer import TransferSource, fetch
+from swarm_shared.transfer.source import TransferSource
+from swarm_shared.transfer.transfer import fetch
 
 BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
 
@@ -84,7 +88,7 @@ async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: Run
     found = history(folder.database)
     assert [(s.step, s.loss) for s in found.steps] == [(n, loss_of(n)) for n in range(1, 5)]
     assert found.restored.finished
-    assert found.heldout_loss == 2.0
+    assert found.heldout_loss == loss_of(5)
     assert {(c.peer, c.stage, c.microbatches) for c in found.contributions} == {
         (v.identity.peer_id, v.stage, 8) for v in volunteers
     }
@@ -128,7 +132,7 @@ async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path)
             ({"token": "wrong"}, "admission", "token is not the right one"),
             ({"token": None}, "admission", "the invite carries no token"),
             ({"software": "0.9.0"}, "version", "needs swarmtrain 0.1.0"),
-            ({"run": "cd" * 32}, "protocol", "not cdcdcdcdcdcd"),
+            ({"run": "cd" * 32}, "admission", "not cdcdcdcdcdcd"),
         ):
             answer = await welcomed(run.invite, **changes)
             assert isinstance(answer, Refused)
@@ -157,6 +161,9 @@ def forged_receipt(run: str, manifest_tokens: int) -> str:
     receipt = Receipt(
         run=run, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
         stage=StageIndex(0), peer=PeerId("x"), samples=1, tokens=manifest_tokens,
+        transcript=simulated_transcript(
+            Step(1), MicrobatchIndex(0), StageIndex(0), StageIndex(1)
+        ),
     )  # fmt: skip
     signer = Identity.generate()
     content = receipt_for(signer, receipt.model_copy(update={"peer": signer.peer_id}))
@@ -235,6 +242,9 @@ async def test_a_receipt_of_another_run_is_refused(folder: RunFolder) -> None:
         Receipt(
             run="cd" * 32, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
             stage=StageIndex(0), peer=identity.peer_id, samples=1, tokens=1,
+            transcript=simulated_transcript(
+                Step(1), MicrobatchIndex(0), StageIndex(0), StageIndex(1)
+            ),
         ),
     )  # fmt: skip
     async with served(folder) as run:
@@ -297,25 +307,24 @@ async def test_data_is_served_to_members_only(folder: RunFolder, tmp_path: Path)
         assert isinstance(welcome, Welcome)
         shard = run.manifest.data.shards[0]
         source = TransferSource(run.invite.coordinator, run.invite.addresses)
-        size = shard.tokens * run.manifest.data.token_bytes
-        target = tmp_path / "copy"
-        await fetch(
-            one.node, [source], f"data/{shard.name}", size, shard.sha256, target,
-            welcome.certificate, run.invite.run_id,
-        )  # fmt: skip
-        assert hashlib.sha256(target.read_bytes()).hexdigest() == shard.sha256
-        for item in ("data/../organiser.key", "organiser.key", "checkpoint/1/../../x"):
+        first = LeafId(0, 0)
+        found = await fetch_leaf(one.node, run.invite, run.manifest, welcome.certificate, first)
+        assert found == (folder.data / shard.name).read_bytes()[:LEAF_BYTES]
+        for wanted in (LeafId(0, 2**28 - 1), LeafId(len(run.manifest.data.shards), 0)):
+            with pytest.raises(AdmissionError, match="there is no"):
+                await fetch_leaf(one.node, run.invite, run.manifest, welcome.certificate, wanted)
+        for item in (
+            f"data/{shard.name}",
+            *("data/../organiser.key", "organiser.key", "checkpoint/1/../../x"),
+        ):
             with pytest.raises(NetworkError, match="there is no"):
                 await fetch(
                     one.node, [source], item, 1, "0" * 64, tmp_path / "stolen",
                     welcome.certificate, run.invite.run_id,
                 )  # fmt: skip
         async with open_node(Identity.generate()) as stranger:
-            with pytest.raises(NetworkError, match="shows the certificate of"):
-                await fetch(
-                    stranger, [source], f"data/{shard.name}", size, shard.sha256,
-                    tmp_path / "stolen", welcome.certificate, run.invite.run_id,
-                )  # fmt: skip
+            with pytest.raises(AdmissionError, match="shows the certificate of"):
+                await fetch_leaf(stranger, run.invite, run.manifest, welcome.certificate, first)
 
 
 async def test_a_taken_port_is_one_clear_sentence(folder: RunFolder, tmp_path: Path) -> None:

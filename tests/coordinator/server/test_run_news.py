@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits import lost_audit
 from kits.peer_names import named
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.core.events import AppliedStep, StageShare, VerdictRecord
+from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_coordinator.server.run_news import (
     LEADERBOARD_ROWS,
     MIN_INTERVAL_SECONDS,
@@ -18,7 +20,7 @@ from swarm_coordinator.server.run_news import (
     NewsPublisher,
 )
 from swarm_coordinator.storage.contributions import StageContribution
-from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.owners import effective_bindings, group_by_owner
 from swarm_shared.protocol import RunNews, coordinator_messages, encode, parse
 
@@ -57,6 +59,27 @@ def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> Non
     board.add(step_of(("a", 0, 10)))
     board.begin(())
     assert board.rows() == ()
+
+
+def test_news_have_the_standing_of_owners_and_the_newest_verdicts() -> None:
+    bench = Bench()
+    desk = desk_of(bench)
+    desk.leaderboard.add(step_of(("a", 0, 10)))
+    bench.run.audits.settings = AuditSettings(probation_cells=50)
+    standing = bench.run.audits.standings.change(PeerId("a"))
+    standing.passed, standing.lost = 8, 1
+    peer = PeerId("a")
+    bench.run.audits.verdicts.append(
+        VerdictRecord(
+            Step(3), MicrobatchIndex(0), StageIndex(0), peer, peer, peer, "it lied " * 100,
+            Step(0), lost_audit.evidence(RunId("ab" * 32)),
+        )
+    )  # fmt: skip
+    news = desk.due(bench.run, 0.0)
+    assert news is not None
+    [row], [verdict] = news.leaderboard, news.verdicts
+    assert (row.audits_passed, row.audits_lost, news.probation_cells) == (8, 1, 50)
+    assert (verdict.step, verdict.peer, len(verdict.reason)) == (3, "a", 500)
 
 
 @given(

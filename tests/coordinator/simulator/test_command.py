@@ -88,6 +88,18 @@ def test_a_simulation_prints_its_result_and_changes_nothing_in_the_run(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+def test_the_report_has_the_audits_and_the_liars_that_they_have_found(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = folder / "eight.json"
+    fleet.write_text(json.dumps({**FLEET, "classes": [{**FLEET["classes"][0], "machines": 8}]}))
+    words = ["simulate", str(folder), "--fleet", str(fleet), "--trace", "steady", "--hours", "0.2"]
+    assert run([*words, "--liars", "0.25", "--level", "microbatches"]) == 0
+    told = capsys.readouterr().out
+    assert "liars: 2 of 2 found and expelled, the median one in its cell" in told
+    assert "0 verdicts against honest machines" in told
+
+
 def test_a_run_that_cannot_begin_reports_what_it_waits_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +124,11 @@ def test_a_run_that_cannot_begin_reports_what_it_waits_for(
         (["--fleet", "5", "--trace", "{run}/run.toml"], 5, "is not a trace"),
         (["--fleet", "5", "--trace", "steady", "--hours", "0"], 2, "--hours"),
         (["--fleet", "9999", "--trace", "steady", "--level", "microbatches"], 2, "--level fluid"),
+        (
+            ["--fleet", "5", "--trace", "steady", "--level", "fluid", "--liars", "0.5"],
+            2,
+            "use --level microbatches",
+        ),
     ],
 )
 def test_wrong_input_is_answered_with_one_sentence(

@@ -11,8 +11,10 @@ from kits.coordinator.shell_world import make_run
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder
+from swarm_coordinator.simulator.sums import simulated_sums
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.linear_digest import digest_sum, from_text
 from swarm_shared.protocol import (
     Applied,
     Apply,
@@ -22,6 +24,8 @@ from swarm_shared.protocol import (
     Ready,
     Reduction,
     RoundReport,
+    SumCheck,
+    SumsChecked,
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
@@ -145,3 +149,25 @@ def test_a_move_makes_the_prepared_stage_the_held_one_with_its_apply(manifest: M
     holder.run()
     assert (holder.stage, holder.serving.account.version, holder.prepared) == (1, 1, None)
     assert holder.done[-1] == "serves 1"
+
+
+def test_simulated_sums_of_all_members_agree(manifest: Manifest) -> None:
+    count = manifest.training.microbatches_per_step
+    order = SumCheck(step=Step(1), attempt=1, seed="5eed" * 8)
+    stated = [simulated_sums(order, close(*held), count) for held in (range(1), range(1, count))]
+    assert digest_sum(from_text(one.part) for (one,) in stated) == from_text(stated[0][0].result)
+    assert len({one.result for (one,) in stated}) == 1
+    moving = simulated_sums(order, close(0, moving=close().reductions), count)
+    assert moving[1].part == "0" * 16
+    assert moving[1].result == stated[0][0].result
+
+
+def test_a_check_of_sums_is_answered_after_the_average(manifest: Manifest) -> None:
+    holder = Holder(manifest)
+    assigned(holder, 0)
+    holder.counts(0)
+    holder.ordered(close(0))
+    holder.run()
+    holder.ordered(SumCheck(step=Step(1), attempt=1, seed="5eed" * 8))
+    holder.run()
+    assert [type(message) for message in holder.sent[-2:]] == [RoundReport, SumsChecked]

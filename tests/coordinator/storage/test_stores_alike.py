@@ -121,6 +121,7 @@ def test_a_rollback_supersedes_later_rows_and_deletes_none(place: DatabaseLocati
     assert [(s.step, s.loss) for s in found.steps] == [(1, 2.0), (2, 2.0), (3, 1.25)]
     assert found.restored.checkpoint == checkpoint(2)
     assert not found.restored.finished
+    assert found.restored.recomputed == 3
     with open_for_reading(place) as connection:
         assert connection.execute("SELECT count(*) FROM applied_steps").fetchone()[0] == 4
 

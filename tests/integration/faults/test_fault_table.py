@@ -62,7 +62,7 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.NAN, P.ALL_REDUCE, 0, says="is flagged: the sum of its gradients was not finite"),
         Case(A.NAN, P.NORM, 1, says="is flagged"),
         Case(A.NAN, P.APPLY, 0, says="is flagged: it could not apply"),
-        Case(A.CORRUPT, P.NORM, 1, peers=3, says="is flagged: it averaged to a different gradient"),
+        Case(A.CORRUPT, P.NORM, 1, peers=3, says="contradict each other in what one has sent"),
         Case(A.CORRUPT, P.APPLY, 0, peers=3, says="is flagged: its parameters"),
         Case(A.CORRUPT, P.CHECKPOINT, 0, anybody=True, says="is stored"),
         Case(A.DISK_FULL, P.RECEIPT, 0, 3.0),
@@ -70,7 +70,11 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.DISK_FULL, P.CHECKPOINT, 0, 3.0, anybody=True, says="is stored"),
         Case(A.DISK_FULL, P.STATE_DOWNLOAD, 1, 3.0, newcomer=True, says="could not be fetched"),
         Case(
-            A.CORRUPT, P.STATE_DOWNLOAD, 0, newcomer=True, says="differs from what its holders have"
+            A.CORRUPT,
+            P.STATE_DOWNLOAD,
+            0,
+            newcomer=True,
+            says="differs from what the stage's holders have",
         ),
         Case(A.DELAY, P.STATE_DOWNLOAD, 1, SHORTER, newcomer=True),
         Case(A.CLOCK_JUMP, P.FORWARD, 0, 100_000.0),

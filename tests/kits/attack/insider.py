@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from kits.transcripts import TRANSCRIPT
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import (
@@ -25,6 +26,7 @@ from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
+    MAX_LEAVES_ASKED,
     SOFTWARE_VERSION,
     STAGE_PROTOCOL,
     TRANSFER_PROTOCOL,
@@ -33,6 +35,7 @@ from swarm_shared.protocol import (
     Forward,
     Heartbeat,
     Hello,
+    LeafRequest,
     PeerRecord,
     Refused,
     Roster,
@@ -40,6 +43,7 @@ from swarm_shared.protocol import (
     StageRefused,
     TransferHello,
     TransferRefused,
+    WantedLeaf,
     Welcome,
     coordinator_messages,
     encode,
@@ -168,7 +172,7 @@ class Insider:
         size = tokens * width * 4
         message = Forward(
             request=1, step=1, microbatch=0, stage=stage, accumulate=(0, 1), input_bytes=size,
-            target_bytes=tokens * TOKEN_BYTES,
+            target_bytes=tokens * TOKEN_BYTES, ticket="",
         )  # fmt: skip
         return encode(message.model_copy(update=changes)), bytes(size + tokens * TOKEN_BYTES)
 
@@ -240,15 +244,17 @@ class Insider:
         values = {
             "run": self.invite.run_id, "generation": 1, "step": 1, "microbatch": 0, "stage": 0,
             "peer": signer.peer_id, "samples": self.manifest.training.sequences_per_microbatch,
-            "tokens": self.manifest.tokens_per_microbatch, "loss_sum": None, **changes,
+            "tokens": self.manifest.tokens_per_microbatch, "loss_sum": None,
+            "transcript": TRANSCRIPT, **changes,
         }  # fmt: skip
         receipt = Receipt(**values)  # type: ignore[arg-type]
         return base64.b64encode(sign_receipt(signer, receipt)).decode()
 
-    async def ask_and_never_read(self, item: str, seconds: float) -> int:
-        """Chunks of a file, on as many streams as can be had; how many of them were served."""
+    async def ask_and_never_read(self, seconds: float) -> int:
+        """Leaves of the data, on as many streams as can be had; how many of them were served."""
         streams: list[FramedStream] = []
-        request = encode(ChunkRequest(item=item, offset=0, bytes=4 * 2**20))
+        same = (WantedLeaf(shard=0, leaf=0),) * MAX_LEAVES_ASKED
+        request = encode(LeafRequest(leaves=same, content=True))
         async with AsyncExitStack() as stack:
             with trio.move_on_after(seconds):
                 for _ in range(100):

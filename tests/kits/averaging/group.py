@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import trio
@@ -20,11 +20,15 @@ from swarm_client.averaging.protocol.messages import Started
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.stage.protocol.messages import SumsDigested
+from swarm_client.stage.worker.digests import slice_digests
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.linear_digest import DigestKey
+from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.network import Node, open_node
-from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster, SumCheck
 from swarm_shared.run.codec_sizes import AverageCodec
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -92,15 +96,31 @@ class Peer:
         part: Literal["own", "tied"] = "own",
     ) -> None:
         self.result[:] = SENTINEL
-        stage_worker = SimpleNamespace(
+        reduction = Reduction(part=part, members=tuple(members), weights=tuple(weights))
+        await self.averager.reduce(self._stage_worker(), Step(1), attempt, reduction)
+
+    async def digest(self, check: SumCheck, reduction: Reduction) -> SumDigests:
+        return await self.averager.digest(self._stage_worker(), check, reduction)
+
+    def _stage_worker(self) -> Any:
+        return SimpleNamespace(
             stage=StageIndex(0),
             own_elements=self.own_elements,
             tied_elements=self.tied_elements,
             gradients_name=self.segments[0].name,
             result_name=self.segments[1].name,
+            digest_sums=self._digest_sums,
         )
-        reduction = Reduction(part=part, members=tuple(members), weights=tuple(weights))
-        await self.averager.reduce(stage_worker, Step(1), attempt, reduction)  # type: ignore[arg-type]
+
+    async def _digest_sums(
+        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int]
+    ) -> SumsDigested:
+        cut = slice(0, self.own_elements)
+        if part == "tied":
+            cut = slice(self.own_elements, self.own_elements + self.tied_elements)
+        vectors = [self.source[cut], self.result[cut]]
+        parts, results = slice_digests(DigestKey(seed, part), vectors, stops)
+        return SumsDigested(parts=parts, results=results)
 
     def carried(self) -> dict[tuple[PeerId, str], int]:
         """Bytes sent so far, per remote and route."""

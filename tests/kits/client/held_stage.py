@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from kits.transcripts import TRANSCRIPT
 from swarm_client.membership.membership import CurrentMembership, Membership
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import receipt_signer
@@ -51,4 +52,4 @@ def held_stage(
 def count(account: StageAccount[str], step: int, microbatch: int) -> None:
     """Sign the receipt of a microbatch, as after its computation."""
     computation = account.begin(Step(step), MicrobatchIndex(microbatch), (account.stage,))
-    account.finish(computation, added=True, tokens=4, loss_sum=None)
+    account.finish(computation, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT)

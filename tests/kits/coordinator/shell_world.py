@@ -16,11 +16,14 @@ from pathlib import Path
 
 import trio
 
+from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.coordinator import serve
+from swarm_coordinator.simulator.sums import simulated_sums
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import LinkClosed
@@ -29,6 +32,8 @@ from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.identity.signing import decode_envelope
+from swarm_shared.identity.work_statements import SumStatement, open_ticket, sign_sums
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
@@ -51,6 +56,8 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     SnapshotReady,
     StageRequest,
+    SumCheck,
+    SumsChecked,
     Welcome,
     coordinator_messages,
     encode,
@@ -152,6 +159,8 @@ class Volunteer:
     version: Version | None = None
     """None: holds no state yet."""
     averaged_attempt: int | None = None
+    closing: Close | None = None
+    """The latest order to close."""
     seen: list[str] = field(default_factory=list)
     before_closing: Callable[[Step], Awaitable[None]] | None = None
     """Awaited before the close of a step is answered, for tests that act at that point."""
@@ -217,12 +226,14 @@ class Volunteer:
             case Lease():
                 return self._leased(message)
             case Close():
-                self.averaged_attempt = message.attempt
+                self.closing, self.averaged_attempt = message, message.attempt
                 return [
                     RoundReport(
                         step=message.step, attempt=message.attempt, ok=True, own_squared=4.0
                     )
                 ]
+            case SumCheck():
+                return [self._sums(message)]
             case Apply():
                 self.version, self.averaged_attempt = Version(message.step), None
                 return [Applied(step=message.step, digest="d", norm=1.0)]
@@ -231,6 +242,21 @@ class Volunteer:
             case Goodbye():
                 self.goodbyes.append(message)
         return []
+
+    def _sums(self, order: SumCheck) -> SumsChecked:
+        assert self.closing is not None
+        statement = SumStatement(
+            run=run_id_of(self.manifest), generation=self.welcomes[-1].generation,
+            step=order.step, attempt=order.attempt, stage=self.stage,
+            peer=self.identity.peer_id, seed=order.seed,
+            checks=simulated_sums(
+                order, self.closing, self.manifest.training.microbatches_per_step
+            ),
+        )  # fmt: skip
+        return SumsChecked(
+            step=order.step, attempt=order.attempt, details=order.details,
+            statement=base64.b64encode(sign_sums(self.identity, statement)).decode(),
+        )  # fmt: skip
 
     def _snapshot(self, message: SaveSnapshot) -> SnapshotReady:
         item = f"state/{message.version}/{message.stage}"
@@ -242,21 +268,22 @@ class Volunteer:
         )  # fmt: skip
 
     def _leased(self, lease: Lease) -> list[ClientMessage]:
-        evaluate = lease.mode == "evaluate"
         return [
             LeaseResult(
                 step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
                 receipts=tuple(
-                    self.receipt(lease.step, leased.microbatch, stage)
+                    self.receipt(lease.step, leased.microbatch, stage, leased.ticket)
                     for stage in leased.accumulate
                 ),
-                evaluation_loss_sum=20.0 if evaluate else None,
-                evaluation_tokens=10 if evaluate else 0,
             )
             for leased in lease.microbatches
         ]  # fmt: skip
 
-    def receipt(self, step: Step, microbatch: MicrobatchIndex, stage: StageIndex) -> str:
+    def receipt(
+        self, step: Step, microbatch: MicrobatchIndex, stage: StageIndex, leased: str
+    ) -> str:
+        """The receipt of a stage; `leased` is the microbatch's ticket."""
+        ticket = open_ticket(decode_envelope(leased, "a ticket"), self.manifest.organiser)
         last = stage == self.manifest.stage_count - 1
         tokens = self.manifest.tokens_per_microbatch
         return receipt_for(
@@ -265,6 +292,10 @@ class Volunteer:
                 run=run_id_of(self.manifest), generation=Generation(1), step=step,
                 microbatch=microbatch, stage=stage, peer=self.crew[stage].peer_id, samples=1,
                 tokens=tokens, loss_sum=loss_of(step) * tokens if last else None,
+                transcript=simulated_transcript(
+                    step, microbatch, stage, StageIndex(self.manifest.stage_count - 1),
+                    drawn=SampledTokens(ticket.tokens, ticket.targets),
+                ),
             ),
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kits.swarm_world.facts import (
     CERTIFICATE_SECONDS,
     Violation,
-    heldout_loss,
     own_squared,
     tied_squared,
     train_loss,
@@ -150,7 +149,8 @@ def check_record(world: World, record: object) -> None:
         check_applied(world, record)
     elif isinstance(record, events.RolledBack):
         newest = max(world.store.checkpoints, default=0)
-        if record.version != newest or record.version >= world.store.version:
+        stored = world.store.checkpoints if world.options.rolls_back else (newest,)
+        if record.version not in (stored or (0,)) or record.version >= world.store.version:
             raise Violation(f"{record} with checkpoint {newest} at {world.store.version}")
     elif isinstance(record, events.CheckpointRecord):
         if record.version > world.store.version:
@@ -159,7 +159,9 @@ def check_record(world: World, record: object) -> None:
             if [step for step, _ in params] != list(range(1, record.version + 1)):
                 raise Violation(f"stage {stage} of checkpoint {record.version}: {params}")
     elif isinstance(record, events.EvaluationRecord):
-        losses = [heldout_loss(record.version, m) for m in range(world.options.evaluation)]
+        step = record.version + 1 + world.options.staleness
+        heldout = world.manifest.training.heldout_microbatches
+        losses = [train_loss(step, m) for m in heldout]
         expected = math.fsum(losses) / (4 * len(losses))
         if not math.isclose(record.heldout_loss, expected, rel_tol=1e-12):
             raise Violation(f"{record}, expected {expected}")
@@ -274,6 +276,7 @@ def check_reported(world: World, run: RunState, event: events.Event) -> None:
                 step is not None
                 and run.phase in (RunPhase.COLLECT, RunPhase.CLOSING)
                 and (receipt.microbatch, member.stage) not in step.table
+                and (receipt.microbatch, member.stage, peer) not in step.audits.dropping
             ):
                 raise Violation(f"{receipt} was reported anew and does not count")
         world.reported[peer] = tuple(later)

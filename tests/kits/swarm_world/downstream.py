@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from kits.swarm_world.network import Edge
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import RefusalReason
+from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     RETRY_SECONDS,
     Abandoned,
@@ -24,7 +26,6 @@ from swarm_shared.volunteer_rules.delivery import (
     CloseEdge,
     Completed,
     Dispatcher,
-    Mode,
     OpenEdge,
     Transmit,
 )
@@ -47,7 +48,6 @@ HELLO_SECONDS = 3.0
 class Parcel:
     """One microbatch with its accumulate mask."""
 
-    mode: Mode
     step: Step
     microbatch: MicrobatchIndex
     accumulate: tuple[StageIndex, ...]
@@ -75,8 +75,10 @@ class Downstream:
     def __init__(self, peer: SimPeer, stage: StageIndex) -> None:
         depth = peer.world.options.stages - stage
         self.peer, self.stage = peer, stage
+        rng = random.Random(f"{peer.id} {stage}")
+        routing = StageRouting(rng, peer.world.options.microbatches)
         self._dispatcher = Dispatcher(
-            stage, depth, LatencyEstimate(MIN_OVERDUE_SECONDS, UNKNOWN_LATENCY_SECONDS)
+            stage, routing, depth, LatencyEstimate(MIN_OVERDUE_SECONDS, UNKNOWN_LATENCY_SECONDS)
         )
         self._edges: dict[PeerId, Edge] = {}
         self._requests: dict[int, Edge] = {}
@@ -98,7 +100,7 @@ class Downstream:
     def send(self, parcel: Parcel, done: Callable[[Answer], None]) -> int:
         """Deliver to any peer of the stage; return the delivery's number."""
         number = self._dispatcher.submit(
-            parcel.step, parcel.microbatch, parcel.mode, parcel.accumulate, self.peer.world.now
+            parcel.step, parcel.microbatch, parcel.accumulate, self.peer.world.now
         )
         self._deliveries[number] = (parcel, done)
         self._carry_out()
@@ -115,7 +117,11 @@ class Downstream:
 
     def roster_changed(self) -> None:
         members = self.peer.members
-        serving = [p for p, r in members.items() if r.stage == self.stage and r.accepts_work]
+        serving = {
+            peer: record.microbatches_per_second
+            for peer, record in members.items()
+            if record.stage == self.stage and record.accepts_work
+        }
         self._dispatcher.roster_changed(serving, members, self.peer.world.now)
         self._carry_out()
 
@@ -149,10 +155,10 @@ class Downstream:
         match action:
             case Transmit(request, delivery, target, accumulate):
                 parcel = self._deliveries[delivery][0]
-                self._check_mask(delivery, parcel.mode, accumulate)
+                self._check_mask(delivery, accumulate)
                 self._transmit(
                     request, delivery, self._edges[target],
-                    Parcel(parcel.mode, parcel.step, parcel.microbatch, accumulate),
+                    Parcel(parcel.step, parcel.microbatch, accumulate),
                 )  # fmt: skip
             case Completed(delivery, request):
                 self._deliveries.pop(delivery)[1](self._answers.pop(request))
@@ -176,10 +182,10 @@ class Downstream:
         edge.requests[request] = (delivery, parcel.accumulate)
         edge.forth("forward", parcel, lambda: edge.receiver.server.serve(edge, request, parcel))
 
-    def _check_mask(self, delivery: int, mode: Mode, mask: tuple[StageIndex, ...]) -> None:
+    def _check_mask(self, delivery: int, mask: tuple[StageIndex, ...]) -> None:
         used = self._used.setdefault(delivery, {})
         _, may_be_sent = used.get(id(mask), (mask, True))
-        if mask and mode == "train" and not may_be_sent:
+        if mask and not may_be_sent:
             raise Violation(f"{self.peer.id} sends {mask} of delivery {delivery} again")
         used[id(mask)] = (mask, False)
 

@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 from swarm_coordinator.core import events
+from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
+from swarm_coordinator.core.trust.audits import AuditBook
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared import protocol
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,
@@ -24,6 +28,7 @@ from swarm_shared.base.types import (
     Version,
 )
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
@@ -40,6 +45,8 @@ class Bench:
         self,
         restored: events.Restored | None = None,
         limits: dict[str, float] | None = None,
+        audits: AuditBook | None = None,
+        keep: int = 1,
         **options: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -50,7 +57,10 @@ class Bench:
         self.manifest: Manifest = manifest.model_copy(update={"limits": changed})
         start = restored or events.Restored(1, Version(0), None, None, False, None)
         self.now = 100.0
-        self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
+        self.run = begin(
+            self.manifest, "manifest", COORDINATOR, start, self.now, audits=audits,
+            kept_checkpoints=keep,
+        )  # fmt: skip
         if restored is None:
             self.now += 60.0  # special rules apply in the first minute after a start
         self.sessions: dict[str, int] = {}
@@ -64,6 +74,10 @@ class Bench:
         self.last = one_by_one(transition(self.run, event, self.now))
         self.log.extend(self.last)
         return self.last
+
+    def event_tick(self) -> Commands:
+        """A tick at the present time, without heartbeats."""
+        return self.event(events.Tick())
 
     def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> Commands:
         """Let time pass, with heartbeats of all peers but the silent ones; returns its commands."""
@@ -96,7 +110,7 @@ class Bench:
 
     def attach(
         self, peer: str, receipts: tuple[Receipt, ...] = (), owner: PeerId | None = None,
-        **hello: Any,
+        owner_binding: str | None = None, **hello: Any,
     ) -> Commands:  # fmt: skip
         self.sessions[peer] = self.sessions.get(peer, 0) + 1
         carrier = protocol.CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
@@ -108,7 +122,7 @@ class Bench:
             events.PeerAttached(
                 self.session(peer),
                 PeerId(peer),
-                protocol.Hello(**{**defaults, **hello}),
+                protocol.Hello(**{**defaults, **hello}, owner=owner_binding),
                 "cert",
                 receipts,
                 owner,
@@ -160,7 +174,32 @@ class Bench:
             "peer": PeerId(peer), "samples": 2, "tokens": TOKENS,
             "loss_sum": train_loss(step, microbatch) if last else None,
         }  # fmt: skip
-        return Receipt(**{**values, **changes})
+        values |= changes
+        if "transcript" not in values:
+            of_last = StageIndex(self.manifest.stage_count - 1)
+            values["transcript"] = simulated_transcript(
+                values["step"], values["microbatch"], stage, of_last
+            )
+        return Receipt(**values)
+
+    def audited(
+        self, peer: str, order: protocol.Audit, transcript: Transcript | None, **changes: Any
+    ) -> Commands:
+        """The peer answers an order to audit with a statement."""
+        last = order.stage == self.manifest.stage_count - 1
+        values: dict[str, Any] = {
+            "run": RunId("run"), "generation": Generation(self.run.start.generation),
+            "audit": order.audit, "step": order.step, "microbatch": order.microbatch,
+            "stage": order.stage, "peer": order.peer, "auditor": PeerId(peer),
+            "transcript": transcript,
+            "loss_sum": train_loss(order.step, order.microbatch) if last else None,
+        }  # fmt: skip
+        statement = AuditStatement(**{**values, **changes})
+        return self.event(
+            events.AuditAnswered(
+                self.session(peer), PeerId(peer), order.audit, statement, f"signed by {peer}"
+            )
+        )
 
     def report(self, peer: str, *microbatches: int) -> Commands:
         """The peer reports that it has accumulated these."""
@@ -172,7 +211,6 @@ class Bench:
             "session": self.session(trainer), "peer": PeerId(trainer),
             "step": Step(self.run.history.version + 1), "microbatch": MicrobatchIndex(microbatch),
             "lease": lease, "ok": True, "reason": "", "receipts": (),
-            "evaluation_loss_sum": None, "evaluation_tokens": 0,
         }  # fmt: skip
         return self.event(events.LeaseResolved(**{**values, **changes}))
 
@@ -188,7 +226,7 @@ class Bench:
         commands: Commands = []
         for stage in self.run.stage_indices:
             peer = min(p.peer for p in self.run.peers.ready(stage))
-            commands += self.report(peer, *range(self.manifest.training.microbatches_per_step))
+            commands += self.report(peer, *microbatches.numbers(self.run))
         return commands
 
     def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:

@@ -12,10 +12,12 @@ from enum import StrEnum
 from typing import Literal
 
 from benchmarks.swarm_rule import choose_swarm_moves
+from kits.swarm_world.sums import SumLie
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import PeerRecord
 from swarm_shared.run.manifest import (
+    CodecsConfig,
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -69,6 +71,19 @@ class Options:
     tied: bool = False
     starting: int = 1
     staleness: Literal[0, 1] = 0
+    audit_share: float = 0.0
+    """Share of the cells that are audited."""
+    rolls_back: bool = False
+    """Whether a late verdict takes the run back; then every checkpoint is kept."""
+    liars: int = 0
+    """Number of peers that count gradients other than they should, and state wrong audits."""
+    check_sums: bool = False
+    """Whether averages are exact, and checked."""
+    alike: bool = False
+    """Whether all machines compute alike, to the bit, although cells are audited."""
+    sum_lie: SumLie = SumLie.NONE
+    sum_liars: int = 0
+    """Number of peers that lie so in averages."""
     moves: Moves = Moves.NONE
     """If set, peers differ in speed, some cannot hold two stages, and every gain is worth a
     move."""
@@ -85,7 +100,7 @@ class Fault:
 
 
 def manifest_of(options: Options) -> Manifest:
-    shard = {"tokens": 10, "sha256": "0" * 64}
+    shard = {"tokens": 10, "merkle_root": "0" * 64}
     return Manifest(
         name="sim",
         organiser="coordinator",
@@ -114,6 +129,7 @@ def manifest_of(options: Options) -> Manifest:
             join_hold_seconds=5.0, round_stall_seconds=3.0, lease_seconds=20.0,
             starting_peers_per_stage=options.starting,
         ),
+        codecs=CodecsConfig(average="exact" if options.check_sums else "none"),
         checkpoint_steps=options.checkpoint_steps,
     )  # fmt: skip
 
@@ -138,10 +154,6 @@ def sha_of(params: tuple[object, ...], stage: int) -> str:
 
 def train_loss(step: int, microbatch: int) -> float:
     return 4 * (5.0 - 0.01 * step) + 0.1 * microbatch
-
-
-def heldout_loss(version: int, microbatch: int) -> float:
-    return 4 * (4.0 - 0.01 * version) + 0.3 * microbatch
 
 
 def own_squared(step: int, stage: int) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kits.swarm_world.facts import Cell
+from kits.swarm_world.sums import Exchange, put_in, taken_out
 from swarm_coordinator.core.events import Event, SessionNumber
 from swarm_shared.base.types import PeerId, StageIndex
 
@@ -101,7 +103,7 @@ class RoundFailure:
 
 
 Gradient = Counter[Cell]
-Averaged = Callable[[Gradient | RoundFailure], None]
+Averaged = Callable[[Exchange | RoundFailure], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +129,7 @@ class AllReduces:
             peer.later(world.delay(), lambda: done(failure))
             return
         group = self._open.setdefault(key, Round(members))
-        group.arrived[peer.id] = (own, done)
+        group.arrived[peer.id] = (put_in(peer, own), done)
         blocked = next(
             (m for m in members if frozenset((m, peer.id)) in world.blocked and m != peer.id), None
         )
@@ -163,15 +165,22 @@ class AllReduces:
     def _end(self, key: object) -> None:
         group = self._open.pop(key, None)
         if group is not None:
+            parts = {member: own for member, (own, _) in group.arrived.items()}
             total: Gradient = Counter()
-            for own, _ in group.arrived.values():
+            for own in parts.values():
                 total.update(own)
-            self._give(group, total)
+            self._give(
+                group,
+                lambda member: Exchange(
+                    group.members, parts, taken_out(self._world, group.members, total, member)
+                ),
+            )
 
     def _fail(self, key: object, failure: RoundFailure) -> None:
         self._failed[key] = failure
-        self._give(self._open.pop(key), failure)
+        self._give(self._open.pop(key), lambda _: failure)
 
-    def _give(self, group: Round, result: Gradient | RoundFailure) -> None:
+    def _give(self, group: Round, result: Callable[[PeerId], Exchange | RoundFailure]) -> None:
         for member, (_, done) in group.arrived.items():
-            self._world.peers[member].later(self._world.delay(), lambda done=done: done(result))
+            give = partial(done, result(member))
+            self._world.peers[member].later(self._world.delay(), give)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
+from kits.swarm_world import audits
 from kits.swarm_world.checks import check_account, check_hello
 from kits.swarm_world.decisions import CarryOut
 from kits.swarm_world.downstream import Downstream, Parcel
@@ -16,6 +17,7 @@ from kits.swarm_world.facts import Params, Violation
 from kits.swarm_world.network import Edge, Link
 from kits.swarm_world.server import StageServer
 from kits.swarm_world.stage import Stage
+from kits.swarm_world.sums import SumLie
 from kits.swarm_world.trainer import Trainer
 from swarm_coordinator.core import events
 from swarm_shared import protocol
@@ -35,6 +37,10 @@ class SimPeer:
     def __init__(self, world: World, peer: PeerId, memory_bytes: int, speed: float) -> None:
         self.world, self.id, self.memory_bytes, self.speed = world, peer, memory_bytes, speed
         self.life = 0
+        self.machine = 0
+        """Machines of the same number compute alike, to the bit."""
+        self.lies = False
+        self.sum_lie = SumLie.NONE
         self.alive = self.leaving = self.gone = self.hung = False
         self.woke_at = 0.0
         self.address = 0
@@ -262,12 +268,17 @@ class SimPeer:
                     asked[0].masked(asked[1], message.accumulate)
             case (
                 protocol.Close()
+                | protocol.SumCheck()
                 | protocol.AbortRound()
                 | protocol.Apply()
                 | protocol.SaveSnapshot()
             ):
                 if self.holding is not None:
                     self.holding.report(lambda close: close.order(message))
+            case protocol.Drop():
+                audits.drop(self, message)
+            case protocol.Audit():
+                audits.audit(self, message)
             case protocol.Goodbye() | protocol.Refused():
                 self._parted(message)
 
@@ -303,8 +314,11 @@ class SimPeer:
             if edge.sender.peer.id in revoked or edge.receiver.id in revoked:
                 edge.end()
 
+    def _is_expelled(self, message: protocol.Goodbye | protocol.Refused) -> bool:
+        return isinstance(message, protocol.Refused) and message.code == "protocol"
+
     def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
-        if isinstance(message, protocol.Refused) and message.code == "protocol":
+        if self._is_expelled(message) and not (self.lies or self.sum_lie):
             raise Violation(f"{self.id} is honest and is refused: {message.reason}")
         self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
         if isinstance(message, protocol.Refused) and message.code == "admission":
@@ -321,7 +335,7 @@ class SimPeer:
             return
         microbatch = MicrobatchIndex(self.world.rng.randrange(self.world.options.microbatches))
         everywhere = tuple(StageIndex(s) for s in range(self.world.options.stages))
-        parcel = Parcel("train", holding.account.step, microbatch, everywhere)
+        parcel = Parcel(holding.account.step, microbatch, everywhere)
         self.trainer.first.send(parcel, lambda _: None)
         self.later(0.4, self._defy)
 

@@ -12,8 +12,6 @@ from kits.swarm_world.facts import (
     CERTIFICATE_SECONDS,
     TOKENS,
     Violation,
-    heldout_loss,
-    train_loss,
 )
 from kits.swarm_world.network import Edge
 from swarm_shared.base.types import PeerId
@@ -87,10 +85,7 @@ class Serving:
         self._arrived_at = stage.peer.world.now
         edge.tasks.setdefault(request, []).append(self)
         stage.tasks[self] = None
-        if parcel.mode == "train":
-            self._computation = stage.account.begin(
-                parcel.step, parcel.microbatch, parcel.accumulate
-            )
+        self._computation = stage.account.begin(parcel.step, parcel.microbatch, parcel.accumulate)
         if stage.is_last:
             self._compute()
         else:
@@ -114,11 +109,9 @@ class Serving:
             self.refuse(RefusalReason.FAILED)
 
     def _compute(self) -> None:
-        """Compute the gradient, or the loss of an evaluation."""
+        """Compute the gradient."""
         parcel, worker = self._parcel, self._stage.worker
-        if parcel.mode == "evaluate":
-            self._request_worker(lambda: False, self._evaluated)
-        elif worker.peer.gives_nan:
+        if worker.peer.gives_nan:
             worker.peer.gives_nan = False
             sender = self._edge.sender.peer.id
             worker.peer.send(
@@ -136,8 +129,11 @@ class Serving:
         parcel, stage = self._parcel, self._stage
         if added and stage.index not in parcel.accumulate:
             raise Violation(f"{stage.peer.id} of stage {stage.index} has added {parcel}")
-        loss = train_loss(parcel.step, parcel.microbatch) if stage.is_last else None
-        receipt = stage.account.finish(self._computation, added=added, tokens=TOKENS, loss_sum=loss)
+        loss = stage.loss(parcel.step, parcel.microbatch)
+        receipt = stage.account.finish(
+            self._computation, added=added, tokens=TOKENS, loss_sum=loss,
+            transcript=stage.worker.transcript(parcel.step, parcel.microbatch),
+        )  # fmt: skip
         receipts = self._below.receipts
         self._reply(
             Answer(
@@ -146,12 +142,6 @@ class Serving:
                 total_seconds=stage.peer.world.now - self._arrived_at,
             )
         )  # fmt: skip
-
-    def _evaluated(self, _added: bool) -> None:
-        stage, loss_sum = self._stage, self._below.loss_sum
-        if stage.is_last:
-            loss_sum = heldout_loss(stage.worker.version, self._parcel.microbatch)
-        self._reply(Answer(None, (), loss_sum, service_seconds=0.05))
 
     def refuse(self, reason: RefusalReason) -> None:
         if not has_parameters_for(self._stage, self._parcel):
@@ -176,6 +166,4 @@ class Serving:
 
 
 def has_parameters_for(stage: Stage, parcel: Parcel) -> bool:
-    if parcel.mode == "evaluate":
-        return stage.account.evaluates(parcel.step)
     return stage.account.works_on(parcel.step)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kits.swarm_world import sums
 from kits.swarm_world.checks import check_receipt
 from kits.swarm_world.decisions import CarryOut
 from kits.swarm_world.downstream import Downstream
-from kits.swarm_world.facts import Params, Violation
-from kits.swarm_world.network import Gradient, RoundFailure
+from kits.swarm_world.facts import Params, Violation, train_loss
+from kits.swarm_world.network import RoundFailure
+from kits.swarm_world.sums import Exchange
 from kits.swarm_world.worker import SimWorker
 from swarm_shared.base.types import RunId, StageIndex, Version
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import RefusalReason
+from swarm_shared.protocol import RefusalReason, SumsChecked
 from swarm_shared.volunteer_rules import step_close
 from swarm_shared.volunteer_rules.stage_account import Counted, StageAccount
 from swarm_shared.volunteer_rules.stage_tenure import Load
@@ -32,6 +34,7 @@ WORK_SECONDS = {
     step_close.Uncommit: 0.02,
     step_close.EmptyAccumulator: 0.01,
     step_close.ComputeNorm: 0.01,
+    step_close.StateSums: 0.02,
     step_close.ApplyStep: 0.02,
     step_close.SaveState: 0.05,
 }
@@ -96,10 +99,13 @@ class Stage:
         receipt = Receipt(
             run=RunId("run"), generation=self.peer.generation, step=counted.step,
             microbatch=counted.microbatch, stage=self.index, peer=self.peer.id, samples=2,
-            tokens=counted.tokens, loss_sum=counted.loss_sum,
+            tokens=counted.tokens, loss_sum=counted.loss_sum, transcript=counted.transcript,
         )  # fmt: skip
         check_receipt(self, receipt)
         return receipt
+
+    def loss(self, step: int, microbatch: int) -> float | None:
+        return train_loss(step, microbatch) if self.is_last else None
 
     # ---- the step close
 
@@ -115,6 +121,8 @@ class Stage:
                 self.held_up.pop(work, None)
                 if work in self._groups:
                     self.peer.world.all_reduces.leave(self.peer.id, self._groups.pop(work))
+            case step_close.Send(SumsChecked() as message):
+                sums.send(self.peer, message)
             case step_close.Send(message):
                 self.peer.send(message)
                 self.peer.reported(self, message)
@@ -173,7 +181,7 @@ class Stage:
         where = "tied" if part == "tied" else worker.stage
         key = self._groups[number] = (work.step, work.attempt, where, members)
 
-        def done(result: Gradient | RoundFailure) -> None:
+        def done(result: Exchange | RoundFailure) -> None:
             if self._groups.pop(number, None) is None:
                 return
             if isinstance(result, RoundFailure):
@@ -182,7 +190,7 @@ class Stage:
                     carrier_failed=result.carrier_failed,
                 )  # fmt: skip
             else:
-                worker.averages[part] = result
+                worker.averages[part], worker.exchanges[part] = result.total, result
                 report = partial(close.averaged, number)
             self._report(close, report)
 

@@ -112,6 +112,9 @@ def drawn(seed: int) -> Course:
         tied=one_of([False, True]),
         starting=1 if moving else one_of([1, 1, 2]),
         staleness=one_of([0, 1]),
+        audit_share=one_of([0.0, 0.0, 0.3, 1.0]),
+        alike=one_of([False, True]),
+        check_sums=one_of([False, True]),
         moves=one_of([Moves.THROUGHPUT, Moves.SWARM]) if moving else Moves.NONE,
     )
     faults = tuple(

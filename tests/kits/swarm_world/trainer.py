@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kits.swarm_world.downstream import Answer, Downstream, Parcel
-from kits.swarm_world.facts import TOKENS
 from swarm_coordinator.core import events
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
@@ -57,20 +56,17 @@ class Trainer:
 
         def done(answer: Answer) -> None:
             self.driving.remove(started)
-            if not answer.ok:
-                self._resolve(handed_back(lease, leased, "failed"))
-            elif lease.mode == "train":
+            if answer.ok:
                 self._resolve(computed, answer.receipts)
             else:
-                evaluated = {"evaluation_loss_sum": answer.loss_sum, "evaluation_tokens": TOKENS}
-                self._resolve(computed.model_copy(update=evaluated))
+                self._resolve(handed_back(lease, leased, "failed"))
             self._leases.finished(started, self._peer.world.now, ok=answer.ok)
             self.start_more()
 
         computed = LeaseResult(
             step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True
         )
-        parcel = Parcel(lease.mode, lease.step, leased.microbatch, leased.accumulate)
+        parcel = Parcel(lease.step, leased.microbatch, leased.accumulate)
         self.first.send(parcel, done)
 
     def _hand_back(self, results: list[LeaseResult]) -> None:
@@ -82,6 +78,6 @@ class Trainer:
         self._peer.deliver(
             lambda session, peer: events.LeaseResolved(
                 session, peer, result.step, result.microbatch, result.lease, result.ok,
-                result.reason, receipts, result.evaluation_loss_sum, result.evaluation_tokens,
+                result.reason, receipts,
             )
         )  # fmt: skip

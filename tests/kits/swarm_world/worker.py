@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from kits.swarm_world import sums
 from kits.swarm_world.checks import check_replicas
 from kits.swarm_world.facts import Cell, Params, Violation, own_squared, sha_of, tied_squared
 from kits.swarm_world.network import Gradient
-from swarm_shared.base.types import MicrobatchIndex, StageIndex
+from kits.swarm_world.sums import Exchange
+from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Apply, SaveSnapshot, SnapshotReady
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from kits.swarm_world.peer import SimPeer
 
 ResultT = TypeVar("ResultT")
+
+LIED = -1
+"""Microbatch m's place in the sum of a liar is LIED - m, beside the true one."""
 
 KEPT_MICROBATCHES = 2
 """Microbatches of a step that can be taken out of its sum again: the newest ones."""
@@ -67,6 +74,8 @@ class SimWorker:
         """Step and attempt of `averages`."""
         self.averages: dict[str, Gradient] = {}
         """By part."""
+        self.exchanges: dict[str, Exchange] = {}
+        """By part, as the averages."""
         self.finite = True
         self.lost: set[Cell] = set()
         """(step, microbatch) pairs that vanished from a sum by a fault."""
@@ -120,9 +129,20 @@ class SimWorker:
         if not of_step.contents.wants(microbatch, accumulate):
             return False
         of_step.gradient[self.stage, microbatch] += 1
+        if self.peer.lies:
+            of_step.gradient[self.stage, LIED - microbatch] += 1
         of_step.contents.add(microbatch, KEPT)
         self.lost.discard((step, microbatch))
         return True
+
+    def transcript(self, step: int, microbatch: MicrobatchIndex) -> Transcript | None:
+        """That of the microbatch in the step's sum."""
+        if step <= self.version or microbatch not in self.sum_of(step).contents:
+            return None
+        last = StageIndex(self.peer.world.options.stages - 1)
+        return simulated_transcript(
+            Step(step), microbatch, self.stage, last, 9 if self.peer.lies else self.peer.machine
+        )
 
     def remove(self, step: int, microbatches: Iterable[MicrobatchIndex]) -> bool:
         of_step = self.sum_of(step)
@@ -132,6 +152,7 @@ class SimWorker:
             of_step.contents.remove(removal.microbatches)
             for microbatch in removal.microbatches:
                 del of_step.gradient[self.stage, microbatch]
+                of_step.gradient.pop((self.stage, LIED - microbatch), None)
         return removal is not None
 
     # ---- closing
@@ -150,7 +171,7 @@ class SimWorker:
             case step_close.Uncommit(step=step, microbatches=extra):
                 return partial(close.uncommitted, number, done=self.remove(step, extra))
             case step_close.EmptyAccumulator(step=step):
-                self._empty(step)
+                self.empty(step)
                 return partial(close.emptied, number)
             case step_close.ComputeNorm(step=step):
                 tied = tied_squared(step) if "tied" in self.averages else 0.0
@@ -158,6 +179,11 @@ class SimWorker:
                 return partial(
                     close.norm_computed, number, own_squared=own, tied_squared=tied, finite=True
                 )
+            case step_close.StateSums(order=check, close=averaged):
+                answer = sums.state(self, check, averaged)
+                if answer is None:
+                    return partial(close.failed, number, "its average is gone")
+                return partial(close.sums_stated, number, answer)
             case step_close.ApplyStep(order=order) if not self.peer.cannot_apply:
                 digest, norm = self._apply(order)
                 return partial(close.applied, number, digest=digest, norm=norm)
@@ -173,9 +199,12 @@ class SimWorker:
         """Copy a sum; its microbatches, and whether it is finite."""
         of_step = self.sum_of(step)
         microbatches = of_step.contents.microbatches()
-        if of_step.gradient != Counter((self.stage, m) for m in microbatches):
+        if not self.peer.lies and of_step.gradient != Counter(
+            (self.stage, m) for m in microbatches
+        ):
             raise Violation(f"{self.peer.id}: {of_step.gradient} is not the sum of {microbatches}")
         self.copy, self.averaged, self.averages = (step, Counter(of_step.gradient)), None, {}
+        self.exchanges = {}
         return microbatches, self.finite
 
     def check_averaged(self, step: int, attempt: int) -> None:
@@ -190,10 +219,17 @@ class SimWorker:
         expected = {"own": Counter((stage, m) for m in microbatches)}
         if options.tied and last > 0 and stage in (0, last):
             expected["tied"] = Counter((s, m) for s in (0, last) for m in microbatches)
-        if self.averages != expected:
+        averages = {part: Counter(sums) for part, sums in self.averages.items()}
+        if options.rolls_back:
+            # A lie that is not drawn is averaged; a late verdict takes the step back.
+            averages = {
+                part: Counter({cell: n for cell, n in sums.items() if cell[1] >= 0})
+                for part, sums in averages.items()
+            }
+        if averages != expected:
             raise Violation(f"stage {stage} of step {step} sums up {self.averages}")
 
-    def _empty(self, step: int) -> None:
+    def empty(self, step: int) -> None:
         self.sums.pop(step, None)
         self.finite = self.shrunk = True
 
@@ -204,7 +240,7 @@ class SimWorker:
         if (peer.id, order.attempt) in peer.world.aborted:
             raise Violation(f"{peer.id} applies the aborted attempt {order.attempt}")
         self.params += ((int(order.step), order.attempt),)
-        self._empty(order.step)
+        self.empty(order.step)
         self.averaged = None
         peer.world.has_applied.add((peer.id, int(order.step)))
         check_replicas(peer.world, self)

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kits.swarm_world import audits
 from kits.swarm_world.checks import (
     check_batch,
     check_event,
@@ -46,6 +47,7 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.protocol import AbortRound, Refused, Roster, RosterChange
 
 TICK_SECONDS = 0.25
@@ -67,6 +69,7 @@ class SimStore:
     heldout_loss: float | None = None
     finished: int | None = None
     base: int = 0
+    standings: dict[PeerId, events.StandingRecord] = field(default_factory=dict)
     rolled_back: bool = False
     given_up: list[dict[int, events.AppliedStep]] = field(default_factory=list)
     """Histories that the run has rolled back from."""
@@ -83,6 +86,8 @@ class SimStore:
             self.checkpoints[record.version] = record
         elif isinstance(record, events.EvaluationRecord):
             self.heldout_loss = record.heldout_loss
+        elif isinstance(record, events.StandingsRecord):
+            self.standings |= {standing.owner: standing for standing in record.standings}
         elif isinstance(record, events.RunFinished):
             self.finished = record.version
         elif isinstance(record, events.RolledBack):
@@ -104,6 +109,8 @@ class SimStore:
             finished=self.finished is not None,
             heldout_loss=self.heldout_loss,
             rolled_back=self.rolled_back,
+            recomputed=Version(max((n for gone in self.given_up for n in gone), default=0)),
+            standings=tuple(self.standings.values()),
             on_current_history=frozenset(share.peer for step in since for share in step.shares)
             if self.rolled_back else frozenset(),
         )  # fmt: skip
@@ -143,6 +150,8 @@ class World:
         """How often it came to what a test has to have seen."""
         self.reported: dict[PeerId, tuple[Receipt, ...]] = {}
         """Receipts of each peer's newest hello that the coordinator has not counted yet."""
+        self.statements: dict[str, SumStatement] = {}
+        """Statements of sums, by what stands for their signed form."""
         self.whole_rosters: dict[int, Roster] = {}
         """The whole roster that each roster change must lead to, by its serial number."""
         self.banned: dict[PeerId, float] = {}
@@ -216,7 +225,8 @@ class World:
         revoked = {peer: since + CERTIFICATE_SECONDS for peer, since in self.banned.items()}
         self.run_state = begin(
             self.manifest, "manifest", COORDINATOR, restored, self.now, revoked,
-            rebalancing_settings(self.options),
+            rebalancing_settings(self.options), audits.book(self),
+            kept_checkpoints=self.options.steps + 1 if self.options.rolls_back else 1,
         )  # fmt: skip
         self.stopped = False
         self.progressed_at = self.now
@@ -286,6 +296,8 @@ class World:
                 0.2 + self.rng.random(),
                 lambda: generation == self.generation and self._fetch(command),
             )
+        elif isinstance(command, events.Ban):
+            self.ban(self.peers[command.owner], 1e9)
         elif isinstance(command, events.ShutDown):
             self.stopped = True
 
@@ -426,6 +438,10 @@ class World:
 
     # ---- volunteers and faults
 
+    @property
+    def _differ(self) -> bool:
+        return self.options.audit_share > 0.0 and not self.options.alike
+
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         speed = 1.0
         if self.options.moves is not Moves.NONE:
@@ -433,6 +449,10 @@ class World:
             if self.rng.random() < 0.3:
                 memory_bytes = 150  # one stage fits, two do not
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"), memory_bytes, speed)
+        peer.machine = self.rng.choice([0, 0, 1]) if self._differ else 0
+        peer.lies = len(self.peers) < self.options.liars
+        if len(self.peers) < self.options.sum_liars:
+            peer.sum_lie = self.options.sum_lie
         self.peers[peer.id] = peer
         peer.start()
         return peer

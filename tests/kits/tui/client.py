@@ -6,11 +6,13 @@ from typing import Any
 
 from kits.tui import START
 from swarm_client.control.status_document import (
+    AuditsView,
     ContributionView,
     DaemonState,
     DeviceView,
     LeaderboardRow,
     MachineView,
+    OwnVerdict,
     PeerView,
     RunView,
     StageView,
@@ -74,6 +76,10 @@ def status(number: int = 0, **changes: Any) -> Status:
             recent_credit=3.25,
             days=(("2026-09-01", 2.0), ("2026-09-03", 4.0), ("2026-09-04", 6.5)),
             streak_days=2,
+        ),
+        "audits": AuditsView(
+            passed=12, lost=1, to_pass=38,
+            verdicts=(OwnVerdict(step=97, reason="what it signed is not what it computes"),),
         ),
         "stages": (
             StageView(stage=0, peers=1, microbatches_per_second=2.0),

@@ -63,6 +63,18 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
             "mode": "token", "members": 3, "valid_tokens": 1,
             "bans": [{"peer": "12D3KooWdoradora", "reason": "cheats", "banned_at": START - 60}],
         },
+        "trust": {
+            "audit_share": 0.02, "passed": 214, "under_way": 1, "established": 1,
+            "on_probation": 1, "lost": 1, "probation_cells": 50,
+            "owners": [
+                {"owner": BERT, "passed": 0, "lost": 1, "made": 4, "established": False},
+                {"owner": ANNA, "passed": 180, "lost": 0, "made": 31, "established": True},
+            ],
+            "verdicts": [
+                {"step": 39, "microbatch": 3, "stage": 0, "peer": BERT, "owner": BERT,
+                 "reason": "what it signed \x1b[2J is not what the microbatch gives"},
+            ],
+        },
         "sessions": 3,
         "sessions_ended": {"silent": 2, "goodbye": 1},
         "history": [

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm_shared.base.units import duration_text, latency_text, memory_text, rate_text, size_text
+from swarm_shared.base.text import duration_text, latency_text, memory_text, rate_text, size_text
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits import lost_audit
 from kits.peer_names import named
 from swarm_shared.base.errors import ProtocolError, SignatureError, SwarmError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.credit.credit import work_shares
 from swarm_shared.credit.ledger import VerifiedLedger, verify_ledger, write_ledger
 from swarm_shared.credit.ledger_lines import StepLine
@@ -27,6 +28,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import preset
+from swarm_shared.trust.evidence import SumVerdict, Verdict
 
 ORGANISER, STRANGER = Identity.generate(), Identity.generate()
 ANNA, BERT = named("Anna"), named("Bert")
@@ -37,7 +39,7 @@ MICROBATCHES = 4
 def manifest_of(organiser: Identity, name: str = "a run") -> Manifest:
     model = preset("tiny").model
     shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="ab" * 32)
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="ab" * 32)
         for split in ("train", "heldout")
     )
     return Manifest(
@@ -193,7 +195,7 @@ def test_a_step_that_is_left_out_is_named() -> None:
 
 # ---------------------------------------------------------------- people
 
-VERA, FIRST, SECOND = (Identity.from_seed(name * 32) for name in (b"v", b"1", b"2"))
+VERA, FIRST, SECOND, LAZY = (Identity.from_seed(name * 32) for name in (b"v", b"1", b"2", b"3"))
 
 
 def bound(owner: Identity, device: Identity) -> str:
@@ -211,8 +213,11 @@ BINDINGS = {FIRST.peer_id: bound(VERA, FIRST), SECOND.peer_id: bound(VERA, SECON
 NAMES: dict[PeerId, tuple[str | None, str | None]] = {FIRST.peer_id: ("first", "the Vs")}
 
 
-def owned(bindings: dict[PeerId, str], steps: list[StepLine]) -> list[bytes]:
-    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bindings))
+def owned(
+    bindings: dict[PeerId, str], steps: list[StepLine], verdicts: tuple[Verdict, ...] = ()
+) -> list[bytes]:
+    bound = {device: (VERA.peer_id, text) for device, text in bindings.items()}
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bound, verdicts))
 
 
 def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
@@ -237,8 +242,7 @@ def test_an_owner_that_never_counted_has_the_row_of_its_devices() -> None:
 
 
 def test_a_ledger_without_owners_has_a_row_for_each_peer() -> None:
-    lines = owned({BERT: "not there"}, steps_of(*FOUR))
-    assert len(verify_ledger(lines).people) == len(FOUR)
+    assert len(verify_ledger(owned({}, steps_of(*FOUR))).people) == len(FOUR)
     for line in WHOLE:
         assert b"owner" not in line
     found = verify_ledger(WHOLE)
@@ -257,6 +261,7 @@ def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
     [
         ({ANNA: bound(VERA, FIRST)}, "shows the owner binding of"),
         ({FIRST.peer_id: bound(VERA, SECOND)}, "shows the owner binding of"),
+        ({LAZY.peer_id: bound(VERA, LAZY)}, "has an owner and counts in no step"),
         ({FIRST.peer_id: "AAAA"}, "signed message"),
         ({FIRST.peer_id: "?"}, "not base64"),
         ({VERA.peer_id: bound(VERA, VERA)}, "bound to itself"),
@@ -265,7 +270,7 @@ def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
             "is the owner of others and has an owner",
         ),
     ],
-    ids=["stolen", "anothers", "no-envelope", "no-base64", "itself", "a-chain"],
+    ids=["stolen", "anothers", "idle", "no-envelope", "no-base64", "itself", "a-chain"],
 )
 def test_a_binding_that_does_not_hold_is_named_though_the_organiser_sealed_it(
     bindings: dict[PeerId, str], why: str
@@ -279,6 +284,137 @@ def test_a_binding_that_does_not_hold_is_named_though_the_organiser_sealed_it(
 def test_a_line_that_is_missing_among_owners_is_noticed(number: int) -> None:
     lines = owned(BINDINGS, steps_of(*FOUR))
     assert refused(lines[:number] + lines[number + 1 :]).startswith(f"line {number + 1}: ")
+
+
+# ---------------------------------------------------------------- verdicts
+
+RUN = run_id_of(MANIFEST)
+LIAR, OWNER = lost_audit.AUDITED.peer_id, lost_audit.OWNER.peer_id
+VERDICT = lost_audit.verdict(RUN, void_after=Step(4))
+
+
+def with_a_verdict(*verdicts: Verdict | SumVerdict) -> list[bytes]:
+    """Ten steps in which the liar, its owner's other device and Anna have counted."""
+    shares = ((LIAR, 0, 2), (FIRST.peer_id, 0, 1), (ANNA, 0, 1), (ANNA, 1, MICROBATCHES))
+    steps = [StepLine(step=n, applied_at=1e6 + n, shares=shares) for n in range(1, 11)]
+    bindings = {
+        device.peer_id: (OWNER, lost_audit.binding(lost_audit.OWNER, device))
+        for device in (lost_audit.AUDITED, FIRST)
+    }
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, {}, AS_OF, bindings, verdicts))
+
+
+JUDGED = with_a_verdict(VERDICT)
+VERDICT_LINE = 4
+"""Behind the head and two owners."""
+
+
+def test_a_verdict_voids_the_credit_of_all_devices_of_the_owner_since_its_last_passed_audit() -> (
+    None
+):
+    found = verify_ledger(JUDGED, ORGANISER.peer_id)
+    counted = {total.peer: total.microbatches for total in found.totals}
+    # Steps 5 to 9 are void, of ten.
+    assert counted == {LIAR: 5 * 2, FIRST.peer_id: 5, ANNA: 10 * (1 + MICROBATCHES)}
+    [(verdict, judgement)] = found.verdicts
+    assert verdict == VERDICT
+    assert judgement.losers == ((LIAR, OWNER),)
+
+
+def test_a_lie_about_an_average_voids_credit_as_a_lost_audit_does() -> None:
+    signed = lost_audit.sums(lost_audit.AUDITED, RUN)
+    lie = SumVerdict(
+        step=Step(9), stage=StageIndex(0), peer=LIAR, owner=OWNER, void_after=Step(4),
+        statements=(signed,),
+    )  # fmt: skip
+    found = verify_ledger(with_a_verdict(lie), ORGANISER.peer_id)
+    assert found.sum_verdicts == (lie,)
+    judged = verify_ledger(JUDGED, ORGANISER.peer_id)
+    assert found.totals == judged.totals
+    others = lie.model_copy(update={"step": Step(8)})
+    assert "of another step" in refused(with_a_verdict(others))
+
+
+@settings(max_examples=300)
+@given(st.integers(0, len(b"".join(JUDGED)) - 1), st.integers(1, 255))
+def test_whatever_byte_of_a_ledger_with_verdicts_is_changed_its_line_is_named(
+    position: int, change: int
+) -> None:
+    content = bytearray(b"".join(JUDGED))
+    content[position] ^= change
+    said = refused(bytes(content).splitlines(keepends=True))
+    number = bytes(content[:position]).count(b"\n") + 1
+    assert said.startswith(f"line {number}: ")
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_an_organiser_that_changes_the_evidence_and_seals_it_is_found_at_the_verdict(
+    data: st.DataObject,
+) -> None:
+    """All digests and the seal are right: what fails is the verdict itself."""
+    places = ("receipt", "binding", "statement 0", "statement 1")
+    place = data.draw(st.sampled_from(places))
+    evidence = VERDICT.evidence
+    texts = [evidence.receipt, evidence.binding, *(one.statement for one in evidence.statements)]
+    content = bytearray(base64.b64decode(texts[places.index(place)]))
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    text = base64.b64encode(content).decode()
+    if place in ("receipt", "binding"):
+        changed = evidence.model_copy(update={place: text})
+    else:
+        statements = list(evidence.statements)
+        number = int(place[-1])
+        statements[number] = statements[number].model_copy(update={"statement": text})
+        changed = evidence.model_copy(update={"statements": tuple(statements)})
+    said = refused(with_a_verdict(VERDICT.model_copy(update={"evidence": changed})))
+    assert said.startswith(f"line {VERDICT_LINE}: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 8}, {"microbatch": 2}, {"stage": 0}, {"peer": ANNA}, {"owner": ANNA},
+        {"void_after": 10},
+    ],
+)  # fmt: skip
+def test_an_organiser_that_changes_the_verdict_and_seals_it_is_found(
+    changes: dict[str, object],
+) -> None:
+    said = refused(with_a_verdict(VERDICT.model_copy(update=changes)))
+    assert said.startswith(f"line {VERDICT_LINE}: ")
+
+
+def test_an_organiser_that_ignores_a_verdict_in_a_total_is_found() -> None:
+    """The verdict is there, and the totals are those of a ledger without it."""
+    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain
+    from swarm_shared.credit.ledger_lines import Seal, SealLine, VerdictLine, ledger_lines
+    from swarm_shared.identity.signing import sign_message
+
+    contents = [json.loads(line) for line in with_a_verdict()[:-1]]
+    for content in contents:
+        del content["digest"]
+    lines = [ledger_lines.validate_json(json.dumps(content)) for content in contents]
+    lines.insert(VERDICT_LINE - 1, VerdictLine(verdict=VERDICT))
+    chain = _Chain()
+    written = [chain.put(line) for line in lines]
+    seal = sign_message(
+        ORGANISER, Seal(run=RUN, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
+    )
+    written.append(chain.put(SealLine(envelope=base64.b64encode(seal).decode())))
+    # The totals are sorted, and the first one is of a device of the owner.
+    said = refused(written)
+    assert "the steps come to" in said or "no credit in any step" in said
+
+
+@pytest.mark.parametrize("number", range(len(JUDGED)))
+def test_a_line_that_is_missing_beside_a_verdict_is_noticed(number: int) -> None:
+    lines = JUDGED[:number] + JUDGED[number + 1 :]
+    assert refused(lines).startswith(f"line {number + 1}: ")
+
+
+# ---------------------------------------------------------------- seals
 
 
 def test_a_seal_of_somebody_else_or_of_another_ledger_is_refused() -> None:

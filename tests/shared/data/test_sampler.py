@@ -36,7 +36,7 @@ def manifest_of(
 ) -> Manifest:
     """Shards of these many tokens; sequences of 4 tokens, 2 to a microbatch."""
     shards = [
-        ShardInfo(name=f"{split}-{n}.tokens", split=split, tokens=tokens, sha256="0" * 64)
+        ShardInfo(name=f"{split}-{n}.tokens", split=split, tokens=tokens, merkle_root="0" * 64)
         for split, sizes in (("train", train), ("heldout", (heldout,)))
         for n, tokens in enumerate(sizes)
     ]

@@ -37,7 +37,7 @@ def test_a_shard_is_raw_little_endian_and_comes_back(tmp_path: Path, token_bytes
     info = write_shard(tmp_path, "train-00000.tokens", "train", [ids[:1], ids[1:]], token_bytes)
     path = tmp_path / info.name
     assert path.read_bytes() == b"".join(int(i).to_bytes(token_bytes, "little") for i in ids)
-    assert [file.name for file in tmp_path.iterdir()] == [info.name]
+    assert {file.name for file in tmp_path.iterdir()} == {info.name, "train-00000.tree"}
     verify_shard(path, info, token_bytes, largest + 1)
     stream = open_shards(tmp_path, data_of(info, info, token_bytes=token_bytes), "train")
     np.testing.assert_array_equal(np.asarray(stream.shards[0]), ids)

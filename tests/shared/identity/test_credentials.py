@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarm_shared.base.errors import AdmissionError, FrameError, ProtocolError, SignatureError
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import (
     CARRIER_DOMAIN,
@@ -44,6 +45,7 @@ CERTIFICATE = MembershipCertificate(
     role="volunteer",
 )
 RECEIPT = Receipt(
+    transcript=Transcript(input="0" * 32, output="1" * 32, gradient="2" * 32),
     run=RUN,
     generation=Generation(3),
     step=Step(7),

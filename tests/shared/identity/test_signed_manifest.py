@@ -29,7 +29,7 @@ ORGANISER = Identity.from_seed(b"o" * 32)
 STRANGER = Identity.from_seed(b"s" * 32)
 
 
-def manifest_of(shards: int = 1, sha256: str = "0" * 64, **changes: object) -> Manifest:
+def manifest_of(shards: int = 1, merkle_root: str = "0" * 64, **changes: object) -> Manifest:
     names = [("train", n) for n in range(shards)] + [("heldout", 0)]
     values: dict[str, object] = {
         "name": "test",
@@ -43,11 +43,11 @@ def manifest_of(shards: int = 1, sha256: str = "0" * 64, **changes: object) -> M
                     name=f"{split}-{n:05d}.tokens",
                     split=split,
                     tokens=64 * 2**20,
-                    sha256=sha256,
-                    url=f"https://example.org/a/rather/long/folder/{split}-{n:05d}.tokens",
+                    merkle_root=merkle_root,
                 )
                 for split, n in names
             ),
+            mirrors=("https://example.org/a/rather/long/folder",),
             tokenizer="bytes",
             unigram_entropy_nats=3.1415926535897931,
         ),
@@ -96,7 +96,7 @@ def test_organiser_name_model_data_and_seed_name_the_run():
         manifest_of(organiser=STRANGER.peer_id),
         manifest_of(name="other"),
         manifest_of(model=preset("tiny").model.model_copy(update={"rope_theta": 5.0})),
-        manifest_of(sha256="1" * 64),
+        manifest_of(merkle_root="1" * 64),
         manifest_of(training=training.model_copy(update={"seed": 1})),
     ]
     ids = [run_id_of(manifest) for manifest in others]
@@ -106,11 +106,10 @@ def test_organiser_name_model_data_and_seed_name_the_run():
 
 def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
     one = manifest_of()
-    shards = tuple(shard.model_copy(update={"url": None}) for shard in one.data.shards)
     other = manifest_of(
         training=one.training.model_copy(update={"steps": 99}),
         limits=LimitsConfig(heartbeat_seconds=2),
-        data=one.data.model_copy(update={"shards": shards}),
+        data=one.data.model_copy(update={"mirrors": ()}),
     )
     assert run_id_of(one) == run_id_of(other)
 
@@ -128,7 +127,7 @@ def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_r
 
 def test_a_manifest_from_before_there_were_bottlenecks_names_the_same_run():
     manifest = manifest_of(organiser="somebody")
-    assert run_id_of(manifest) == "556f0c028ab74d2af74f336228892957782b507ea76077dc0253ce17621343fa"
+    assert run_id_of(manifest) == "221d650dfc286451fdf2e9875a212210f03b268a4d520d8164a96a47bb56fc6c"
     words = manifest.model_dump()
     words["stages"] = [{"first_layer": 0, "end_layer": 2}, {"first_layer": 2, "end_layer": 4}]
     words["model"] |= {"bottleneck_size": 16, "bottlenecks": (2,)}

@@ -87,7 +87,7 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         assert hello == HELLO
         return DoctorWelcome(
-            software_fits=False, admission="the list does not name you", data_bytes=7
+            software_fits=False, admission="the list does not name you", smallest_stage_bytes=7
         )
 
     async with (
@@ -106,7 +106,7 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
         with pytest.raises(LinkClosed):
             await stream.receive(5)
     assert welcome.software == SOFTWARE_VERSION
-    assert (welcome.software_fits, welcome.data_bytes) == (False, 7)
+    assert (welcome.software_fits, welcome.smallest_stage_bytes) == (False, 7)
     assert welcome.admission == "the list does not name you"
     assert welcome.observed_address is not None
     # The same connection, so the same address.

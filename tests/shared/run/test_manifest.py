@@ -29,7 +29,7 @@ ORGANISER = Identity.from_seed(b"o" * 32)
 
 def a_manifest() -> Manifest:
     shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
         for split in ("train", "heldout")
     )
     return Manifest(

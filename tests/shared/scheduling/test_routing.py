@@ -1,30 +1,44 @@
-"""The shortest expected delay gives work in proportion to rates and never starves a stage."""
+"""Routing shares work in proportion to rates, without herds, and never starves a stage."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import random
+import statistics
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MicrobatchIndex, PeerId
 from swarm_shared.scheduling.routing import (
+    ESTIMATE_HALF_LIFE_SECONDS,
     FIRST_BAN_SECONDS,
-    IDLE_HALF_LIFE_SECONDS,
     MAX_BAN_SECONDS,
+    MIN_PLANNED_PEERS,
     Observation,
-    ShortestExpectedDelay,
+    StageRouting,
 )
+from swarm_shared.scheduling.step_plan import HANDICAP, MAX_RATE_OVER_MEDIAN
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
-def table(**seconds: float) -> ShortestExpectedDelay:
-    routing = ShortestExpectedDelay()
-    routing.update([PeerId(name) for name in seconds])
+FIRST = MicrobatchIndex(0)
+
+
+def unplanned(*peers: PeerId, seed: int = 1) -> StageRouting:
+    """A table without rates, which so has no plan."""
+    routing = StageRouting(random.Random(seed), 8)
+    routing.update(dict.fromkeys(peers, 0.0))
+    return routing
+
+
+def table(**seconds: float) -> StageRouting:
+    """The same with one observation of each peer."""
+    routing = unplanned(*map(PeerId, seconds))
     for name, value in seconds.items():
         routing.observe(PeerId(name), Observation(value), 0.0)
     return routing
@@ -35,7 +49,7 @@ def nothing(*peers: PeerId) -> dict[PeerId, int]:
 
 
 def share_out(
-    routing: ShortestExpectedDelay, seconds: dict[PeerId, float], under_way: int, total: int,
+    routing: StageRouting, seconds: dict[PeerId, float], under_way: int, total: int,
     behind_seconds: float = 0.0,
 ) -> Counter[PeerId]:  # fmt: skip
     """Keeps so many under way; each peer does one after the other, and what is behind all of them
@@ -50,7 +64,7 @@ def share_out(
             in_flight[peer] -= 1
             routing.observe(peer, Observation(seconds[peer]), now)
             done[peer] += number >= total // 2
-        chosen = routing.choose(now, in_flight)
+        chosen = routing.choose(now, in_flight, FIRST)
         assert chosen is not None
         in_flight[chosen] += 1
         free_at[chosen] = max(now, free_at[chosen]) + seconds[chosen]
@@ -78,23 +92,112 @@ def test_where_all_have_enough_to_do_work_is_shared_in_proportion_to_rates(
 
 def test_a_slow_peer_gets_nothing_while_a_fast_one_would_be_done_sooner_even_so() -> None:
     routing = table(a=0.1, b=1.0)
-    assert [routing.choose(0.0, {A: n, B: 0}) for n in (0, 8, 10)] == [A, A, B]
+    assert [routing.choose(0.0, {A: n, B: 0}, FIRST) for n in (0, 8, 10)] == [A, A, B]
 
 
-def test_equal_peers_take_turns_and_what_was_missed_is_not_made_up_for() -> None:
-    routing = table(a=1.0, b=1.0)
-    assert [routing.choose(0.0, nothing(A, B)) for _ in range(4)] == [A, B, A, B]
-    for _ in range(20):  # b has no room
-        assert routing.choose(0.0, nothing(A)) == A
-    assert Counter(routing.choose(0.0, nothing(A, B)) for _ in range(20)) == {A: 10, B: 10}
+def test_equal_delays_are_broken_by_the_generator_and_what_was_missed_is_not_made_up_for() -> None:
+    choices = []
+    for seed in (1, 1, 2):
+        routing = unplanned(A, B, seed=seed)
+        for _ in range(20):  # b has no room
+            assert routing.choose(0.0, nothing(A), FIRST) == A
+        choices.append([routing.choose(0.0, nothing(A, B), FIRST) for _ in range(40)])
+        assert 8 <= choices[-1].count(A) <= 32
+    assert choices[0] == choices[1] != choices[2]
+
+
+def test_an_estimate_ages_towards_the_roster_so_that_an_idle_slow_peer_gets_nothing_more() -> None:
+    """Forgetting towards zero gave each slow peer a microbatch after every pause of 15 s."""
+    routing = StageRouting(random.Random(1), 1)
+    routing.update({A: 1.0, B: 1 / 20})
+    routing.observe(A, Observation(1.0), 0.0)
+    routing.observe(B, Observation(20.0), 0.0)
+    for now in (0.0, 15.0, 150.0, 1e6):
+        for in_flight in range(8):
+            assert routing.choose(now, {A: in_flight, B: 0}, FIRST) == A
+        assert routing.seconds_of(B, now) == pytest.approx(20.0)
 
 
 def test_a_peer_that_had_a_bad_moment_is_tried_again() -> None:
-    routing = table(a=1.0, b=60.0)
-    assert routing.choose(0.0, {A: 3, B: 0}) == A
-    routing.observe(A, Observation(1.0), 5 * IDLE_HALF_LIFE_SECONDS)
-    assert routing.choose(5 * IDLE_HALF_LIFE_SECONDS, {A: 3, B: 0}) == B
-    assert routing.choose(5 * IDLE_HALF_LIFE_SECONDS, {A: 3, B: 1}) == A
+    routing = StageRouting(random.Random(1), 1)
+    routing.update({A: 1.0, B: 1.0})
+    routing.observe(B, Observation(60.0), 0.0)
+    assert routing.choose(0.0, {A: 3, B: 0}, MicrobatchIndex(1)) == A
+    later = 6 * ESTIMATE_HALF_LIFE_SECONDS
+    assert routing.seconds_of(B, later) == pytest.approx(1.0 + 59 / 64)
+    assert routing.choose(later, {B: 0}, FIRST) == B
+
+
+def step_of(senders: int, each: int, rates: dict[PeerId, float]) -> Counter[PeerId]:
+    """All senders send all of their microbatches at once. How many each peer gets."""
+    got: Counter[PeerId] = Counter()
+    for sender in range(senders):
+        routing = StageRouting(random.Random(sender), senders * each)
+        routing.update(rates)
+        in_flight = nothing(*rates)
+        for number in range(each):
+            chosen = routing.choose(0.0, in_flight, MicrobatchIndex(sender * each + number))
+            assert chosen is not None
+            in_flight[chosen] += 1
+            got[chosen] += 1
+    return got
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_identical_senders_do_not_herd_on_one_of_identical_peers(
+    senders: int, each: int, peers: int, known: bool
+) -> None:
+    planned = known and peers >= MIN_PLANNED_PEERS
+    rates = dict.fromkeys((PeerId(f"p{n}") for n in range(peers)), 1.0 if known else 0.0)
+    mean = senders * each / peers
+    most = max(step_of(senders, each, rates).values())
+    assert most <= (math.ceil(mean) if planned else mean + 4 * max(1.0, math.sqrt(mean)))
+
+
+@given(st.lists(st.floats(0.2, 5.0), min_size=MIN_PLANNED_PEERS, max_size=20), st.integers(1, 200))
+def test_senders_that_know_the_same_rates_share_the_peers_in_proportion_to_them(
+    values: list[float], senders: int
+) -> None:
+    rates = {PeerId(f"p{n}"): value for n, value in enumerate(values)}
+    got = step_of(senders, 1, rates)
+    largest = MAX_RATE_OVER_MEDIAN * statistics.median(values)
+    counted = {peer: min(rate, largest) for peer, rate in rates.items()}
+    # List scheduling: whichever peer is last with its share, no other would have been done sooner.
+    ends = {peer: (got[peer] + HANDICAP) / rate for peer, rate in counted.items() if got[peer]}
+    for peer, rate in counted.items():
+        assert max(ends.values()) <= (got[peer] + 1 + HANDICAP) / rate * (1 + 1e-9)
+
+
+def test_a_claimed_rate_counts_up_to_four_times_the_median_of_the_stage() -> None:
+    peers = [PeerId(f"p{n}") for n in range(10)]
+    honest = dict.fromkeys(peers, 1.0)
+    assert step_of(130, 1, honest | {A: 1e9})[A] == pytest.approx(4 / 14 * 130, abs=4)
+    assert step_of(130, 1, honest | {A: 0.0})[A] == pytest.approx(130 / 11, abs=2)
+
+
+def test_a_sender_departs_from_the_plan_where_a_peer_is_banned_full_or_slower_for_this_sender() -> (
+    None
+):
+    routing = StageRouting(random.Random(1), 3)
+    routing.update({A: 1.0, B: 1.0, C: 1.0})
+    planned = [MicrobatchIndex(m) for m in range(3)]
+    assert [routing.choose(0.0, {A: 9, B: 9, C: 9}, m) for m in planned] == [A, B, C]
+    assert routing.choose(0.0, nothing(B), FIRST) == B
+    routing.failed(A, 0.0)
+    assert routing.choose(0.1, nothing(A, B), FIRST) == B
+    routing.observe(A, Observation(2.5), 1.0)  # which lifts the ban
+    assert routing.choose(1.0, nothing(A, B), FIRST) == B
+    for _ in range(3):
+        routing.observe(A, Observation(1.0), 1.0)
+    assert routing.choose(1.0, nothing(A, B), FIRST) == A
+
+
+def test_of_two_peers_the_choice_is_by_the_shortest_delay_and_not_by_a_plan() -> None:
+    routing = StageRouting(random.Random(1), 2)
+    routing.update({A: 1.0, B: 1.0})
+    for microbatch in (FIRST, MicrobatchIndex(1)):
+        assert routing.choose(0.0, {A: 9, B: 0}, microbatch) == B
+        assert routing.choose(0.0, {A: 0, B: 9}, microbatch) == A
 
 
 @given(
@@ -111,36 +214,37 @@ def test_a_choice_comes_from_those_offered_and_a_single_peer_always_serves(
     moments: list[tuple[float, dict[PeerId, int], PeerId | None]],
 ) -> None:
     routing = table(a=1.0, b=2.0, c=3.0)
-    only = ShortestExpectedDelay()
-    only.update([A])
+    only = unplanned(A)
     now = 0.0
     for pause, offered, failing in moments:
         now += pause
         if failing is not None:
             routing.failed(failing, now)
-        chosen = routing.choose(now, offered)
+        chosen = routing.choose(now, offered, FIRST)
         assert chosen is None or chosen in offered
-        assert routing.choose(now, nothing(A, B, C)) is not None  # the stage never becomes empty
+        assert (
+            routing.choose(now, nothing(A, B, C), FIRST) is not None
+        )  # the stage never becomes empty
         only.failed(A, now)
-        assert only.choose(now, nothing(A)) == A
+        assert only.choose(now, nothing(A), FIRST) == A
 
 
 def test_a_newcomer_does_not_get_everything() -> None:
     routing = table(a=1.0, b=1.0)
-    routing.update([A, B, C])
+    routing.update(dict.fromkeys([A, B, C], 0.0))
     in_flight = {A: 3, B: 3, C: 0}
     for _ in range(30):
-        chosen = routing.choose(0.0, in_flight)
+        chosen = routing.choose(0.0, in_flight, FIRST)
         assert chosen is not None
         in_flight[chosen] += 1
-    assert in_flight == nothing(A, B, C) | {A: 12, B: 12, C: 12}
+    assert max(in_flight.values()) - min(in_flight.values()) <= 2
 
 
 def test_a_failing_peer_is_passed_over_for_longer_each_time_and_forgiven_after_success() -> None:
     routing = table(a=1.0, b=1.0)
     routing.failed(A, 0.0)
-    assert {routing.choose(0.5 * FIRST_BAN_SECONDS, nothing(A, B)) for _ in range(4)} == {B}
-    assert A in {routing.choose(1.1 * FIRST_BAN_SECONDS, nothing(A, B)) for _ in range(9)}
+    assert {routing.choose(0.5 * FIRST_BAN_SECONDS, nothing(A, B), FIRST) for _ in range(4)} == {B}
+    assert A in {routing.choose(1.1 * FIRST_BAN_SECONDS, nothing(A, B), FIRST) for _ in range(9)}
     for _ in range(2_000):  # for days
         routing.failed(A, 10.0)
     assert routing.next_ban_end(10.0) == pytest.approx(10.0 + MAX_BAN_SECONDS)
@@ -151,27 +255,31 @@ def test_a_failing_peer_is_passed_over_for_longer_each_time_and_forgiven_after_s
 def test_who_refuses_is_passed_over_until_it_may_have_room_again() -> None:
     routing = table(a=0.5, b=5.0)
     routing.refused(A, 0.0)
-    assert routing.choose(0.1, nothing(A, B)) == B
-    assert routing.choose(0.6, nothing(A, B)) == A
+    assert routing.choose(0.1, nothing(A, B), FIRST) == B
+    assert routing.choose(0.6, nothing(A, B), FIRST) == A
     routing.refused(A, 0.6)
     routing.refused(B, 0.6)
-    assert routing.choose(0.7, nothing(A)) == A, "nobody is left: the stage must not become empty"
+    assert routing.choose(0.7, nothing(A), FIRST) == A, (
+        "nobody is left: the stage must not become empty"
+    )
 
 
 def test_when_only_banned_peers_have_room_the_sender_waits_for_a_good_one() -> None:
     routing = table(a=1.0, b=1.0)
     routing.failed(A, 0.0)
-    assert routing.choose(0.1, nothing(A)) is None  # b is only out of credits
+    assert routing.choose(0.1, nothing(A), FIRST) is None  # b is only out of credits
     routing.failed(B, 0.0)
-    assert routing.choose(0.1, nothing(A)) == A  # nobody is left: the stage must not become empty
+    assert (
+        routing.choose(0.1, nothing(A), FIRST) == A
+    )  # nobody is left: the stage must not become empty
 
 
 def test_peers_that_leave_are_forgotten_and_unmeasured_ones_count_with_the_mean() -> None:
     routing = table(a=2.0, b=4.0)
-    routing.update([A, B, C])
-    assert routing.seconds_of(C) == pytest.approx(3.0)
-    routing.update([B])
-    assert routing.choose(0.0, nothing(A)) is None
+    routing.update(dict.fromkeys([A, B, C], 0.0))
+    assert routing.seconds_of(C, 0.0) == pytest.approx(3.0)
+    routing.update({B: 0.0})
+    assert routing.choose(0.0, nothing(A), FIRST) is None
     assert set(routing.peers) == {B}
 
 
@@ -188,12 +296,11 @@ def test_peers_that_leave_are_forgotten_and_unmeasured_ones_count_with_the_mean(
 def test_a_peer_is_as_fast_as_the_slowest_of_its_device_its_line_and_the_link(
     seen: Observation, expected: float
 ) -> None:
-    routing = ShortestExpectedDelay()
-    routing.update([A, B])
+    routing = unplanned(A, B)
     # What it takes to the other as well is the sender's own line.
     routing.observe(B, Observation(1.0, link_seconds=1.0), 0.0)
     routing.observe(A, seen, 0.0)
-    assert routing.seconds_of(A) == pytest.approx(expected)
+    assert routing.seconds_of(A, 0.0) == pytest.approx(expected)
 
 
 def test_a_sender_with_a_slow_line_still_tells_fast_peers_from_slow_ones() -> None:
@@ -201,5 +308,5 @@ def test_a_sender_with_a_slow_line_still_tells_fast_peers_from_slow_ones() -> No
     for _ in range(40):
         routing.observe(A, Observation(0.1, link_seconds=4.0, in_flight=1), 0.0)
         routing.observe(B, Observation(0.4, link_seconds=4.0, in_flight=1), 0.0)
-    assert routing.seconds_of(A) == pytest.approx(0.1, abs=0.01)
-    assert routing.seconds_of(B) == pytest.approx(0.4, abs=0.01)
+    assert routing.seconds_of(A, 0.0) == pytest.approx(0.1, abs=0.01)
+    assert routing.seconds_of(B, 0.0) == pytest.approx(0.4, abs=0.01)

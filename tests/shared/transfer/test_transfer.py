@@ -31,9 +31,9 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.transfer import part_file
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
+from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import (
     SERVING_LIMITS,
-    TransferSource,
     certificate_check,
     fetch,
     serve_transfers,

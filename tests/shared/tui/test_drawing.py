@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.base.text import printable
-from swarm_shared.base.units import duration_text, latency_text, memory_text, size_text
+from swarm_shared.base.text import duration_text, latency_text, memory_text, printable, size_text
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import peer_text, percent, short_number
 from swarm_shared.tui.plot import columns_plot, plot

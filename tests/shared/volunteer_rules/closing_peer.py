@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from kits.transcripts import TRANSCRIPT
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -19,6 +20,8 @@ from swarm_shared.protocol import (
     RoundReport,
     SaveSnapshot,
     SnapshotReady,
+    SumCheck,
+    SumsChecked,
 )
 from swarm_shared.volunteer_rules.stage_account import Computation, Counted, StageAccount
 from swarm_shared.volunteer_rules.step_close import (
@@ -33,6 +36,7 @@ from swarm_shared.volunteer_rules.step_close import (
     Rejoin,
     SaveState,
     Send,
+    StateSums,
     StepApplied,
     StepClose,
     SwitchToPrepared,
@@ -42,6 +46,7 @@ from swarm_shared.volunteer_rules.step_close import (
 )
 
 ME, OTHER = PeerId("me"), PeerId("other")
+SEED = "5eed" * 8
 Attempt = tuple[int, int]
 Account = StageAccount[Counted]
 
@@ -95,9 +100,14 @@ class ClosingPeer:
         self.sessions: dict[Attempt, int] = {}
         """Session in which each Close arrived."""
         self.apply_sessions: defaultdict[Attempt, set[int]] = defaultdict(set)
+        self.asked: defaultdict[Attempt, set[int]] = defaultdict(set)
+        """Sessions in which the sums of an attempt were asked for."""
+        self.owed: Attempt | None = None
+        """The attempt whose sums are to be stated."""
         self.aborted: set[Attempt] = set()
         self.reports: defaultdict[Attempt, list[RoundReport]] = defaultdict(list)
         self.switched = False
+        self.can_state = True
 
     # ---- the coordinator
 
@@ -112,6 +122,7 @@ class ClosingPeer:
 
     def aborts(self, step: int = 1, attempt: int = 1) -> None:
         self.aborted.add((step, attempt))
+        self.owed = None
         self.close.order(AbortRound(step=Step(step), attempt=attempt, reason="a member was lost"))
         self.carry()
 
@@ -121,12 +132,25 @@ class ClosingPeer:
         self.close.order(order)
         self.carry()
 
+    def checks(
+        self, step: int = 1, attempt: int = 1, *, seed: str = SEED, details: bool = False
+    ) -> None:
+        """The coordinator asks for sums."""
+        self.asked[step, attempt].add(self.session)
+        averaged = (self.account.step, self.close.averaged_attempt)
+        if averaged == (step, attempt) and not self.apply_sessions[step, attempt]:
+            self.owed = step, attempt
+        order = SumCheck(step=Step(step), attempt=attempt, seed=seed, details=details)
+        self.close.order(order)
+        self.carry()
+
     def saves(self, version: int = 0) -> None:
         self.close.order(SaveSnapshot(version=Version(version), stage=StageIndex(0)))
         self.carry()
 
     def loses_session(self) -> None:
         self.session += 1
+        self.owed = None
         self.close.session_lost()
         self.carry()
         if self.prepared is not None:
@@ -207,7 +231,7 @@ class ClosingPeer:
         )
         if added:
             step.add(request.microbatch)
-        self.account.finish(request, added=added, tokens=4, loss_sum=None)
+        self.account.finish(request, added=added, tokens=4, loss_sum=None, transcript=TRANSCRIPT)
 
     def _carry_out(self, worker: Worker, work: Work) -> None:
         number, close = work.work, self.close
@@ -227,6 +251,15 @@ class ClosingPeer:
                 close.emptied(number)
             case ComputeNorm():
                 close.norm_computed(number, own_squared=4.0, tied_squared=0.0, finite=worker.finite)
+            case StateSums() if self.can_state:
+                order = work.order
+                answer = SumsChecked(
+                    step=order.step, attempt=order.attempt, details=order.details,
+                    statement=f"of {len(work.close.reductions)}+{len(work.close.moving)}",
+                )  # fmt: skip
+                close.sums_stated(number, answer)
+            case StateSums():
+                close.failed(number, "its average is gone")
             case ApplyStep() if not live or not worker.can_apply:
                 close.failed(number, "it holds a NaN by now")
             case ApplyStep():
@@ -235,11 +268,11 @@ class ClosingPeer:
                 close.applied(number, digest=f"of {work.lane.name}", norm=1.0)
             case SaveState():
                 request = work.request
-                answer = SnapshotReady(
+                snapshot = SnapshotReady(
                     version=request.version, stage=request.stage, item="a", bytes=1,
                     sha256="0" * 64,
                 )  # fmt: skip
-                close.saved(number, answer)
+                close.saved(number, snapshot)
 
     # ---- decisions
 
@@ -261,7 +294,7 @@ class ClosingPeer:
 
     def _begin(self, work: Work) -> None:
         running = [other.lane for other in self.live.values()]
-        single = isinstance(work, ApplyStep | SaveState)
+        single = isinstance(work, StateSums | ApplyStep | SaveState)
         assert work.lane not in running, "a lane has one piece of work"
         assert not (single and running), "one order is carried out at a time"
         self.live[work.work] = work
@@ -270,6 +303,8 @@ class ClosingPeer:
             assert not set(work.microbatches) & set(committed), "what is committed stays"
         if isinstance(work, ApplyStep):
             self._check_apply(work)
+        if isinstance(work, StateSums):
+            self._check_statement(work)
         if isinstance(work, Reduce):
             assert work.lane is Lane.PREPARED or self.workers[Lane.HELD].copy_finite
             self.reducing[work.work] = work
@@ -296,7 +331,24 @@ class ClosingPeer:
         assert result is not None
         assert result[0] == attempt, "what is applied is the average of this attempt"
 
+    def _check_statement(self, work: StateSums) -> None:
+        attempt = work.order.step, work.order.attempt
+        assert attempt not in self.aborted, "no sums of an aborted attempt"
+        assert self.session in self.asked[attempt]
+        assert [report.ok for report in self.reports[attempt]] == [True], "of what stands"
+        assert work.close == self.orders[attempt]
+        assert self.workers[Lane.HELD].result is not None
+        assert self.workers[Lane.HELD].result[0] == attempt, "the result is still there"
+        if work.close.moving:
+            assert self.prepared is not None
+            assert self.workers[Lane.PREPARED].result == (attempt, frozenset())
+
     def _check_message(self, message: object) -> None:
+        if isinstance(message, SumsChecked):
+            attempt = message.step, message.attempt
+            assert attempt not in self.aborted
+            assert self.session in self.asked[attempt], "asked for in this session"
+            self.owed = None
         if isinstance(message, Applied):
             sessions = (s for key, s in self.apply_sessions.items() if key[0] == message.step)
             assert any(self.session in each for each in sessions), "Apply came in this session"
@@ -306,11 +358,13 @@ class ClosingPeer:
         assert attempt not in self.aborted, "nothing is reported after an abort"
         earlier = self.reports[attempt]
         if earlier:
-            assert [earlier[-1].ok, message.ok, message.reset] == [True, False, True]
-            assert self.session in self.apply_sessions[attempt]
+            assert [earlier[-1].ok, message.ok] == [True, False]
+            asked = self.apply_sessions if message.reset else self.asked
+            assert self.session in asked[attempt]
         else:
             assert self.sessions[attempt] == self.session, "of this session's orders"
         earlier.append(message)
+        self.owed = None
         if message.ok:
             self._check_ok(attempt)
 
@@ -327,7 +381,9 @@ class ClosingPeer:
             held = self.workers[Lane.HELD].accumulated[step]
             assert receipts <= held, "no receipt without a gradient"
         applying = any(isinstance(work, ApplyStep) for work in self.live.values())
-        if any(not isinstance(work, ApplyStep | SaveState) for work in self.live.values()):
+        if any(
+            not isinstance(work, StateSums | ApplyStep | SaveState) for work in self.live.values()
+        ):
             assert self.account.closing, "nothing is added while an attempt runs"
         if self.account.closes(self.account.step) and not applying:
             assert any(
@@ -336,6 +392,7 @@ class ClosingPeer:
             ), "the step is closing only for an attempt of this session that is not aborted"
         if self.live or self.switched:
             return
+        assert self.owed is None, "a check of sums is answered, or work for it runs"
         for attempt, order in self.orders.items():
             if attempt not in self.aborted and self.sessions[attempt] == self.session:
                 assert self.reports[attempt], f"{order} is answered, or work for it runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from swarm_shared.protocol import RefusalReason
 from swarm_shared.scheduling.routing import (
     FIRST_BAN_SECONDS,
     Observation,
-    ShortestExpectedDelay,
+    StageRouting,
 )
 from swarm_shared.volunteer_rules.delivery import (
     BUSY_RETRY_SECONDS,
@@ -26,7 +27,6 @@ from swarm_shared.volunteer_rules.delivery import (
     CloseEdge,
     Completed,
     Dispatcher,
-    Mode,
     OpenEdge,
     Transmit,
 )
@@ -46,23 +46,34 @@ OVERDUE = SOON + OVERDUE_CHECK_SECONDS
 """Seconds after which an overdue answer has been noticed."""
 
 
+MICROBATCHES = 7
+
+
+def routing() -> StageRouting:
+    """Plans equal peers in turn, in the order of their names."""
+    return StageRouting(random.Random(1), MICROBATCHES)
+
+
 class Sender:
     """A dispatcher with its clock; every edge opens at once, with `credits`, unless the peer is in
     `slow_to_open`."""
 
     def __init__(
-        self, *peers: PeerId, credits: int = 2, slow_to_open: Sequence[PeerId] = ()
-    ) -> None:
+        self, *peers: PeerId, credits: int = 2, slow_to_open: Sequence[PeerId] = (),
+        rate: float = 1.0,
+    ) -> None:  # fmt: skip
         self.latency = LatencyEstimate(min_seconds=SOON, unknown_seconds=SOON)
-        self.dispatcher = Dispatcher(STAGE, latency=self.latency)
+        self.dispatcher = Dispatcher(STAGE, routing(), latency=self.latency)
         self.now = 100.0
         self.numbers: list[int] = []
         """Of the deliveries, in order."""
         self.credits, self.slow_to_open = credits, slow_to_open
+        self.rate = rate
         self.roster(*peers)
 
     def roster(self, *serving: PeerId, also_present: Sequence[PeerId] = ()) -> list[Action]:
-        self.dispatcher.roster_changed(serving, {*serving, *also_present}, self.now)
+        rates = dict.fromkeys(serving, self.rate)
+        self.dispatcher.roster_changed(rates, {*serving, *also_present}, self.now)
         return self.actions()
 
     def actions(self) -> list[Action]:
@@ -79,11 +90,10 @@ class Sender:
         self,
         microbatch: int = 0,
         step: int = 1,
-        mode: Mode = "train",
         accumulate: tuple[StageIndex, ...] = ALL_STAGES,
     ) -> list[Action]:
         number = self.dispatcher.submit(
-            Step(step), MicrobatchIndex(microbatch), mode, accumulate, self.now
+            Step(step), MicrobatchIndex(microbatch), accumulate, self.now
         )
         self.numbers.append(number)
         return self.actions()
@@ -169,7 +179,7 @@ def test_a_peer_whose_uplink_takes_longer_than_its_device_gets_as_much_as_its_up
 
 
 def test_the_share_of_a_link_is_what_the_peer_does_not_account_for() -> None:
-    sender = Sender(A, B)
+    sender = Sender(A, B, rate=0.0)
     for _ in range(8):
         sent = the_transmit(sender.submit())
         sender.now += 0.4
@@ -178,9 +188,9 @@ def test_the_share_of_a_link_is_what_the_peer_does_not_account_for() -> None:
     assert [the_transmit(sender.submit()).peer for _ in range(3)] == [B, B, A]
 
 
-class RecordingRouting(ShortestExpectedDelay):
+class RecordingRouting(StageRouting):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(random.Random(1), MICROBATCHES)
         self.seen: list[Observation] = []
 
     def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
@@ -260,6 +270,8 @@ def test_after_a_failure_the_mask_is_asked_for_and_another_peer_counts_what_is_m
     how: str,
 ) -> None:
     sender = Sender(A, B)
+    for microbatch in (7, 8):  # which opens both edges
+        sender.answer(the_transmit(sender.submit(microbatch)).request)
     sent = the_transmit(sender.submit(7))
     assert sent.peer == A
     match how:
@@ -275,17 +287,11 @@ def test_after_a_failure_the_mask_is_asked_for_and_another_peer_counts_what_is_m
             assert (cancel, close) == (CancelRequest(sent.request), CloseEdge(A))
             actions = [question]
     question = the_question(actions)
-    assert (question.delivery, question.step, question.microbatch) == (1, 1, 7)
-    assert sender.pass_time(60.0) == []
+    assert (question.delivery, question.step, question.microbatch) == (sender.numbers[-1], 1, 7)
+    assert sender.pass_time(0.9 * FIRST_BAN_SECONDS) == []
     again = the_transmit(sender.mask(question.query, 0, 2))
     # Stage 0 is upstream of this sender's target: its mask has not to do with it.
-    assert again == Transmit(again.request, 1, B, (StageIndex(2),))
-
-
-def test_an_evaluation_is_sent_again_without_a_mask() -> None:
-    sender = Sender(A, B)
-    sent = the_transmit(sender.submit(mode="evaluate", accumulate=()))
-    assert the_transmit(sender.fail(sent.request)).peer == B
+    assert again == Transmit(again.request, question.delivery, B, (StageIndex(2),))
 
 
 def test_a_peer_that_failed_is_banned_and_what_has_no_other_waits_for_the_end_of_the_ban() -> None:
@@ -367,12 +373,6 @@ def test_one_hedge_after_the_other_begins() -> None:
     assert the_question(sender.pass_time(OVERDUE)).delivery == question.delivery
 
 
-def test_an_overdue_evaluation_is_hedged_without_a_mask() -> None:
-    sender = Sender(A, B)
-    sender.submit(mode="evaluate", accumulate=())
-    assert the_transmit(sender.pass_time(OVERDUE)).peer == B
-
-
 def test_without_a_coordinator_a_microbatch_is_not_hedged_and_its_answer_still_taken() -> None:
     sender = Sender(A, B)
     first = the_transmit(sender.submit())
@@ -398,9 +398,10 @@ def test_a_hedge_that_waits_holds_up_no_other_microbatch() -> None:
     sender.submit()
     question = the_question(sender.pass_time(OVERDUE))
     others = [the_transmit(sender.submit(number)) for number in range(1, 4)]
-    assert [transmit.peer for transmit in others] == [B, A, B]
-    sender.dispatcher.withdraw(others[1].delivery, sender.now)
-    assert sender.actions() == [CancelRequest(others[1].request)]
+    # The edge to B opens with the first of them, which does not wait for it.
+    assert [transmit.peer for transmit in others] == [A, B, B]
+    sender.dispatcher.withdraw(others[0].delivery, sender.now)
+    assert sender.actions() == [CancelRequest(others[0].request)]
     # Now the hedge waits for B, which is full; A has room, and is banned as its answer is overdue.
     assert sender.mask(question.query, 1) == []
     assert sender.submit(4) == []
@@ -410,7 +411,7 @@ def test_a_hedge_that_waits_holds_up_no_other_microbatch() -> None:
 
 def test_the_more_stages_are_below_the_later_an_answer_is_overdue() -> None:
     sender = Sender(A, B)
-    sender.dispatcher = Dispatcher(STAGE, depth=3, latency=LatencyEstimate(SOON, SOON))
+    sender.dispatcher = Dispatcher(STAGE, routing(), depth=3, latency=LatencyEstimate(SOON, SOON))
     sender.roster(A, B)
     sender.submit()
     assert sender.pass_time(SOON + 1.9 * OVERDUE_SECONDS_PER_STAGE) == []
@@ -486,7 +487,7 @@ def test_what_is_late_follows_from_what_is_usual() -> None:
 
 def test_answers_lower_the_limit_and_what_is_in_flight_is_overdue_by_the_new_one() -> None:
     sender = Sender(A, B)
-    sender.dispatcher = Dispatcher(STAGE)
+    sender.dispatcher = Dispatcher(STAGE, routing())
     sender.roster(A, B)
     slow, fast = (the_transmit(sender.submit(microbatch)) for microbatch in range(2))
     sender.answer(fast.request)

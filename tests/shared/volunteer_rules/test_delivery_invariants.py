@@ -1,13 +1,13 @@
 """The invariants of `swarm_shared.volunteer_rules.delivery`, after every one of random reports.
 
-A model follows the decisions alone: what is in flight where, which masks may be used, who waits. Of
-evaluations, which need no masks, it follows only the requests.
+A model follows the decisions alone: what is in flight where, which masks may be used, who waits.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import random
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import RefusalReason
-from swarm_shared.scheduling.routing import ShortestExpectedDelay
+from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     MAX_FAILURES,
     MAX_HEDGES,
@@ -28,7 +28,6 @@ from swarm_shared.volunteer_rules.delivery import (
     CloseEdge,
     Completed,
     Dispatcher,
-    Mode,
     OpenEdge,
     Transmit,
 )
@@ -68,16 +67,15 @@ class Sent:
 @dataclass(eq=False)
 class Submitted:
     step: Step
-    mode: Mode
     hedges: int = 0
 
 
 class DeliveryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.routing = ShortestExpectedDelay()
+        self.routing = StageRouting(random.Random(1), 8)
         self.latency = LatencyEstimate(min_seconds=1.0, unknown_seconds=1.0)
-        self.dispatcher = Dispatcher(STAGE, 1, self.latency, self.routing)
+        self.dispatcher = Dispatcher(STAGE, self.routing, 1, self.latency)
         self.now = 1000.0
         self.oldest: Step | None = Step(0)
         self.serving: list[PeerId] = []
@@ -130,29 +128,26 @@ class DeliveryMachine(RuleBasedStateMachine):
                 self.end(delivery)
 
     def follow_transmit(self, action: Transmit) -> None:
-        delivery, edge = self.submitted[action.delivery], self.edges[action.peer]
+        edge = self.edges[action.peer]
+        assert action.delivery in self.submitted
         assert action.peer in self.serving
         assert edge.has_room
         assert action.request not in self.sent
         assert action.request not in self.finished_requests
         assert action.peer not in self.peers(action.delivery)
-        if delivery.mode == "train":
-            attempt = next(
-                attempt
-                for attempt in self.waiting
-                if (attempt.delivery, attempt.mask) == (action.delivery, action.accumulate)
-            )
-            before = self.waiting[: self.waiting.index(attempt)]
-            assert all(action.peer in self.peers(earlier.delivery) for earlier in before)
-            self.waiting.remove(attempt)
-        else:
-            attempt = Attempt(action.delivery, action.accumulate)
+        attempt = next(
+            attempt
+            for attempt in self.waiting
+            if (attempt.delivery, attempt.mask) == (action.delivery, action.accumulate)
+        )
+        before = self.waiting[: self.waiting.index(attempt)]
+        assert all(action.peer in self.peers(earlier.delivery) for earlier in before)
+        self.waiting.remove(attempt)
         edge.requests.add(action.request)
         self.sent[action.request] = Sent(attempt, edge, self.now)
 
     def follow_question(self, action: AskMask) -> None:
         delivery = self.submitted[action.delivery]
-        assert delivery.mode == "train"
         assert action.step == delivery.step
         for attempt in self.failed:
             if attempt.delivery == action.delivery:
@@ -209,8 +204,7 @@ class DeliveryMachine(RuleBasedStateMachine):
                 *(attempt for _, attempt in self.pausing),
             )
         }
-        evaluations = {n for n, delivery in self.submitted.items() if delivery.mode == "evaluate"}
-        assert under_way | evaluations == self.submitted.keys()
+        assert under_way == self.submitted.keys()
         for number, delivery in self.submitted.items():
             assert self.oldest is not None
             assert delivery.step >= self.oldest
@@ -232,27 +226,25 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     def chosen(self, usable: dict[PeerId, int]) -> PeerId | None:
         """What the routing would choose; it stays as it is."""
-        return copy.deepcopy(self.routing).choose(self.now, usable) if usable else None
+        return copy.deepcopy(self.routing).choose(self.now, usable, None) if usable else None
 
     # ---- the sender's own
 
     @rule(
         count=st.integers(1, 3),
         ahead=st.sampled_from([0, 0, 0, 1]),
-        mode=st.sampled_from(["train", "train", "evaluate"]),
         stages=st.sets(st.integers(0, 3)),
     )
-    def submit(self, count: int, ahead: int, mode: Mode, stages: set[int]) -> None:
+    def submit(self, count: int, ahead: int, stages: set[int]) -> None:
         step = Step((self.oldest or 0) + ahead)
         for _ in range(count):
-            self.submit_one(step, mode, self.new_mask(stages))
+            self.submit_one(step, self.new_mask(stages))
 
-    def submit_one(self, step: Step, mode: Mode, mask: Mask) -> None:
-        number = self.dispatcher.submit(step, MicrobatchIndex(0), mode, mask, self.now)
+    def submit_one(self, step: Step, mask: Mask) -> None:
+        number = self.dispatcher.submit(step, MicrobatchIndex(0), mask, self.now)
         assert number not in self.ended | self.submitted.keys()
-        self.submitted[number] = Submitted(step, mode)
-        if mode == "train":
-            self.waiting.append(Attempt(number, mask))
+        self.submitted[number] = Submitted(step)
+        self.waiting.append(Attempt(number, mask))
         self.follow()
 
     def new_mask(self, stages: set[int]) -> Mask:
@@ -274,7 +266,8 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     def set_roster(self, serving: list[PeerId], absent: set[PeerId]) -> None:
         self.serving = serving
-        self.dispatcher.roster_changed(serving, set(PEERS) - absent, self.now)
+        rates = {peer: float(PEERS.index(peer)) for peer in serving}  # the first one's is unknown
+        self.dispatcher.roster_changed(rates, set(PEERS) - absent, self.now)
         lost = {r: sent for r, sent in self.sent.items() if sent.edge.peer in absent}
         for sent in lost.values():
             self.attempt_failed(sent.attempt)
@@ -303,7 +296,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.dispatcher.oldest_step_is(self.oldest, self.now)
         self.follow()
         over = Step(0 if self.oldest is None else self.oldest - 1)
-        self.submit_one(over, "train", self.new_mask(set()))
+        self.submit_one(over, self.new_mask(set()))
         assert max(self.ended) > max(self.submitted, default=0), "accepted, though it is over"
 
     def withdraw(self, data: st.DataObject) -> None:
@@ -378,7 +371,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         pause = None if reason is None else RETRY_SECONDS.get(reason)
         if pause is None:
             self.attempt_failed(attempt)
-        elif self.submitted[attempt.delivery].mode == "train":
+        else:
             self.pausing.append((self.now + pause, attempt))
         if reason is None:
             self.dispatcher.failed(request, "it broke", self.now)
@@ -388,8 +381,7 @@ class DeliveryMachine(RuleBasedStateMachine):
 
     def attempt_failed(self, attempt: Attempt) -> None:
         attempt.failures += 1
-        training = self.submitted[attempt.delivery].mode == "train"
-        if training and attempt.failures < MAX_FAILURES:
+        if attempt.failures < MAX_FAILURES:
             self.failed.append(attempt)
 
     @precondition(lambda self: self.asking)

@@ -14,7 +14,7 @@ def lease_of(
     *microbatches: int, step: int = 1, number: int = 1, window: int = 2, most: int = 2
 ) -> Lease:
     return Lease(
-        step=Step(step), lease=number, mode="train", window=window, max_window=most,
+        step=Step(step), lease=number, window=window, max_window=most,
         microbatches=tuple(
             LeasedMicrobatch(microbatch=MicrobatchIndex(m), accumulate=()) for m in microbatches
         ),

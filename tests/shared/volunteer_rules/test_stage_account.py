@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kits.transcripts import TRANSCRIPT
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.volunteer_rules.accumulated_set import AccumulatedSet, Removal
 from swarm_shared.volunteer_rules.stage_account import Computation, Counted, StageAccount
@@ -164,7 +165,9 @@ class AccountMachine(RuleBasedStateMachine):
         if job.cancelled:
             return
         before = self.account.receipt(step, microbatch)
-        receipt = self.account.finish(computation, added=job.added, tokens=4, loss_sum=None)
+        receipt = self.account.finish(
+            computation, added=job.added, tokens=4, loss_sum=None, transcript=TRANSCRIPT
+        )
         if before is not None and self.account.works_on(step):
             assert receipt is before
         closing = self.account.closes(step) and not job.added
@@ -282,7 +285,15 @@ def test_a_microbatch_that_a_cancelled_request_added_is_signed_at_the_next_one()
     held = account()
     held.begin(Step(1), MicrobatchIndex(3), (STAGE,))  # cancelled after the worker had added it
     again = held.begin(Step(1), MicrobatchIndex(3), (STAGE,))
-    assert held.finish(again, added=False, tokens=4, loss_sum=None) is not None
+    assert (
+        held.finish(again, added=False, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is not None
+    )
+
+
+def test_without_a_transcript_of_what_is_held_nothing_is_signed() -> None:
+    held = account()
+    computation = held.begin(Step(1), MicrobatchIndex(3), (STAGE,))
+    assert held.finish(computation, added=False, tokens=4, loss_sum=None, transcript=None) is None
 
 
 def test_an_answer_from_before_a_removal_signs_nothing() -> None:
@@ -292,8 +303,13 @@ def test_an_answer_from_before_a_removal_signs_nothing() -> None:
     held.settle()
     held.removed(Step(1), (MicrobatchIndex(3),))
     held.reopen()
-    assert held.finish(computation, added=False, tokens=4, loss_sum=None) is None
-    assert held.finish(other, added=True, tokens=4, loss_sum=None) is not None
+    assert (
+        held.finish(computation, added=False, tokens=4, loss_sum=None, transcript=TRANSCRIPT)
+        is None
+    )
+    assert (
+        held.finish(other, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is not None
+    )
 
 
 def test_an_answer_from_before_the_accumulator_was_emptied_signs_nothing() -> None:
@@ -302,7 +318,9 @@ def test_an_answer_from_before_the_accumulator_was_emptied_signs_nothing() -> No
     held.settle()
     held.emptied(Step(1))
     held.reopen()
-    assert held.finish(computation, added=True, tokens=4, loss_sum=None) is None
+    assert (
+        held.finish(computation, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is None
+    )
 
 
 def test_a_reconciliation_names_what_is_too_much_and_what_is_missing() -> None:
@@ -315,7 +333,7 @@ def test_a_removed_receipt_is_not_reported_any_more() -> None:
     held = account(staleness=1)
     for step, microbatch in ((1, 7), (2, 7), (1, 3), (2, 4)):
         computation = held.begin(Step(step), MicrobatchIndex(microbatch), (STAGE,))
-        held.finish(computation, added=True, tokens=4, loss_sum=None)
+        held.finish(computation, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT)
     held.removed(Step(2), (MicrobatchIndex(4), MicrobatchIndex(99)))
     held.emptied(Step(1))
     assert [(c.step, c.microbatch) for c in held.take_unreported()] == [(2, 7)]
@@ -328,8 +346,10 @@ def test_the_end_of_a_step_leaves_the_computations_of_the_next_one() -> None:
     ahead = held.begin(Step(2), MicrobatchIndex(0), (STAGE,))
     over = held.begin(Step(1), MicrobatchIndex(0), (STAGE,))
     assert held.applied(Version(1)) == 0
-    assert held.finish(over, added=True, tokens=4, loss_sum=None) is None
-    assert held.finish(ahead, added=True, tokens=4, loss_sum=None) is not None
+    assert held.finish(over, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is None
+    assert (
+        held.finish(ahead, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is not None
+    )
 
 
 def test_steps_that_are_not_open_and_versions_out_of_turn_are_errors_of_the_caller() -> None:

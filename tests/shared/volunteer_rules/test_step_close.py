@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shared.volunteer_rules.closing_peer import ME, OTHER, ClosingPeer
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.protocol import Applied, RoundReport, SnapshotFailed, SnapshotReady
+from swarm_shared.protocol import Applied, RoundReport, SnapshotFailed, SnapshotReady, SumsChecked
 from swarm_shared.volunteer_rules.step_close import (
     MAX_QUEUED_ORDERS,
     DropPrepared,
@@ -455,6 +455,105 @@ def test_a_move_whose_session_is_lost_in_its_apply_stays_averaged_in_the_old_sta
     assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
 
 
+# ---- the check of sums
+
+
+def averaged_peer(*, moving: bool = False) -> ClosingPeer:
+    peer = moving_peer() if moving else peer_with(0)
+    if not moving:
+        peer.closes(0)
+    peer.run()
+    assert last_report(peer).ok
+    return peer
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_the_sums_of_what_is_averaged_here_are_stated_and_then_applied(details: bool) -> None:
+    peer = averaged_peer()
+    peer.checks(details=details)
+    peer.applies()
+    peer.run()
+    assert peer.sent[-2:] == [
+        SumsChecked(step=1, attempt=1, details=details, statement="of 1+0"),
+        Applied(step=1, digest="of HELD", norm=1.0),
+    ]
+
+
+def test_a_moving_peer_states_the_sums_of_both_stages() -> None:
+    peer = averaged_peer(moving=True)
+    peer.checks()
+    peer.run()
+    assert peer.sent[-1] == SumsChecked(step=1, attempt=1, details=False, statement="of 1+1")
+
+
+@pytest.mark.parametrize(("step", "attempt"), [(1, 2), (2, 1)])
+def test_a_check_of_another_attempt_is_ignored(step: int, attempt: int) -> None:
+    peer = averaged_peer()
+    sent = len(peer.sent)
+    peer.checks(step, attempt)
+    assert not peer.live
+    assert len(peer.sent) == sent
+
+
+def test_a_check_before_the_average_waits_for_it_and_one_after_the_apply_is_ignored() -> None:
+    peer = peer_with(0)
+    peer.closes(0)
+    peer.checks()
+    peer.run()
+    assert isinstance(peer.sent[-2], RoundReport)
+    assert isinstance(peer.sent[-1], SumsChecked)
+    peer.applies()
+    peer.checks()
+    peer.run()
+    assert isinstance(peer.sent[-1], Applied)
+
+
+def test_an_abort_ends_the_check_of_its_attempt() -> None:
+    peer = averaged_peer()
+    sent = len(peer.sent)
+    peer.checks()
+    peer.checks(details=True)
+    peer.aborts()
+    peer.run()
+    assert len(peer.sent) == sent
+    assert not peer.account.closes(1)
+
+
+def test_a_check_of_a_lost_session_is_not_answered_and_the_average_stays() -> None:
+    peer = averaged_peer()
+    sent = len(peer.sent)
+    peer.checks()
+    peer.loses_session()
+    peer.run()
+    assert len(peer.sent) == sent
+    assert peer.close.averaged_attempt == 1
+    peer.checks()
+    peer.run()
+    assert isinstance(peer.sent[-1], SumsChecked)
+
+
+def test_sums_that_cannot_be_stated_fail_the_attempt() -> None:
+    peer = averaged_peer()
+    peer.can_state = False
+    peer.checks()
+    peer.run()
+    assert (last_report(peer).ok, last_report(peer).reason) == (False, "its average is gone")
+    assert peer.close.averaged_attempt is None
+
+
+@pytest.mark.parametrize("when", ["before the check", "during the check"])
+def test_a_move_whose_prepared_stage_is_lost_states_no_sums_and_fails(when: str) -> None:
+    peer = averaged_peer(moving=True)
+    if when == "before the check":
+        peer.loses_prepared()
+        peer.checks()
+    else:
+        peer.checks()
+        peer.loses_prepared()
+    peer.run()
+    assert (last_report(peer).ok, last_report(peer).reason) == (False, "the next stage was lost")
+
+
 # ---- the invariants
 
 
@@ -513,13 +612,15 @@ class AnyCourse(RuleBasedStateMachine):
         fault=st.sampled_from((None, None, "finite", "can_uncommit")),
         before=st.sampled_from(("", "", "", "abort", "lose session", "lose prepared")),
         wrong_step=RARELY, wrong_attempt=RARELY,
+        checks=st.integers(0, 2), can_state=st.sampled_from((True, True, True, False)),
         after=st.sampled_from(("run", "run", "run", "", "lose session", "lose prepared")),
     )  # fmt: skip
     def finish_and_apply(
-        self, fault: str | None, before: str, wrong_step: bool, wrong_attempt: bool, after: str
-    ) -> None:
+        self, fault: str | None, before: str, wrong_step: bool, wrong_attempt: bool, checks: int,
+        can_state: bool, after: str,
+    ) -> None:  # fmt: skip
         """Let everything be done, which has a `fault` in the held stage; then order an Apply of the
-        latest attempt."""
+        latest attempt, before which its sums are asked for."""
         if fault is not None:
             setattr(self.peer.workers[Lane.HELD], fault, False)
         self.peer.run()
@@ -536,6 +637,9 @@ class AnyCourse(RuleBasedStateMachine):
             case "lose prepared" if self.peer.prepared is not None:
                 self.peer.loses_prepared()
                 self.peer.prepares()
+        self.peer.can_state = can_state
+        for number in range(checks):
+            self.peer.checks(step, attempt, details=number > 0)
         self.peer.applies(step + wrong_step, attempt + wrong_attempt)
         if after == "lose session":
             self.peer.loses_session()
@@ -561,7 +665,7 @@ class AnyCourse(RuleBasedStateMachine):
         setattr(worker, fault, True)
 
     @rule(
-        order=st.sampled_from(("abort", "apply", "snapshot", "session lost")),
+        order=st.sampled_from(("abort", "apply", "check", "snapshot", "session lost")),
         back=st.integers(0, 2),
         later=RARELY,
     )
@@ -575,6 +679,8 @@ class AnyCourse(RuleBasedStateMachine):
                     self.peer.aborts(step, attempt)
             case "apply":
                 self.peer.applies(step + later, attempt)
+            case "check":
+                self.peer.checks(step, attempt + later)
             case "snapshot":
                 self.peer.saves()
             case _:

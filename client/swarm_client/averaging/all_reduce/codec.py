@@ -43,6 +43,14 @@ Totals = NDArray[np.float32] | NDArray[np.float64]
 
 _EXACT_BELOW = 2.0**53
 
+LARGEST_PART = 2.0**51
+"""Largest count in what an honest member puts in: the counts of all microbatches of a step together
+do not exceed it (`swarm_shared.model.fixed_point_sums.Quantum.max_counts`)."""
+
+LARGEST_SUM = 2.0**52
+"""Largest count in an honest sum: a microbatch is counted once in each stage, and a tied embedding
+is summed over two stages."""
+
 _TARGET_EXPONENT = 15
 # 2**100 and its inverse are ordinary float32; elements below 2**-115 become 0 in float16.
 _MIN_EXPONENT = -100
@@ -57,10 +65,11 @@ _SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 class NotFiniteError(SwarmError):
-    """An element is infinite or not a number. `member` is its index in the group, or None."""
+    """An element is infinite, not a number, or larger than honest counts can be. `member` is its
+    index in the group, or None."""
 
     def __init__(self, member: int | None = None) -> None:
-        super().__init__("an element is infinite or not a number")
+        super().__init__("an element is infinite, not a number or too large")
         self.member = member
 
 
@@ -140,7 +149,7 @@ def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec, elemen
     """Decode a piece; for `none` a view on the payload."""
     match codec:
         case "exact":
-            return exact_codec.decode(payload, elements)
+            return exact_codec.decode(payload, elements).astype(np.float64)
         case "none":
             return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
         case "float16":
@@ -208,6 +217,20 @@ def check_finite(values_P: Totals, member: int | None = None) -> None:
         raise NotFiniteError(member)
 
 
+def check_sum(values_P: Totals, codec: AverageCodec, member: int | None = None) -> None:
+    """NotFiniteError for elements that no sum of honest parts has."""
+    if codec == "exact":
+        _check_counts(values_P, LARGEST_SUM, member)
+    else:
+        check_finite(values_P, member)
+
+
+def _check_counts(values_P: Totals | exact_codec.Whole, largest: float, member: int | None) -> None:
+    # A single pass; a NaN fails the comparison too.
+    if not (max(values_P.max(), -values_P.min()) <= largest):
+        raise NotFiniteError(member)
+
+
 def reduce_piece(
     own_P: Totals, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Totals
 ) -> EncodedPiece:
@@ -215,7 +238,10 @@ def reduce_piece(
 
     `inputs` holds what each member sent, in group order, with None for this member. Returns the
     encoded sum for the members; `out_P` gets exactly the values that they will decode.
+    NotFiniteError names the member whose part cannot be summed.
     """
+    if codec == "exact":
+        return _reduce_counts(own_P, inputs, out_P)
     total_P: Totals | None = None
     for member, encoded in enumerate(inputs):
         if encoded is None:
@@ -232,3 +258,27 @@ def reduce_piece(
     summed = encode_piece(total_P, codec)
     out_P[:] = decode_piece(summed.exponent, summed.payload, codec, len(own_P))
     return summed
+
+
+def _reduce_counts(
+    own_P: Totals, inputs: Sequence[EncodedPiece | None], out_P: Totals
+) -> EncodedPiece:
+    """Sum in 64-bit integers: parts that are each within the limit cannot make a sum that is
+    rounded, not even on the way."""
+    total_P = np.zeros(len(own_P), np.int64)
+    for member, encoded in enumerate(inputs):
+        part_P = _counts(own_P, encoded)
+        _check_counts(part_P, LARGEST_PART, member)
+        total_P += part_P.astype(np.int64, copy=False)
+    excess_P = np.abs(total_P) > LARGEST_SUM
+    if excess_P.any():
+        # Each microbatch is counted once: the member with the largest part is above its share.
+        place = int(np.argmax(excess_P))
+        parts = [abs(int(_counts(own_P, encoded)[place])) for encoded in inputs]
+        raise NotFiniteError(parts.index(max(parts)))
+    out_P[:] = total_P
+    return EncodedPiece(0, exact_codec.encode(total_P))
+
+
+def _counts(own_P: Totals, encoded: EncodedPiece | None) -> Totals | exact_codec.Whole:
+    return own_P if encoded is None else exact_codec.decode(encoded.payload, len(own_P))

@@ -21,7 +21,8 @@ class RoundFailure(StrEnum):
     PROTOCOL = "protocol"
     """The culprit sent what the protocol does not allow."""
     NON_FINITE = "non_finite"
-    """The culprit's vector holds an infinity or a NaN (no culprit: only the sum does)."""
+    """The culprit's vector holds an infinity, a NaN or a count above what honest parts have (no
+    culprit: only the sum does)."""
     STOPPED = "stopped"
     """The round was cancelled on this side, or cannot continue here (out of memory, for
     example)."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
+Whole = NDArray[np.int64]
 
 BLOCK = 256
 """Elements per block. One large element widens its own block only; widths take 0.4 % of a byte per
@@ -56,7 +57,7 @@ def is_valid(payload: memoryview, elements: int) -> bool:
     )
 
 
-def encode(values_P: Float64) -> memoryview:
+def encode(values_P: Float64 | Whole) -> memoryview:
     """Encode elements that the caller has checked: whole, and below 2**53."""
     count = blocks(len(values_P))
     levels_BS = np.zeros((count, BLOCK), np.int64)
@@ -74,12 +75,12 @@ def encode(values_P: Float64) -> memoryview:
     return payload.data
 
 
-def decode(payload: memoryview, elements: int) -> Float64:
-    """Decode a payload that `is_valid` has accepted."""
+def decode(payload: memoryview, elements: int) -> Whole:
+    """Decode a payload that `is_valid` has accepted: elements below 2**55 in magnitude."""
     count = blocks(elements)
     octets = np.frombuffer(payload, np.uint8)
     widths_B = octets[:count]
-    levels_BS = np.zeros((count, BLOCK), "<i8")
+    levels_BS = np.zeros((count, BLOCK), np.int64)
     start = count
     for width in range(1, WIDEST + 1):
         of_this = widths_B == width
@@ -91,4 +92,4 @@ def decode(payload: memoryview, elements: int) -> Float64:
             levels = words.view("<i8").reshape(-1) >> (8 * (_WORD - width))
             levels_BS[of_this] = levels.reshape(-1, BLOCK)
             start += size
-    return levels_BS.reshape(-1)[:elements].astype(np.float64)
+    return levels_BS.reshape(-1)[:elements]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated
@@ -116,20 +117,28 @@ class Slice:
 def partition(spec: RoundSpec) -> tuple[Slice, ...]:
     """One slice per member, in group order; together they are [0, elements), without overlap."""
     shares = spec.shares if spec.shares is not None else (1.0,) * len(spec.members)
+    stops = slice_stops(spec.elements, shares)
+    return tuple(
+        Slice(start, stop, spec.piece_elements)
+        for start, stop in zip((0, *stops[:-1]), stops, strict=True)
+    )
+
+
+def slice_stops(elements: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Where the slices of the members with these shares end, in group order."""
     # Fractions: the same boundaries on every machine, independent of its floating-point unit.
     exact = [Fraction(share) for share in shares]
     total = sum(exact, Fraction(0))
-    slices: list[Slice] = []
-    start, reached = 0, Fraction(0)
+    stops: list[int] = []
+    reached = Fraction(0)
     for share in exact:
         reached += share
-        stop = spec.elements
+        stop = elements
         if reached != total:
-            stop = math.floor(spec.elements * reached / total)
+            stop = math.floor(elements * reached / total)
             stop -= stop % ALIGNMENT_ELEMENTS
-        slices.append(Slice(start, stop, spec.piece_elements))
-        start = stop
-    return tuple(slices)
+        stops.append(stop)
+    return tuple(stops)
 
 
 def round_tag(round_id: str) -> bytes:

@@ -42,6 +42,7 @@ from swarm_client.averaging.all_reduce.codec import (
     NotFiniteError,
     Totals,
     check_finite,
+    check_sum,
     decode_piece,
     dtype_of,
     encode_piece,
@@ -54,6 +55,7 @@ from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, FrameKind
 from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState, abort_frame
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.routes import StreamTraffic
 from swarm_client.fault_injection import faults
 from swarm_shared.base.errors import NetworkError, ProtocolError
@@ -82,12 +84,14 @@ async def all_reduce(
     stall_seconds: float,
     join_seconds: float | None = None,
     to_thread: ToThread = anyio.to_thread.run_sync,
+    received: ReceivedPieces | None = None,
 ) -> tuple[StreamTraffic, ...]:
     """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
     Returns the traffic of each stream.
 
     A member that is silent for `stall_seconds` fails the round; `join_seconds` (default: the same)
-    is the time that members have to begin. A remote can cause no exception but RoundFailed.
+    is the time that members have to begin. What the others put into this member's slice is kept in
+    `received`, if there is one. A remote can cause no exception but RoundFailed.
     Cancelling the call drops the streams, which fails the round for the others too.
     """
     dtype = dtype_of(spec.codec)
@@ -101,7 +105,7 @@ async def all_reduce(
     if len(spec.members) == 1:
         await to_thread(partial(_copy_alone, spec, source, result))
         return ()
-    round_ = _Round(spec, carrier, source, result, to_thread)
+    round_ = _Round(spec, carrier, source, result, to_thread, received)
     try:
         await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
     except RoundFailed as failure:
@@ -130,8 +134,9 @@ def _not_finite(spec: RoundSpec, member: int | None) -> RoundFailed:
     culprit = None if member is None else spec.members[member]
     whose = "the sum of the gradients" if culprit is None else f"the gradient of member {culprit}"
     return RoundFailed(
-        f"{whose} holds an infinity or a NaN", culprit, failure=RoundFailure.NON_FINITE
-    )
+        f"{whose} holds an infinity, a NaN or a count that is too large", culprit,
+        failure=RoundFailure.NON_FINITE,
+    )  # fmt: skip
 
 
 class _Round:
@@ -142,6 +147,7 @@ class _Round:
         source: Totals,
         result: Totals,
         to_thread: ToThread,
+        received: ReceivedPieces | None,
     ) -> None:
         self.spec = spec
         self.state = RoundState(spec, round_tag(spec.round_id), anyio.current_time())
@@ -149,6 +155,7 @@ class _Round:
         self._source = source
         self._result = result
         self._to_thread = to_thread
+        self._received = received
         self._digest = plan_digest(spec)
         self._slices = partition(spec)
         self._me = spec.my_index
@@ -322,7 +329,7 @@ class _Round:
         self, exponent: int, payload: memoryview, target_P: Totals, link: MemberLink
     ) -> None:
         target_P[:] = decode_piece(exponent, payload, self.spec.codec, len(target_P))
-        check_finite(target_P, link.peer_index)
+        check_sum(target_P, self.spec.codec, link.peer_index)
 
     # ---------------------------------------------------------------------------- as the reducer
 
@@ -368,7 +375,10 @@ class _Round:
             await link.receive_into(payload)
             if not payload_is_valid(payload, stop - start, codec):
                 raise link.violated("sent a piece that its bytes do not make")
-            self._inboxes[member][0].send_nowait(EncodedPiece(header.exponent, payload))
+            encoded = EncodedPiece(header.exponent, payload)
+            if self._received is not None:
+                self._received.keep(member, encoded)
+            self._inboxes[member][0].send_nowait(encoded)
         await link.receive(FrameKind.BYE)
         link.finished = True
         link.finish()

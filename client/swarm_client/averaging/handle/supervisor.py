@@ -40,7 +40,10 @@ from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
     CancelRound,
+    DigestReceived,
+    ForgetRounds,
     Ping,
+    ReceivedDigested,
     RoundDone,
     RoundInDaemon,
     SetAdmittedPeers,
@@ -59,6 +62,7 @@ from swarm_client.ipc.numbered import Numbered
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, limit_memory
 from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import LinkClosed, SwarmError
+from swarm_shared.base.types import LinearDigests
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +252,15 @@ class AveragingWorker:
         except RoundFailed:
             self._round_failed_at = trio.current_time()
             raise
+
+    async def digest_received(self, request: DigestReceived) -> LinearDigests:
+        """The digests of what the other members put into this member's slice of a round that is
+        done. LinkClosed or RoundFailed when the worker does not have it any more."""
+        return (await self.call(request, ReceivedDigested)).digests
+
+    def forget_rounds(self) -> None:
+        """Drop what the worker keeps of rounds that are done."""
+        self._send_if_running(ForgetRounds())
 
     def hand_over(self, incoming: IncomingStream) -> None:
         """Hand a stream that has come to the daemon's host to its round in the worker."""

@@ -1,9 +1,9 @@
 """Messages between the daemon and its averaging worker. Values only.
 
-The first message is ConfigureAveraging; its answer is Started or Unavailable. StartRound, Publish,
-Lookup, Bootstrap and Ping are answered under their request number; the other requests have no
-answer. The worker sends AddressesChanged without a request. Frames and numbers are those of
-`swarm_client.ipc.numbered`.
+The first message is ConfigureAveraging; its answer is Started or Unavailable. StartRound,
+DigestReceived, Publish, Lookup, Bootstrap and Ping are answered under their request number; the
+other requests have no answer. The worker sends AddressesChanged without a request. Frames and
+numbers are those of `swarm_client.ipc.numbered`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from swarm_shared.base.types import (
     Address,
     CarrierPeerId,
     Count,
+    LinearDigests,
     PeerId,
     Peers,
     RunId,
+    Seed,
     UnixSeconds,
 )
 from swarm_shared.identity.credentials import MAX_CREDENTIAL_BYTES
@@ -82,7 +84,8 @@ class StartRound(Numbered):
     """Run one attempt at a round: RoundDone or RoundFailureReport.
 
     Source and result are vectors at the same element offset of two shared segments; the codec
-    determines the element type.
+    determines the element type. Where that is `exact`, what the other members put into this
+    member's slice is kept until ForgetRounds.
     """
 
     kind: Literal["start_round"] = "start_round"
@@ -99,6 +102,22 @@ class CancelRound(Numbered):
     """Cancel the StartRound with this request number. No answer of its own."""
 
     kind: Literal["cancel_round"] = "cancel_round"
+
+
+class DigestReceived(Numbered):
+    """Compute the linear digests of what the other members put into this member's slice of a round
+    that is done: ReceivedDigested, or RoundFailureReport if it is not kept."""
+
+    kind: Literal["digest_received"] = "digest_received"
+    round_id: RoundId
+    seed: Seed
+    part: Literal["own", "tied"]
+
+
+class ForgetRounds(Numbered):
+    """Drop what is kept of all rounds that are done."""
+
+    kind: Literal["forget_rounds"] = "forget_rounds"
 
 
 class RoundInDaemon(Numbered):
@@ -206,6 +225,13 @@ class RoundDone(Numbered):
     faults: Faults = ()
 
 
+class ReceivedDigested(Numbered):
+    """Answer to DigestReceived: one digest per other member, in the group's order."""
+
+    kind: Literal["received_digested"] = "received_digested"
+    digests: LinearDigests
+
+
 class RoundFailureReport(Failure):
     """Answer to StartRound: the round has failed."""
 
@@ -263,13 +289,13 @@ class DirectoryRequestFailed(Failure):
 
 
 DaemonMessage = Annotated[
-    ConfigureAveraging | StartRound | CancelRound | RoundInDaemon | SetAdmittedPeers | SetMembership
-    | Publish | Lookup | Bootstrap | Ping | Shutdown,
+    ConfigureAveraging | StartRound | CancelRound | DigestReceived | ForgetRounds | RoundInDaemon
+    | SetAdmittedPeers | SetMembership | Publish | Lookup | Bootstrap | Ping | Shutdown,
     Field(discriminator="kind"),
 ]  # fmt: skip
 WorkerMessage = Annotated[
-    Started | Unavailable | AddressesChanged | Pong | RoundDone | RoundFailureReport | Published
-    | Found | Bootstrapped | DirectoryRequestFailed,
+    Started | Unavailable | AddressesChanged | Pong | RoundDone | ReceivedDigested
+    | RoundFailureReport | Published | Found | Bootstrapped | DirectoryRequestFailed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(DaemonMessage)

@@ -32,6 +32,7 @@ from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import round_tag
+from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.all_reduce.routes import RouteFault
 from swarm_client.averaging.protocol.messages import (
@@ -39,11 +40,14 @@ from swarm_client.averaging.protocol.messages import (
     Bootstrap,
     CancelRound,
     ConfigureAveraging,
+    DigestReceived,
     DirectoryRequestFailed,
+    ForgetRounds,
     Lookup,
     Ping,
     Pong,
     Publish,
+    ReceivedDigested,
     RoundDone,
     RoundFailureReport,
     RoundInDaemon,
@@ -71,6 +75,7 @@ from swarm_client.ipc import shared_memory
 from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
+from swarm_shared.identity.linear_digest import DigestKey
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +108,8 @@ class Worker:
         self._tasks = tasks
         self._rounds: dict[int, anyio.CancelScope] = {}
         """Rounds under way, by request number."""
+        self._received: dict[str, ReceivedPieces] = {}
+        """Of the rounds that are done and not forgotten, by name."""
 
     async def serve(self) -> None:
         """Carry out messages until the daemon ends or sends Shutdown."""
@@ -118,6 +125,10 @@ class Worker:
                 case CancelRound():
                     if message.request in self._rounds:
                         self._rounds[message.request].cancel()
+                case DigestReceived():
+                    self._tasks.start_soon(self._digest_received, message)
+                case ForgetRounds():
+                    self._received.clear()
                 case RoundInDaemon():
                     members = {name: PeerId(name) for name in message.p2pd_peer_ids}
                     self._services.hub.finish(round_tag(message.round_id), members, b"")
@@ -167,6 +178,7 @@ class Worker:
         spec = message.spec
         dtype = dtype_of(spec.codec)
         offset_bytes = message.offset_elements * dtype.itemsize
+        received = ReceivedPieces.of(spec)
         with (
             shared_memory.attach(message.source_shm_name) as source,
             shared_memory.attach(message.result_shm_name) as result,
@@ -178,8 +190,22 @@ class Worker:
                 result.array(dtype, spec.elements, offset_bytes).view(dtype),
                 stall_seconds=message.stall_seconds,
                 join_seconds=message.join_seconds,
+                received=received,
             )
+        if received is not None:
+            self._received[spec.round_id] = received
         return RoundDone(links=links, faults=tuple(carrier.faults))
+
+    async def _digest_received(self, message: DigestReceived) -> None:
+        received = self._received.get(message.round_id)
+        answer: ReceivedDigested | RoundFailureReport
+        if received is None:
+            answer = _stopped(f"round {message.round_id} is not kept here")
+        else:
+            key = DigestKey(message.seed, message.part)
+            digests = await anyio.to_thread.run_sync(partial(received.digests, key))
+            answer = ReceivedDigested(digests=digests)
+        self._link.send(answer.numbered(message.request))
 
     # ---------------------------------------------------------------------------- the directory
 

@@ -1,6 +1,6 @@
 """Slots of shared memory and the results in them: the daemon's side, no torch.
 
-Slots come in two pools, one for RunForward and RunEvaluation, one for RunBackward. A forward's slot
+Slots come in two pools, one for RunForward, one for RunBackward. A forward's slot
 stays with its caller, which keeps the output there until the gradient has come back, in case it
 must be sent again; if backwards waited for the same slots, callers could deadlock. A backward's
 slot is returned as soon as its gradient has been sent upstream, which waits for nothing in this
@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Self
 
 import trio
+
+from swarm_shared.base.transcript import Transcript
 
 Buffer = bytes | bytearray | memoryview
 
@@ -57,6 +59,8 @@ class Output:
     seconds: float
     loss_sum: float | None = None
     added: bool = False
+    transcript: Transcript | None = None
+    """Of the gradient in the accumulator, if the microbatch is in it."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from swarm_client.machine.memory_limit import private_allowance
 from swarm_client.stage.protocol.slot_sizes import slot_sizes
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
-from swarm_shared.base.units import memory_text
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.memory_need import least_stage_memory
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes

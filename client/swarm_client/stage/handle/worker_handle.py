@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import trio
 
@@ -27,8 +28,9 @@ from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
 from swarm_shared.base.error_groups import single_error_unwrapped
+from swarm_shared.base.text import memory_text
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
-from swarm_shared.base.units import memory_text
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
@@ -135,14 +137,34 @@ class StageWorker:
             self.discard(handle)
             raise
 
-    async def evaluate(self, parts: Sequence[Buffer]) -> Output:
-        """Run forward only; on the last stage the Output has loss_sum and no payload."""
-        return await self._compute(self._forward_slots, messages.RunEvaluation, parts)
-
     def discard(self, handle: Output) -> None:
         """Free the slot of a forward and what is kept for its backward, which will not follow."""
         handle.release()
         self._rpc.post(messages.Discard(request=handle.request))
+
+    # ---- audits
+
+    async def save_kept(
+        self, step: Step, microbatch: MicrobatchIndex, path: Path, *, computed: bool
+    ) -> int:
+        """Write what is kept of a microbatch in the accumulator, or what it gives, to a file;
+        return its bytes. RequestFailed: unknown_microbatch when it is not kept."""
+        request = messages.SaveKept(
+            step=step, microbatch=microbatch, path=str(path), computed=computed
+        )
+        return (await self._rpc.call(request, messages.KeptSaved)).nbytes
+
+    async def audit(
+        self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
+        claimed: Transcript | None, seed: str | None = None,
+    ) -> messages.AuditDone:  # fmt: skip
+        """Compute another peer's microbatch from files; see `messages.RunAudit`."""
+        request = messages.RunAudit(
+            step=step, microbatch=microbatch, inputs_path=str(inputs),
+            computed_path=None if computed is None else str(computed), claimed=claimed,
+            seed=seed,
+        )  # fmt: skip
+        return await self._rpc.call(request, messages.AuditDone)
 
     # ---- control
 
@@ -168,6 +190,13 @@ class StageWorker:
         """Squared norms of the averaged gradient in the `result` segment."""
         request = messages.ComputeNorm(step=step, step_tokens=step_tokens)
         return await self._rpc.call(request, messages.NormComputed)
+
+    async def digest_sums(
+        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int]
+    ) -> messages.SumsDigested:
+        """Linear digests of the slices of one part, in the `gradients` and `result` segments."""
+        request = messages.DigestSums(step=step, part=part, seed=seed, stops=tuple(stops))
+        return await self._rpc.call(request, messages.SumsDigested)
 
     async def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
@@ -268,11 +297,8 @@ class StageWorker:
                 payload = self._view(slot, answer.nbytes) if answer.nbytes else None
                 return Output(
                     answer.request, payload, answer.tokens, answer.seconds,
-                    answer.loss_sum, answer.added, give_back,
+                    answer.loss_sum, answer.added, answer.transcript, give_back,
                 )  # fmt: skip
-            case messages.EvaluateDone():
-                give_back()
-                return Output(answer.request, None, answer.tokens, answer.seconds, answer.loss_sum)
         raise AssertionError(f"{type(answer).__name__} is no computation's answer")
 
     async def _receive_all(self) -> None:

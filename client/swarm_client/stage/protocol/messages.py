@@ -8,22 +8,23 @@ Rules
 2. Every request but Discard has exactly one answer with the same `request` number: the one named
    after it, or Failed. The worker continues after a Failed.
 3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A computation
-   (RunForward, RunBackward, RunEvaluation) names one slot with its payload; the worker copies the
+   (RunForward, RunBackward) names one slot with its payload; the worker copies the
    payload out and writes the answer's payload **into the same slot**. The answer returns the slot
    to the daemon. The worker therefore never waits for a slot and cannot be part of a deadlock; the
    number of slots bounds the number of requests that it holds.
 4. **Order.** Between two computations the worker drains its inbox. Control requests are carried out
    there, in order of arrival and ahead of queued computations; then one computation: a RunBackward
-   before any RunForward or RunEvaluation (1F1B: it frees memory soonest), an older step before a
-   newer one, else in order of arrival. Under a duty cycle a rest precedes that computation, and
+   before any RunForward (1F1B: it frees memory soonest), an older step before a
+   newer one, else in order of arrival; SaveKept and RunAudit when nothing else waits, or after
+   four others. Under a duty cycle a rest precedes that computation, and
    control requests are carried out during it. A caller that needs a control request after a
    computation awaits the answer of the computation first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
    and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
-   PrepareRound, ComputeNorm and ApplyUpdate belong to step v + 1, whatever is computed of step
-   v + 2 meanwhile. ApplyUpdate drops what is in flight of its step; LoadStageState and
+   PrepareRound, ComputeNorm, DigestSums and ApplyUpdate belong to step v + 1, whatever is computed
+   of step v + 2 meanwhile. ApplyUpdate drops what is in flight of its step; LoadStageState and
    ReinitialiseStage drop everything accumulated or in flight. A RunBackward for a dropped
-   microbatch is Failed "unknown_microbatch". RunEvaluation uses version v.
+   microbatch is Failed "unknown_microbatch".
 6. **Once.** A microbatch is in the accumulator at most once, `added` reports whether this request
    put it there, and a failed request leaves no trace.
 """
@@ -36,12 +37,24 @@ from pydantic import Field, TypeAdapter
 
 from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
 from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
-from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import (
+    MAX_REDUCTION_MEMBERS,
+    LinearDigests,
+    Magnitude,
+    MicrobatchIndex,
+    Seed,
+    StageIndex,
+    Step,
+    Version,
+)
 
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+SliceStops = Annotated[tuple[Bytes, ...], Field(max_length=MAX_REDUCTION_MEMBERS)]
+"""Where the slices of a part of the gradient end, one behind the other; the first begins at 0."""
 SquaredNorm = Annotated[float, Field(ge=0)]
 
 
@@ -92,12 +105,32 @@ class RunBackward(Numbered):
     nbytes: Bytes
 
 
-class RunEvaluation(Numbered):
-    """Run a forward pass without a backward pass: ForwardDone, on the last stage EvaluateDone."""
+class SaveKept(Numbered):
+    """Write what is kept of a microbatch in the accumulator to `path`, for its auditor: the inputs
+    and the output's gradient, as they came; with `computed`, what it gives (`AuditedTensors`)."""
 
-    kind: Literal["run_evaluation"] = "run_evaluation"
-    slot: Slot
-    nbytes: Bytes
+    kind: Literal["save_kept"] = "save_kept"
+    step: Step
+    microbatch: MicrobatchIndex
+    path: str
+    computed: bool
+
+
+class RunAudit(Numbered):
+    """Compute a microbatch of another peer's from the file of its inputs; nothing is accumulated.
+
+    With `computed_path`, the file of what the other peer has computed, measure the distance to it,
+    if the file has the digests that are `claimed`. With `seed`, compute the linear digests of the
+    gradient where it is counted exactly.
+    """
+
+    kind: Literal["run_audit"] = "run_audit"
+    step: Step
+    microbatch: MicrobatchIndex
+    inputs_path: str
+    computed_path: str | None = None
+    claimed: Transcript | None = None
+    seed: Seed | None = None
 
 
 class Discard(Numbered):
@@ -150,6 +183,16 @@ class ComputeNorm(Numbered):
     step_tokens: int = Field(ge=1)
 
 
+class DigestSums(Numbered):
+    """Compute the linear digests of the slices of one part of `gradients` and of `result`."""
+
+    kind: Literal["digest_sums"] = "digest_sums"
+    step: Step
+    part: Literal["own", "tied"]
+    seed: Seed
+    stops: SliceStops
+
+
 class ApplyUpdate(Numbered):
     """Clip to the whole model's norm, take the optimizer step, empty the step's accumulator.
 
@@ -198,11 +241,12 @@ class SetLimits(Numbered):
     """Bound on the allocator's share of GPU memory; None for all of it."""
 
 
-ComputeRequest = RunForward | RunBackward | RunEvaluation
+ComputeRequest = RunForward | RunBackward
 WorkerRequest = Annotated[
-    ConfigureStage | RunForward | RunBackward | RunEvaluation | Discard | Uncommit
-    | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | ApplyUpdate | SaveStageState
-    | LoadStageState | ReinitialiseStage | SetLimits,
+    ConfigureStage | RunForward | RunBackward | SaveKept | RunAudit | Discard
+    | Uncommit
+    | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | DigestSums | ApplyUpdate
+    | SaveStageState | LoadStageState | ReinitialiseStage | SetLimits,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -237,7 +281,7 @@ class Computed(Numbered):
 
 
 class ForwardDone(Computed):
-    """Answer to RunForward and RunEvaluation on all stages but the last."""
+    """Answer to RunForward on all stages but the last."""
 
     kind: Literal["forward_done"] = "forward_done"
     nbytes: Bytes
@@ -254,14 +298,27 @@ class BackwardDone(Computed):
     tokens: Bytes
     added: bool
     loss_sum: Finite | None = None
+    transcript: Transcript | None = None
+    """Of the gradient in the accumulator, if the microbatch is in it and was to be accumulated."""
 
 
-class EvaluateDone(Computed):
-    """Answer to RunEvaluation on the last stage."""
+class KeptSaved(Numbered):
+    """Answer to SaveKept."""
 
-    kind: Literal["evaluate_done"] = "evaluate_done"
-    loss_sum: Finite
-    tokens: Bytes
+    kind: Literal["kept_saved"] = "kept_saved"
+    nbytes: Bytes
+
+
+class AuditDone(Numbered):
+    """Answer to RunAudit. `distance` is None without a comparison, or if the files do not have the
+    claimed digests."""
+
+    kind: Literal["audit_done"] = "audit_done"
+    transcript: Transcript
+    loss_sum: Finite | None = None
+    distance: Magnitude | None = None
+    sums: tuple[LinearDigests, ...] = Field(default=(), max_length=2)
+    """A digest of the own part, then one of the tied part, if there is one."""
 
 
 class Uncommitted(Numbered):
@@ -300,6 +357,14 @@ class NormComputed(Numbered):
     own_squared: SquaredNorm
     tied_squared: SquaredNorm
     finite: bool
+
+
+class SumsDigested(Numbered):
+    """Answer to DigestSums: one digest per slice."""
+
+    kind: Literal["sums_digested"] = "sums_digested"
+    parts: LinearDigests
+    results: LinearDigests
 
 
 class UpdateApplied(Numbered):
@@ -345,9 +410,9 @@ class Failed(Failure):
 
 
 WorkerAnswer = Annotated[
-    Awake | StageConfigured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted
-    | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared | NormComputed | UpdateApplied
-    | StageStateSaved | StageStateLoaded | LimitsSet | Failed,
+    Awake | StageConfigured | ForwardDone | BackwardDone | KeptSaved | AuditDone
+    | Uncommitted | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared | NormComputed
+    | SumsDigested | UpdateApplied | StageStateSaved | StageStateLoaded | LimitsSet | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

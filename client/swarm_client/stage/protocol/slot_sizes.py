@@ -38,7 +38,7 @@ class SlotSizes:
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of the payload of a RunForward or a RunEvaluation."""
+        """Bytes of the payload of a RunForward."""
         return self.input_bytes + self.target_bytes
 
 

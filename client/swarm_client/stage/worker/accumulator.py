@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_client.stage.worker.payloads import MicrobatchInput
+from swarm_client.stage.worker.digests import GradientDigest
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout
 from swarm_shared.model.fixed_point_sums import Quantum, totals_dtype
@@ -25,16 +26,16 @@ from swarm_shared.volunteer_rules.accumulated_set import AccumulatedSet, Removal
 
 @dataclass(frozen=True, slots=True)
 class KeptMicrobatch:
-    """The inputs of a microbatch, in host memory. No output gradient on the last stage, where the
-    targets replace it."""
+    """The inputs of a microbatch as they crossed the wire, from which it is computed again. No
+    output gradient on the last stage, where the targets replace it."""
 
-    inputs: MicrobatchInput
-    output_gradient: Tensor | None
+    inputs: bytearray
+    """The input, on the last stage followed by the targets."""
+    output_gradient: bytearray
 
     @property
     def nbytes(self) -> int:
-        gradient = 0 if self.output_gradient is None else self.output_gradient.nbytes
-        return self.inputs.nbytes + gradient
+        return len(self.inputs) + len(self.output_gradient)
 
 
 class Accumulator:
@@ -45,17 +46,22 @@ class Accumulator:
         self.flat = layout.new_flat(device, totals_dtype(quantum))
         self.contents: AccumulatedSet[KeptMicrobatch] = AccumulatedSet(kept_budget_bytes)
         """The microbatches that `flat` contains."""
+        self.transcripts: dict[MicrobatchIndex, Transcript] = {}
+        """What was exchanged for each of them, as long as it is in `flat`."""
         self._layout = layout
         self._quantum = quantum
         self._views = list(layout.views(self.flat))
 
     def add(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
-    ) -> None:
-        """Add finite gradients, one per parameter, in the layout's order."""
+    ) -> str:
+        """Add finite gradients, one per parameter, in the layout's order; return the digest of what
+        was added."""
         self.contents.add(microbatch, kept)
+        digest = GradientDigest()
         if gradients:
-            self._add(self._views, gradients)
+            self._add(self._views, gradients, digest)
+        return digest.hex()
 
     def subtract(
         self, removal: Removal[KeptMicrobatch], gradients: Iterable[Sequence[Tensor]]
@@ -71,15 +77,24 @@ class Accumulator:
         if total is not None:
             self.flat.sub_(total)
         self.contents.remove(removal.microbatches)
+        for microbatch in removal.microbatches:
+            self.transcripts.pop(microbatch, None)
         if not self.contents:
             self.flat.zero_()  # removes rounding errors
 
-    def _add(self, views: list[Tensor], gradients: Sequence[Tensor]) -> None:
-        if self._quantum is None:
-            torch._foreach_add_(views, list(gradients))
-        else:
-            self._quantum.add(views, gradients)
+    def _add(
+        self, views: list[Tensor], gradients: Sequence[Tensor], digest: GradientDigest | None = None
+    ) -> None:
+        see = None if digest is None else digest.update
+        if self._quantum is not None:
+            self._quantum.add(views, gradients, see)
+            return
+        torch._foreach_add_(views, list(gradients))
+        if see is not None:
+            for gradient in gradients:
+                see(gradient)
 
     def reset(self) -> None:
         self.flat.zero_()
         self.contents.clear()
+        self.transcripts.clear()

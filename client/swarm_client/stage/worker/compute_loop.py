@@ -23,6 +23,7 @@ from swarm_client.ipc.child_process import SyncLink
 from swarm_client.ipc.numbered import Numbered
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_client.stage.worker.payloads import is_finite
@@ -30,8 +31,9 @@ from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
+from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import Step
-from swarm_shared.base.units import memory_text
+from swarm_shared.codecs.errors import CodecError
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 
@@ -39,9 +41,13 @@ _COMPUTING_CONTROLS = (
     messages.Uncommit,
     messages.PrepareRound,
     messages.ComputeNorm,
+    messages.DigestSums,
     messages.ApplyUpdate,
 )
 """The control requests that compute."""
+
+COMPUTATIONS_BEFORE_AUDIT = 4
+"""Computations that go before an audit that waits: the step's close waits for it, too."""
 
 WorkerLink = SyncLink[messages.WorkerRequest]
 RequestT = TypeVar("RequestT", bound=Numbered)
@@ -59,12 +65,15 @@ class ComputeLoop:
         self._link = link
         self._runner = runner
         self._steps = steps
+        self._auditing = AuditRunner(runner)
         self._memory = memory
         self._clock = clock
         self._duty = DutyCycle(clock)
         self._threads = torch.get_num_threads()
         self._backwards: deque[messages.RunBackward] = deque()
-        self._forwards: deque[messages.RunForward | messages.RunEvaluation] = deque()
+        self._forwards: deque[messages.RunForward] = deque()
+        self._audits: deque[messages.SaveKept | messages.RunAudit] = deque()
+        self._before_audit = COMPUTATIONS_BEFORE_AUDIT
         self._computing: int | None = None
         """Number of the request being computed, which may be discarded meanwhile."""
         self._unread: deque[messages.WorkerRequest | None] = deque()
@@ -87,8 +96,12 @@ class ComputeLoop:
         except LinkClosed:
             return
 
-    def _next(self) -> messages.ComputeRequest:
+    def _next(self) -> messages.ComputeRequest | messages.SaveKept | messages.RunAudit:
         """Take the next computation out of its queue."""
+        if self._audits and not (self._before_audit and (self._backwards or self._forwards)):
+            self._before_audit = COMPUTATIONS_BEFORE_AUDIT
+            return self._audits.popleft()
+        self._before_audit -= bool(self._audits)
         if self._backwards:
             backward = min(self._backwards, key=self._step_of)
             self._backwards.remove(backward)
@@ -107,8 +120,10 @@ class ComputeLoop:
             match message:
                 case messages.RunBackward():
                     self._backwards.append(message)
-                case messages.RunForward() | messages.RunEvaluation():
+                case messages.RunForward():
                     self._forwards.append(message)
+                case messages.SaveKept() | messages.RunAudit():
+                    self._audits.append(message)
                 case messages.Discard():
                     self._discard(message.request)
                 case _:
@@ -142,11 +157,11 @@ class ComputeLoop:
                 self._runner.prefetch(coming.request, payload)
 
     def _queued(self) -> bool:
-        return bool(self._backwards or self._forwards)
+        return bool(self._backwards or self._forwards or self._audits)
 
     def _discard(self, number: int) -> None:
         self._runner.discard(number)
-        for queue in (self._backwards, self._forwards):
+        for queue in (self._backwards, self._forwards, self._audits):
             for queued in queue:
                 if queued.request == number:
                     queue.remove(queued)  # type: ignore[arg-type]
@@ -156,11 +171,15 @@ class ComputeLoop:
 
     # ---- computations
 
-    def _compute(self, request: messages.ComputeRequest) -> Numbered:
+    def _compute(
+        self, request: messages.ComputeRequest | messages.SaveKept | messages.RunAudit
+    ) -> Numbered:
+        if isinstance(request, messages.SaveKept | messages.RunAudit):
+            return self._audit(request)
         started = self._clock()
         payload = self._memory.slot(request.slot, request.nbytes)
         step = self._step_of(request)
-        result: ForwardResult | BackwardResult | float
+        result: ForwardResult | BackwardResult
         match request:
             case messages.RunForward():
                 faults.inject(FaultPoint.FORWARD, request.step)
@@ -170,9 +189,25 @@ class ComputeLoop:
             case messages.RunBackward():
                 faults.inject(FaultPoint.BACKWARD, step)
                 result = self._runner.backward(request.forward, payload)
-            case messages.RunEvaluation():
-                result = self._runner.evaluate(payload)
         return self._answer_of(request, step, result, started)
+
+    def _audit(self, request: messages.SaveKept | messages.RunAudit) -> Numbered:
+        match request:
+            case messages.SaveKept():
+                nbytes = self._auditing.save_kept(
+                    request.step, request.microbatch, Path(request.path), computed=request.computed
+                )
+                return messages.KeptSaved(nbytes=nbytes)
+            case messages.RunAudit():
+                computed = None if request.computed_path is None else Path(request.computed_path)
+                found = self._auditing.audit(
+                    request.step, Path(request.inputs_path), computed, request.claimed,
+                    request.seed,
+                )  # fmt: skip
+                return messages.AuditDone(
+                    transcript=found.transcript, loss_sum=found.loss_sum,
+                    distance=found.distance, sums=found.sums,
+                )  # fmt: skip
 
     def _step_of(self, request: messages.ComputeRequest) -> Step:
         """The step of a request. An older step goes first: its close delays all later steps."""
@@ -181,14 +216,12 @@ class ComputeLoop:
                 return request.step
             case messages.RunBackward():
                 return self._runner.step_of(request.forward)
-            case messages.RunEvaluation():
-                return Step(self._runner.version + 1)
 
     def _answer_of(
         self,
         request: messages.ComputeRequest,
         step: Step,
-        result: ForwardResult | BackwardResult | float,
+        result: ForwardResult | BackwardResult,
         started: float,
     ) -> Numbered:
         tokens = self._runner.manifest.tokens_per_microbatch
@@ -197,23 +230,28 @@ class ComputeLoop:
                 host = self._runner.copier.to_host(result.output)
                 slot = self._memory.slot(request.slot)
                 nbytes = self._runner.codec.write_output(host, slot)
+                self._runner.output_sent(request.request, slot[:nbytes])
                 self._corrupt(FaultPoint.FORWARD, step, request.slot, nbytes)
                 return messages.ForwardDone(nbytes=nbytes, seconds=self._seconds(started))
             case BackwardResult():
-                nbytes = 0
+                nbytes, wire = 0, None
                 if result.input_gradient is not None:
                     host = self._runner.copier.to_host(result.input_gradient)
                     slot = self._memory.slot(request.slot)
-                    nbytes = self._runner.codec.write_input_gradient(host, slot)
+                    try:
+                        nbytes = self._runner.codec.write_input_gradient(host, slot)
+                    except CodecError:
+                        self._runner.take_back(result)
+                        raise
+                    wire = slot[:nbytes]
+                transcript = self._runner.transcribe(result, wire)
+                if wire is not None:
                     self._corrupt(FaultPoint.BACKWARD, step, request.slot, nbytes)
                 return messages.BackwardDone(
                     nbytes=nbytes, tokens=tokens, added=result.added,
-                    loss_sum=result.loss_sum, seconds=self._seconds(started),
+                    loss_sum=result.loss_sum, transcript=transcript,
+                    seconds=self._seconds(started),
                 )  # fmt: skip
-            case float():
-                return messages.EvaluateDone(
-                    loss_sum=result, tokens=tokens, seconds=self._seconds(started)
-                )
 
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
@@ -251,6 +289,12 @@ class ComputeLoop:
                 return messages.NormComputed(
                     own_squared=norms.own, tied_squared=norms.tied, finite=norms.finite
                 )
+            case messages.DigestSums():
+                parts, results = self._steps.digest_sums(
+                    request.step, request.part, request.seed, request.stops,
+                    (self._memory.gradients, self._memory.result),
+                )  # fmt: skip
+                return messages.SumsDigested(parts=parts, results=results)
             case messages.ApplyUpdate():
                 self._inject_into_result(FaultPoint.APPLY, request.step)
                 fingerprint = self._steps.apply(

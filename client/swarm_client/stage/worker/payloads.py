@@ -68,7 +68,7 @@ class PayloadCodec:
         self._codecs = manifest.codecs
 
     def read_input(self, payload: memoryview) -> MicrobatchInput:
-        """Decode the payload of a RunForward or RunEvaluation: the input and, on the last stage,
+        """Decode the payload of a RunForward: the input and, on the last stage,
         the targets."""
         self._check_size(payload, self._sizes.request_bytes, "a microbatch")
         inputs = payload[: self._sizes.input_bytes]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.device_transfer import device_copier
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
 from swarm_shared.run.manifest import Manifest
 
@@ -53,6 +55,32 @@ class BackwardResult:
     input_gradient: Tensor | None
     added: bool
     loss_sum: float | None = None
+    digests: Digests | None = None
+    """Of what was exchanged so far, if it was accumulated."""
+    known: Transcript | None = None
+    """If it was in the accumulator already: the transcript of what is in it."""
+
+
+@dataclass(slots=True)
+class Digests:
+    """The digests of one microbatch, while it is computed (`swarm_shared.base.transcript`)."""
+
+    step: Step
+    microbatch: MicrobatchIndex
+    input: str
+    output: str = ""
+    output_gradient: str = ""
+    gradient: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedAgain:
+    """What one microbatch gives: the output_BTD (on the last stage the loss), the
+    input_gradient_BTD (None on stage 0), and the gradients of the parameters."""
+
+    output: Tensor
+    input_gradient: Tensor | None
+    gradients: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +100,10 @@ class _InFlight:
     step: Step
     microbatch: MicrobatchIndex
     accumulate: bool
+    digests: Digests | None
+    """If it is to be accumulated."""
+    wire_inputs: bytearray
+    """The inputs as they came, if it is to be accumulated."""
     inputs: MicrobatchInput | None
     graph: _Graph | None
 
@@ -98,8 +130,7 @@ class StageRunner:
     """One stage, with its newest parameters at one version. Not thread-safe; everything is
     synchronous.
 
-    Open steps are computed side by side, each with its own parameter version; a computation without
-    a step (`evaluate`) uses the newest one.
+    Open steps are computed side by side, each with its own parameter version.
     """
 
     def __init__(
@@ -177,8 +208,14 @@ class StageRunner:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
         if inputs is None:
             inputs = self.codec.read_input(payload)
+        wire, digests = bytearray(), None
+        if accumulate:
+            wire = bytearray(payload)
+            digests = self._digests(step, microbatch, wire)
         if parameter_set.stage.is_last:
-            return self._forward_backward(parameter_set, microbatch, accumulate, inputs, entry)
+            return self._forward_backward(
+                parameter_set, microbatch, accumulate, inputs, entry, wire, digests
+            )
         needs_backward = accumulate or not parameter_set.stage.is_first
         if needs_backward:
             graph = self._run_within_budget(parameter_set, inputs, entry)
@@ -196,6 +233,8 @@ class StageRunner:
             step,
             microbatch,
             accumulate,
+            digests,
+            wire,
             inputs if needs_backward else None,
             graph if graph.kept else None,
         )
@@ -214,6 +253,10 @@ class StageRunner:
                 "this microbatch is not in flight any more: it was discarded, or its step is over",
             )
         output_gradient = self.codec.read_gradient(payload)
+        wire_gradient = bytearray()
+        if flight.digests is not None:
+            wire_gradient = bytearray(payload)
+            flight.digests.output_gradient = wire_digest(wire_gradient)
         del self._in_flight[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)
@@ -226,21 +269,46 @@ class StageRunner:
             flight.accumulate,
             graph,
             self.copier.to_device(output_gradient),
-            KeptMicrobatch(flight.inputs, output_gradient),
+            KeptMicrobatch(flight.wire_inputs, wire_gradient),
+            flight.digests,
         )
 
-    def evaluate(self, payload: memoryview) -> ForwardResult | float:
-        """Run forward only: the output activation or, on the last stage, the loss summed over
-        tokens."""
-        parameter_set = self.parameter_sets.newest(self.version)
-        output = self._run(parameter_set, self.codec.read_input(payload), keep_graph=False).output
-        if parameter_set.stage.is_last:
-            return self._finite_loss(output)
-        if not is_finite(output):
-            raise RequestFailed(
-                "not_finite", f"stage {self.stage_index}'s output holds infinities or NaNs"
-            )
-        return ForwardResult(output)
+    def output_sent(self, forward_request: int, wire: memoryview) -> None:
+        """Record the output of a forward in the form in which it is sent."""
+        flight = self._in_flight.get(forward_request)
+        if flight is not None and flight.digests is not None:
+            flight.digests.output = wire_digest(wire)
+
+    def transcribe(self, result: BackwardResult, wire: memoryview | None) -> Transcript | None:
+        """The transcript of the gradient in the accumulator, if the microbatch is in it.
+
+        `wire`: the input's gradient in the form in which it is sent; None on stage 0.
+        """
+        digests = result.digests
+        if digests is None:
+            return result.known
+        transcript = Transcript(
+            input=digests.input,
+            output=digests.output,
+            output_gradient=digests.output_gradient,
+            input_gradient="" if wire is None else wire_digest(wire),
+            gradient=digests.gradient,
+        )
+        accumulator = self.parameter_sets.of(digests.step).accumulator
+        accumulator.transcripts[digests.microbatch] = transcript
+        return transcript
+
+    def take_back(self, result: BackwardResult) -> None:
+        """Take out what was added a moment ago, because its answer cannot be sent."""
+        if result.digests is not None:
+            self.uncommit(result.digests.step, (result.digests.microbatch,))
+
+    def _digests(self, step: Step, microbatch: MicrobatchIndex, wire: bytearray) -> Digests:
+        """The digests of a stage's inputs; the last stage's output are the targets."""
+        digests = Digests(step, microbatch, wire_digest(memoryview(wire)[: self.sizes.input_bytes]))
+        if self.sizes.target_bytes:
+            digests.output = wire_digest(memoryview(wire)[self.sizes.input_bytes :])
+        return digests
 
     def discard(self, forward_request: int) -> None:
         self._fetched.pop(forward_request, None)
@@ -353,29 +421,32 @@ class StageRunner:
     def _forward_backward(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
         MicrobatchInput,
-        entry: Tensor | None,
+        entry: Tensor | None, wire: bytearray, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
         needs_backward = not parameter_set.stage.is_first or accumulate
         graph = self._run(parameter_set, inputs, needs_backward, entry)
         loss_sum = self._finite_loss(graph.output)
         if not needs_backward:
             return BackwardResult(None, False, loss_sum)
-        kept = KeptMicrobatch(inputs, None)
-        result = self._finish(parameter_set, microbatch, accumulate, graph, None, kept)
-        return BackwardResult(result.input_gradient, result.added, loss_sum)
+        kept = KeptMicrobatch(wire, bytearray())
+        result = self._finish(parameter_set, microbatch, accumulate, graph, None, kept, digests)
+        return replace(result, loss_sum=loss_sum)
 
     def _finish(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, graph:
         _Graph,
-        output_gradient: Tensor | None, kept: KeptMicrobatch,
+        output_gradient: Tensor | None, kept: KeptMicrobatch, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
-        add = parameter_set.accumulator.contents.wants(microbatch, accumulate)
+        accumulator = parameter_set.accumulator
+        add = accumulator.contents.wants(microbatch, accumulate)
         input_gradient, gradients = self._differentiate(
             graph, output_gradient, parameter_set.parameters if add else []
         )
-        if add:
-            parameter_set.accumulator.add(microbatch, gradients, kept)
-        return BackwardResult(input_gradient, add)
+        if not add or digests is None:
+            known = accumulator.transcripts.get(microbatch) if accumulate else None
+            return BackwardResult(input_gradient, False, known=known)
+        digests.gradient = accumulator.add(microbatch, gradients, kept)
+        return BackwardResult(input_gradient, True, digests=digests)
 
     def _differentiate(
         self, graph: _Graph, output_gradient: Tensor | None, parameters: list[Tensor]
@@ -400,12 +471,21 @@ class StageRunner:
     def _recompute_gradients(
         self, parameter_set: ParameterSet, kept: KeptMicrobatch
     ) -> list[Tensor]:
-        graph = self._run(parameter_set, kept.inputs, keep_graph=True)
+        return self.compute_again(parameter_set, kept).gradients
+
+    def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
+        """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input
+        for inputs that are not a microbatch of this stage, not_finite."""
+        inputs = self.codec.read_input(memoryview(kept.inputs))
+        graph = self._run(parameter_set, inputs, keep_graph=True)
         output_gradient = None
-        if kept.output_gradient is not None:
-            output_gradient = self.copier.to_device(kept.output_gradient)
-        gradients = torch.autograd.grad(graph.output, parameter_set.parameters, output_gradient)
-        return list(gradients)
+        if not parameter_set.stage.is_last:
+            gradient = self.codec.read_gradient(memoryview(kept.output_gradient))
+            output_gradient = self.copier.to_device(gradient)
+        input_gradient, gradients = self._differentiate(
+            graph, output_gradient, parameter_set.parameters
+        )
+        return ComputedAgain(graph.output.detach(), input_gradient, gradients)
 
     def _finite_loss(self, loss: Tensor) -> float:
         loss_sum = float(loss.detach())

@@ -11,16 +11,20 @@ after the closing one is computed meanwhile in a parameter set of its own, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.digests import slice_digests
 from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.errors import ProtocolError, StorageError
-from swarm_shared.base.types import MicrobatchIndex, Step, Version
+from swarm_shared.base.types import LinearDigests, MicrobatchIndex, Step, Version
+from swarm_shared.identity.linear_digest import DigestKey
 from swarm_shared.model import (
     Fingerprint,
     Stage,
@@ -75,6 +79,18 @@ class StepRunner:
             tied=float(ordered_sum_of_squares(mean[own_count:])),
             finite=True,
         )
+
+    def digest_sums(
+        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int],
+        flats: Sequence[Tensor],
+    ) -> tuple[LinearDigests, ...]:  # fmt: skip
+        """The linear digests of the slices of one part, of each of these flat vectors."""
+        self._runner.closing_parameter_set(step)
+        if self._runner.parameter_sets.quantum is None:
+            raise RequestFailed("bad_input", "sums of this run are rounded, and not checked")
+        own_count = self._runner.layout.own_count
+        cut = slice(0, own_count) if part == "own" else slice(own_count, None)
+        return slice_digests(DigestKey(seed, part), [flat[cut].numpy() for flat in flats], stops)
 
     def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float,

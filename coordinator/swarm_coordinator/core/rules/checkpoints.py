@@ -88,7 +88,8 @@ def _holders(run: RunState, stage: StageIndex, failures: int) -> list[PeerState]
         run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
     )
     first = failures % len(ready) if ready else 0
-    return (ready[first:] + ready[:first])[: snapshots.SNAPSHOT_HOLDERS]
+    turned = snapshots.voters_first(run, ready[first:] + ready[:first])
+    return turned[: snapshots.SNAPSHOT_HOLDERS]
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
@@ -111,7 +112,8 @@ def _fetch_when_chosen(
     if found is None or asked.stage in pending.fetched:
         return
     file, holders = found
-    present = [peer for p in holders if (peer := run.peers.get(p)) is not None]
+    # A holder may have attached again since, without a stage.
+    present = [p for p in map(run.peers.get, holders) if p is not None and p.stage is not None]
     if not present:
         return
     pending.fetched[asked.stage] = file.sha256
@@ -126,7 +128,8 @@ def _resync_others(run: RunState, asked: StageSnapshots, file: SnapshotFile, now
     Unlike devices may hold different states. A peer whose state has been equal to the majority's
     before is like it, so that a later difference is attributed to this peer alone.
     """
-    if 2 * sum(f == file for f in asked.ready.values()) <= len(asked.ready):
+    found = snapshots.decided(run, asked)
+    if found is None or found.value != file or not found.has_majority:
         return
     for peer_id, other in list(asked.ready.items()):
         peer = run.peers.get(peer_id)
@@ -170,7 +173,7 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     run.checkpoints.pending = None
     record = CheckpointRecord(event.version, event.stages)
     run.commands.append(Persist(record))
-    run.checkpoints.stored, run.checkpoints.overdue = record, False
+    run.checkpoints.store(record)
     run.note(f"checkpoint of step {event.version} is stored")
 
 

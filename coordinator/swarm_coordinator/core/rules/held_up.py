@@ -45,16 +45,16 @@ MIN_PARTNERS = 3
 
 def free_until(step: StepState, began_at: float, most_at: float) -> float:
     """Until when the answer to an order costs nothing, if most others took until `most_at`."""
-    return most_at + max(FREE_SECONDS, most_at - began_at, FREE_PACE_SHARE * _pace(step))
+    return most_at + max(FREE_SECONDS, most_at - began_at, FREE_PACE_SHARE * pace(step))
 
 
 def deadline(run: RunState, step: StepState, began_at: float, most_at: float) -> float:
     """Until when the run waits for an answer, if most others took until `most_at`."""
-    wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), _pace(step))
+    wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), pace(step))
     return min(most_at + wait, began_at + run.manifest.limits.lease_seconds)
 
 
-def _pace(step: StepState) -> float:
+def pace(step: StepState) -> float:
     """Seconds that the work of the step took, which no single peer decides."""
     if step.complete_at is None:
         return 0.0
@@ -173,6 +173,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
                 account = run.held_time.of(key, now)
                 if account.held.at(now) >= REFUSED_AT_SECONDS:
                     account.refused_until = now + REFUSED_FOR_SECONDS
+                    account.refused_because = ""
             found.append(peer)
     return found
 
@@ -183,21 +184,42 @@ def _is_last_holder(run: RunState, peer: PeerState) -> bool:
     return not any(p is not peer and p.phase is PeerPhase.READY for p in run.peers.at(peer.stage))
 
 
+def refused_seconds(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> float | None:
+    """Seconds for which a peer may not take part; None if it may."""
+    keys = (peer,) if owner is None else (peer, owner)
+    seconds = max(run.held_time.refused_until(key) for key in keys) - now
+    return seconds if seconds > 0 else None
+
+
 def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> str | None:
     """Why a peer may not take part for now, as a sentence; None if it may."""
     keys = (peer,) if owner is None else (peer, owner)
-    seconds = max(run.held_time.refused_until(key) for key in keys) - now
-    if seconds <= 0:
+    seconds = refused_seconds(run, peer, owner, now)
+    if seconds is None:
         return None
     device = "this volunteer" if owner is None else "a device of this owner"
+    because = next((text for key in keys if (text := run.held_time.refused_because(key))), "")
+    if because:
+        return f"{device} was expelled: {because}"
     return (
         f"{device} has held up the run for more than {REFUSED_AT_SECONDS:.0f} s within an hour and "
         f"may take part again in {seconds / 60:.0f} min; check its connection and its load"
     )
 
 
-def refuse_for_now(run: RunState, peer: PeerId, reason: str) -> None:
+def refuse_until(
+    run: RunState, keys: tuple[PeerId, ...], until: float, reason: str, now: float
+) -> None:
+    """Refuse a peer and its owner until a time, with a reason."""
+    for key in keys:
+        account = run.held_time.of(key, now)
+        account.refused_until, account.refused_because = until, reason
+
+
+def refuse_for_now(
+    run: RunState, peer: PeerId, reason: str, retry_seconds: float | None = None
+) -> None:
     """Refuse a client in a way that lets it try again later, and end its session."""
-    run.send(peer, Refused(code="protocol", reason=reason))
+    run.send(peer, Refused(code="protocol", reason=reason, retry_seconds=retry_seconds))
     run.commands.append(CloseSession(peer, reason))
     run.note(f"{short(peer)} was refused: {reason}", peer)

@@ -12,6 +12,7 @@ from swarm_coordinator.core.rules import (
     roster,
     round_membership,
     state_transfer,
+    verdicts,
 )
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
@@ -40,14 +41,13 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     assert event.peer not in run.peers, "an older attachment is removed first"
     refusal = held_up.refusal(run, event.peer, event.owner, now)
     if refusal is not None:
-        held_up.refuse_for_now(run, event.peer, refusal)
+        seconds = held_up.refused_seconds(run, event.peer, event.owner, now)
+        held_up.refuse_for_now(run, event.peer, refusal, seconds)
         return
     peer = PeerState(
         peer=event.peer,
         session=event.session,
-        profile=PeerProfile(
-            hello.name, hello.device, hello.memory_bytes, hello.wanted_stage, event.owner
-        ),
+        profile=PeerProfile.of(hello, event.owner),
         contact=PeerContact.of(hello.announced),
         certificate=event.certificate,
         last_heard=now,
@@ -73,6 +73,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
     )
+    verdicts.repeat_drops(run, event.peer)
     if held is not None and missed is not None:
         _send_missed_apply(run, peer, held, missed, now)
         peer.early_receipts = {
@@ -88,7 +89,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         round_membership.rejoin(run, peer.peer, held, hello.averaged_attempt)
         for receipt in event.receipts:
             if receipt.peer == event.peer:
-                microbatches.commit(run, receipt)
+                microbatches.commit(run, receipt, now)
     else:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 

@@ -1,8 +1,10 @@
-"""Microbatches of a step: heartbeat rates, leases, receipts, and the evaluation's losses.
+"""Microbatches of a step: heartbeat rates, leases and receipts.
 
 Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt of
 an attached peer and cleared when that peer is lost, because its accumulated gradient is lost with
 it. Microbatches that lack cells are leased again with a mask of exactly the stages that lack them.
+The evaluation is a step with held-out microbatches, which are counted and audited like others, and
+never averaged.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
+from swarm_coordinator.core.rules import verdicts
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_coordinator.core.state.step_table import Cell
-from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.state.steps import PendingMask, StepState
 from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_coordinator.core.trust import chains
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch
+from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest
 
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the latency of the links."""
@@ -37,6 +41,9 @@ seconds."""
 
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
 """Phases in which a stage without work counts as idle."""
+
+_COUNTING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.EVALUATING})
+"""Phases in which receipts of the current step count."""
 
 MAX_LOSS_SUM = 1e290
 """Largest accepted loss sum: far above any real one, and the sum over a step still fits a float."""
@@ -97,7 +104,7 @@ def begin_step(run: RunState, now: float) -> None:
     step.previous_applied_at = now
     run.steps.current, run.steps.ahead, run.steps.began = step, None, True
     for peer in run.peers.values():
-        commit_early_receipts(run, peer)
+        commit_early_receipts(run, peer, now)
     lease_open_microbatches(run, step, now)
 
 
@@ -119,47 +126,55 @@ def begin_ahead(run: RunState, step: StepState, now: float) -> None:
         return
     run.steps.ahead = _new_step(run, Step(step.step + 1), now)
     for peer in run.peers.values():
-        commit_early_receipts(run, peer)
+        commit_early_receipts(run, peer, now)
     lease_open_microbatches(run, run.steps.ahead, now)
 
 
-def commit_early_receipts(run: RunState, peer: PeerState) -> None:
+def commit_early_receipts(run: RunState, peer: PeerState, now: float) -> None:
     """Enter receipts that were reported before their step began; keep those of later steps, and all
     while the peer still has to apply the step that it missed."""
     if not run.peers.holds_current(peer):
         return
     early, peer.early_receipts = peer.early_receipts, {}
     for receipt in early.values():
-        commit(run, receipt)
+        commit(run, receipt, now)
 
 
 def begin_evaluation(run: RunState, now: float) -> None:
     """Open the evaluation and lease all held-out microbatches."""
     enter_phase(run, RunPhase.EVALUATING)
-    run.steps.current = _new_step(run, Step(run.history.version + 1), now)
+    # The step that is computed with the newest parameters.
+    number = Step(run.history.version + 1 + run.manifest.training.staleness)
+    run.steps.current = _new_step(run, number, now)
+    for peer in run.peers.values():
+        commit_early_receipts(run, peer, now)
     lease_open_microbatches(run, run.steps.current, now)
 
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
-    microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
+    microbatches = {MicrobatchIndex(index) for index in numbers(run)}
     return StepState(step=step, began_at=now, previous_applied_at=now, unsettled=microbatches)
 
 
 def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
     """Smallest and largest number of microbatches that one trainer keeps in flight: enough that
     every stage has work despite the latency of the links, and few enough that no queue
-    overflows."""
+    overflows. A peer of twice the mean rate holds twice the mean, so that among several peers the
+    mean is at most half a queue (decision 0037)."""
     pipelines = max(1, len(run.peers.working(0)))
     limit = run.manifest.limits.stage_queue
     least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
-    return -(-pipelines * least // max(1, trainers)), -(-pipelines * limit // max(1, trainers))
+    most = limit if pipelines == 1 else max(least, limit // 2)
+    return -(-pipelines * least // max(1, trainers)), -(-pipelines * most // max(1, trainers))
 
 
-def microbatch_count(run: RunState) -> int:
+def numbers(run: RunState) -> range:
+    """The microbatches of a step; after the last step the held-out ones, with numbers of their
+    own."""
     training = run.manifest.training
-    if run.phase is RunPhase.EVALUATING:
-        return training.evaluation_microbatches
-    return training.microbatches_per_step
+    if run.history.version >= training.steps:
+        return training.heldout_microbatches
+    return range(training.microbatches_per_step)
 
 
 def missing_stages(
@@ -176,10 +191,10 @@ def missing_stages(
 
 
 def complete(run: RunState, step: StepState) -> bool:
-    return len(step.table) == microbatch_count(run) * run.manifest.stage_count
+    return len(step.table) == len(numbers(run)) * run.manifest.stage_count
 
 
-def commit_relayed(run: RunState, receipt: Receipt) -> bool:
+def commit_relayed(run: RunState, receipt: Receipt, now: float) -> bool:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
     A receipt names no session, and the other peer may have kept it since its signer has lost the
@@ -191,18 +206,18 @@ def commit_relayed(run: RunState, receipt: Receipt) -> bool:
     reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
     if not reported and receipt.peer in step.own_reports_only:
         return False
-    return _enter(run, receipt)
+    return _enter(run, receipt, now)
 
 
-def commit(run: RunState, receipt: Receipt) -> bool:
+def commit(run: RunState, receipt: Receipt, now: float) -> bool:
     """Enter a verified receipt that its signer reports; False if it does not count."""
     step = run.steps.numbered(receipt.step)
-    if step is not None and receipt.microbatch < run.manifest.training.microbatches_per_step:
+    if step is not None and receipt.microbatch in numbers(run):
         step.own_reports.setdefault(receipt.peer, set()).add(receipt.microbatch)
-    return _enter(run, receipt)
+    return _enter(run, receipt, now)
 
 
-def _enter(run: RunState, receipt: Receipt) -> bool:
+def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
     """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
     step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
@@ -216,9 +231,19 @@ def _enter(run: RunState, receipt: Receipt) -> bool:
         # After a restart peers re-attach one by one, and the step begins when enough have.
         peer.early_receipts[receipt.step, receipt.microbatch] = receipt
         return False
-    if step is run.steps.current and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
+    if step is run.steps.current and run.phase not in _COUNTING:
         return False
     cell = (receipt.microbatch, receipt.stage)
+    first, last = receipt.stage == 0, receipt.stage == run.last_stage
+    if not run.audits.of_the_data(
+        receipt.step, receipt.microbatch, receipt.transcript, first=first, last=last
+    ):
+        # Its sender chose other data; the peer is to take them out, and may count it again.
+        run.statistics.reject(Rejection.OTHER_DATA)
+        verdicts.drop(run, step, cell, receipt.peer)
+        return False
+    if (*cell, receipt.peer) in step.audits.dropping:
+        return False  # of the computation that it is taking out
     if cell in step.table:
         # Another peer was first. Close sends this peer its commit set, without this cell.
         known = step.table[cell].peer == receipt.peer
@@ -227,7 +252,8 @@ def _enter(run: RunState, receipt: Receipt) -> bool:
             run.statistics.work.duplicated += 1
         return known
     run.statistics.work.counted += 1
-    step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
+    step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum, receipt.transcript)
+    verdicts.counted(run, step, cell, now)
     return True
 
 
@@ -244,10 +270,13 @@ def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Re
     ):
         return Rejection.NOT_THE_HOLDER
     possible = (
-        0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
+        receipt.microbatch in numbers(run)
         and receipt.tokens == run.manifest.tokens_per_microbatch
         and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
         and abs(receipt.loss_sum or 0.0) <= MAX_LOSS_SUM
+        and chains.complete(
+            receipt.transcript, first=receipt.stage == 0, last=receipt.stage == run.last_stage
+        )
     )
     return None if possible else Rejection.IMPOSSIBLE
 
@@ -301,17 +330,14 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         return
     for receipt in event.receipts:
         if receipt.peer == event.peer:
-            commit(run, receipt)
+            commit(run, receipt, now)
         else:
-            commit_relayed(run, receipt)
+            commit_relayed(run, receipt, now)
     lease, hedge = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
     if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
         del step.speculative_leases[event.microbatch]
-        _record_evaluation(run, step, event)
         return  # the first lease is still in flight, and its result decides
     if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
-        return
-    if _record_evaluation(run, step, event):
         return
     if not event.ok and _promote_speculative_lease(run, step, event.microbatch):
         return
@@ -319,25 +345,12 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     trainer = run.peers.get(event.peer)
     if trainer is not None and is_done(run, step, event.microbatch):
         trainer.delivered_at = now
-    if run.phase is RunPhase.EVALUATING:
-        return
     if not event.ok and missing_stages(run, step, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
             f"{short(event.peer)} and is leased again: {event.reason}",
             event.peer,
         )
-
-
-def _record_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
-    """Enter the loss of a held-out microbatch; False if the event has none."""
-    loss_sum = event.evaluation_loss_sum
-    if run.phase is not RunPhase.EVALUATING or not event.ok or loss_sum is None:
-        return False
-    if abs(loss_sum) > MAX_LOSS_SUM or event.evaluation_tokens <= 0:
-        return False
-    step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
-    return True
 
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
@@ -380,9 +393,7 @@ def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
 
 
 def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
-    """Whether a microbatch of the step is counted in every stage, or evaluated."""
-    if run.phase is RunPhase.EVALUATING:
-        return microbatch in step.evaluations
+    """Whether a microbatch of the step is counted in every stage."""
     return step.table.filled(microbatch) == run.manifest.stage_count
 
 
@@ -436,7 +447,6 @@ def grant(
     trainers: int,
 ) -> int:  # fmt: skip
     """Lease microbatches to a trainer; returns the number of the lease."""
-    evaluating = run.phase is RunPhase.EVALUATING
     least, most = inflight_windows(run, trainers)
     run.steps.last_lease += 1
     run.send(
@@ -444,16 +454,48 @@ def grant(
         Lease(
             step=step.step,
             lease=run.steps.last_lease,
-            mode="evaluate" if evaluating else "train",
             window=least,
             max_window=most,
             microbatches=tuple(
                 LeasedMicrobatch(
                     microbatch=microbatch,
-                    accumulate=() if evaluating else missing_stages(run, step, microbatch),
+                    accumulate=missing_stages(run, step, microbatch),
                 )
                 for microbatch in microbatches
             ),
         ),
     )
     return run.steps.last_lease
+
+
+# ---------------------------------------------------------------- masks
+
+
+def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
+    """Queue the answer for one reporting interval, so that receipts under way are counted first."""
+    wait = 1.2 * run.manifest.limits.receipt_interval_seconds
+    run.steps.masks.append(
+        PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)
+    )
+
+
+def answer_masks(run: RunState, now: float) -> None:
+    """Answer the mask requests that are due."""
+    if not run.steps.masks or run.steps.masks[0].due_at > now:
+        return  # requests arrive in the order of time, and all wait equally long
+    due = [mask for mask in run.steps.masks if mask.due_at <= now]
+    run.steps.masks = [mask for mask in run.steps.masks if mask.due_at > now]
+    for mask in due:
+        step = run.steps.numbered(mask.step)
+        leased = run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING)
+        counts = step is not None and (step is run.steps.ahead or leased)
+        accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
+        run.send(
+            mask.peer,
+            Mask(
+                request=mask.request,
+                step=mask.step,
+                microbatch=mask.microbatch,
+                accumulate=accumulate,
+            ),
+        )

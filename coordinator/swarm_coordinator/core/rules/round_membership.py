@@ -1,8 +1,9 @@
 """Removing a peer from a step that is closing. At most its own round is aborted.
 
 Part of the pure core (docs/decisions, number 0025). The gradient of a member that leaves after all
-other members of its round have averaged is part of their sums, so its cells count. Otherwise its
-round alone is aborted, and the stages of that round average anew when the table is complete again.
+other members of its round have averaged is part of their sums, so its cells count; where sums are
+checked, only after the check. Otherwise its round alone is aborted, and the stages of that round
+average anew when the table is complete again.
 """
 
 from __future__ import annotations

@@ -3,18 +3,19 @@
 Part of the pure core. A snapshot becomes the state of joining peers, a checkpoint, and in the end
 the exported model, so it must not depend on one peer's statement. Equal states make equal files:
 several holders save the same version, each announces the size and hash of its file, and the file
-that most of them announced is used. The size of a state follows from the manifest.
+that most of their owners announced is used. The size of a state follows from the manifest.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
+from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.checkpoints import SnapshotFile, StageSnapshots
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_coordinator.core.trust.majority import Decision, Statement
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import SaveSnapshot, SnapshotReady
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file
@@ -24,6 +25,18 @@ SNAPSHOT_HOLDERS = 3
 uplinks to fill a home downlink."""
 
 
+def voters_first(run: RunState, holders: list[PeerState]) -> list[PeerState]:
+    """The holders in the same order, behind one of each owner that votes."""
+    left = set(run.audits.voters({owner_of(holder) for holder in holders}))
+    first: list[PeerState] = []
+    for holder in holders:
+        if owner_of(holder) in left:
+            left.discard(owner_of(holder))
+            first.append(holder)
+    chosen = {holder.peer for holder in first}
+    return first + [holder for holder in holders if holder.peer not in chosen]
+
+
 def request(
     run: RunState, stage: StageIndex, version: Version, holders: Iterable[PeerState], now: float
 ) -> StageSnapshots:
@@ -31,6 +44,7 @@ def request(
     snapshots = StageSnapshots(stage, version, now)
     for holder in holders:
         snapshots.asked[holder.peer] = holder.session
+        snapshots.owners[holder.peer] = owner_of(holder)
         run.send(holder.peer, SaveSnapshot(version=version, stage=stage))
     return snapshots
 
@@ -76,23 +90,25 @@ def outstanding(run: RunState, snapshots: StageSnapshots) -> bool:
 def chosen(
     run: RunState, snapshots: StageSnapshots, now: float, patience_seconds: float
 ) -> tuple[SnapshotFile, tuple[PeerId, ...]] | None:
-    """Return the file that most holders announced, and those holders; None while that is open.
+    """Return the file that counts, and the holders that announced it; None while that is open.
 
     It is open while nothing is announced and, for `patience_seconds` after the first announcement,
-    while silent holders could still outvote the file.
+    while the owners of silent holders could still outvote the file.
     """
-    counts = Counter(snapshots.ready.values())
-    if not counts:
+    found = decided(run, snapshots)
+    if found is None:
         return None
-    majority = 2 * max(counts.values()) > len(snapshots.asked)
+    voters = run.audits.voters({snapshots.owners[peer] for peer in snapshots.asked})
+    majority = 2 * len(found.owners & voters) > len(voters)
     in_time = now < snapshots.first_at + patience_seconds
     if not majority and in_time and outstanding(run, snapshots):
         return None
-    most = [file for file, count in counts.items() if count == max(counts.values())]
-    file = most[0]
-    if len(most) > 1:
-        # No file has the most announcements: that of the holder attached longest is used. A
-        # newcomer cannot replace the state of a stage.
-        oldest = min(snapshots.ready, key=snapshots.asked.__getitem__)
-        file = snapshots.ready[oldest]
-    return file, tuple(sorted(p for p, f in snapshots.ready.items() if f == file))
+    return found.value, tuple(sorted(p for p, f in snapshots.ready.items() if f == found.value))
+
+
+def decided(run: RunState, snapshots: StageSnapshots) -> Decision[SnapshotFile] | None:
+    """The file that counts of those that are announced so far."""
+    return run.audits.decide(
+        Statement(peer, snapshots.owners[peer], snapshots.asked[peer], file)
+        for peer, file in snapshots.ready.items()
+    )

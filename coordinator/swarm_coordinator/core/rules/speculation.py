@@ -16,7 +16,6 @@ import heapq
 from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import short
-from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_shared.base.types import MicrobatchIndex, PeerId
@@ -63,10 +62,8 @@ def lease_stragglers(run: RunState, step: StepState, now: float) -> None:
 
 
 def _mostly_done(run: RunState, step: StepState) -> bool:
-    total = microbatches.microbatch_count(run)
-    if run.phase is RunPhase.EVALUATING:
-        return len(step.evaluations) >= SPECULATION_START_FRACTION * total
-    return len(step.table) >= SPECULATION_START_FRACTION * total * run.manifest.stage_count
+    cells = len(microbatches.numbers(run)) * run.manifest.stage_count
+    return len(step.table) >= SPECULATION_START_FRACTION * cells
 
 
 def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Recovery of a stage that has lost every holder: its new holder, and the version to continue from.
+"""Return to a checkpoint: after the loss of every holder of a stage, and after a late verdict.
 
 Part of the pure core (design: durability). Changes a RunState and queues commands, does no I/O.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from swarm_coordinator.core.events import Persist, RolledBack
+from swarm_coordinator.core.events import Persist, RolledBack, StandingsRecord
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer
@@ -19,6 +19,9 @@ from swarm_shared.base.types import StageIndex, Step
 REATTACH_GRACE_SECONDS = 10.0
 """Seconds that a stage may be without a peer before the run falls back to a checkpoint. Peers that
 lost their connection re-attach within this time and still hold newer state."""
+
+_RETURNING = frozenset({RunPhase.WAITING, RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.EVALUATING})
+"""Phases in which the run can return to a checkpoint; an apply ends first."""
 
 RESTART_GRACE_SECONDS = 20.0
 """The same after a start of the coordinator: clients retry every twelve seconds while it is
@@ -50,7 +53,32 @@ def recover_lost_stages(run: RunState, now: float) -> None:
         return  # joining peers get the stage from the seed or the checkpoint; nothing is lost
     held = {p.stage for p in run.peers.values() if p.stage is not None}
     if all(stage in held for stage in run.stage_indices):
-        _roll_back(run, overdue, now)
+        _roll_back(run, f"every peer of {stage_names(overdue)} is gone", now)
+
+
+def answer_late_verdict(run: RunState, now: float) -> None:
+    """Return to the checkpoint before the unverified steps of an owner that has lost an audit.
+
+    No step is computed a third time for a verdict: the run never goes back before the version that
+    an earlier roll-back has left.
+    """
+    since = run.audits.unverified_since
+    if since is None or run.phase not in _RETURNING:
+        return
+    run.audits.unverified_since = None
+    version = run.history.version
+    found = run.checkpoints.before(since, run.history.recomputed)
+    if since > version:
+        return
+    steps = f"the steps since {since} have unverified work of an owner that lost an audit"
+    if found is None and run.checkpoints.stored is None and not run.history.recomputed:
+        _roll_back(run, steps, now)
+    elif found is not None and found.version < version:
+        run.checkpoints.return_to(found)
+        rest = "" if found.version < since else ", and so has the oldest checkpoint"
+        _roll_back(run, steps + rest, now)
+    else:
+        run.note(f"{steps}, and no checkpoint is left to which the run may go back")
 
 
 def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
@@ -113,14 +141,16 @@ def _catches_up(run: RunState, transfer: StageTransfer) -> bool:
     return transfer.missed_apply == Step(run.history.version)
 
 
-def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
+def _roll_back(run: RunState, reason: str, now: float) -> None:
     """Continue from the checkpoint's version, and have every holder fetch that state."""
     before, version = run.history.version, run.checkpoints.stored_version
-    reason = f"every peer of {stage_names(lost)} is gone"
     run.note(f"{reason}: the run goes back from step {before} to its checkpoint at {version}")
     round_membership.abort_all(run, reason, now)
     run.commands.append(Persist(RolledBack(version, reason)))
     run.history.roll_back(version)
+    run.audits.standings.roll_back(version)
+    if standings := run.audits.standings.take_changed():
+        run.commands.append(Persist(StandingsRecord(standings)))
     run.checkpoints.roll_back()
     run.steps.ahead = None
     enter_phase(run, RunPhase.WAITING)

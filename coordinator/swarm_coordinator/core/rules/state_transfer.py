@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from swarm_coordinator.core.rules import held_up, snapshots
+from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -227,7 +228,7 @@ def _from_replicas(
     stage = transfer.stage
     if queue.is_full(stage):
         return
-    holders = [p for p in run.peers.ready(stage) if p is not peer]
+    holders = snapshots.voters_first(run, [p for p in run.peers.ready(stage) if p is not peer])
     if not holders:
         return
     asked = run.checkpoints.snapshots.get(stage)
@@ -273,15 +274,16 @@ def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
 
 
 def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
-    """Flag the ends of a download with a wrong fingerprint, and do without a single source.
+    """Flag the ends of a download with a wrong fingerprint, and do without a single owner's file.
 
-    A file that several holders announced is the stage's state, so the peer misreports what it has
+    A file that several owners announced is the stage's state, so the peer misreports what it has
     loaded. With a single source nothing shows which end is at fault.
     """
     asked = run.checkpoints.snapshots.get(transfer.stage)
+    sources = [source for p in transfer.sources if (source := run.peers.get(p)) is not None]
     ends = [peer]
-    if len(transfer.sources) == 1 and (source := run.peers.get(transfer.sources[0])) is not None:
-        ends.append(source)
+    if len({owner_of(source) for source in sources}) == 1:
+        ends += sources
     for end in ends:
         reason = f"a download of stage {transfer.stage} differs from what the stage's holders have"
         run.flag(end, Rejection.OTHER_PARAMETERS, reason)

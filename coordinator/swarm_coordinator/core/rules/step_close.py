@@ -1,19 +1,25 @@
 """Close, norm, apply: how a complete table becomes one optimizer step.
 
 Part of the pure core (design: the life of a step). Two phases: every member of every stage averages
-and reports; then the decision is made durable and every member is instructed to apply it. Stages
-that share nothing average in rounds of their own (`swarm_coordinator.core.state.close`): when one
-round fails, its accumulators still exist and the other rounds stand. Removing a member from a round
-is the matter of `swarm_coordinator.core.rules.round_membership`.
+and reports, and the sums are checked (`swarm_coordinator.core.rules.closing.sum_checks`); then the
+decision is made durable and every member is instructed to apply it. Stages that share nothing
+average in rounds of their own (`swarm_coordinator.core.state.close`): when one round fails, its
+accumulators still exist and the other rounds stand. Removing a member from a round is the matter of
+`swarm_coordinator.core.rules.round_membership`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 
-from swarm_coordinator.core.events import AppliedStep, Persist, StageShare
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Persist,
+    StageShare,
+    StandingsRecord,
+    SumsStated,
+)
 from swarm_coordinator.core.rules import (
     held_up,
     membership,
@@ -22,20 +28,20 @@ from swarm_coordinator.core.rules import (
     round_membership,
     state_transfer,
 )
+from swarm_coordinator.core.rules.closing import exclusions, sum_checks
 from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_coordinator.core.trust.majority import Statement
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.run.schedule import learning_rate
 from swarm_shared.scheduling.placement import reduce_weights
-
-MAX_FAILED_ATTEMPTS = 3
-"""Failed attempts of one step attributed to a peer after which the step closes without it."""
 
 MAX_CARRIER_FAILURES = 4
 """Attempts of one step that may fail through a carrier before a failure is attributed to a peer."""
@@ -64,15 +70,20 @@ def start_close(run: RunState, step: StepState, now: float) -> None:
     pairs = [(stage, switching[p]) for stage in opened for p in members[stage] if p in switching]
     if run.tied_stages().intersection(opened):
         pairs.append((StageIndex(0), run.last_stage))
+    owners = {p: owner_of(run.peers[p]) for stage in opened for p in members[stage]}
     for stages in _connected_stages(opened, pairs):
         step.attempts.update(dict.fromkeys(stages, step.attempt))
+        of_round = {stage: reductions[stage] for stage in sorted(stages)}
         step.closing.open(
             Round(
                 attempt=step.attempt,
                 stages=stages,
                 members={peer: stage for stage in sorted(stages) for peer in members[stage]},
+                owners={p: owners[p] for stage in stages for p in members[stage]},
+                voters={s: run.audits.voters({owners[p] for p in members[s]}) for s in stages},
                 began_at=now,
                 switching={p: to for p, to in switching.items() if to in stages},
+                sums=sum_checks.planned(run, of_round),
             )
         )
     enter_phase(run, RunPhase.CLOSING)
@@ -100,11 +111,14 @@ def _send_close(
         step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
     )  # fmt: skip
     idle: list[PeerId] = []
+    sums = step.closing.rounds[stage].sums if step.closing is not None else None
     for member in run.peers.ready(stage):
         peer = member.peer
         # A peer that has changed stage in this step may have cells in the old stage's average.
         held = sorted(m for m, of_stage in step.table.held_by(peer) if of_stage == stage)
         goes_to = switching.get(peer)
+        if sums is not None:
+            sums.add_member(peer, stage, goes_to, contributes=bool(held))
         if not held and goes_to is None:
             idle.append(peer)
             continue
@@ -159,11 +173,26 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
     elif not message.ok:
         _clear_unaccumulated(run, step, peer, peer.stage, message)
         _attempt_failed(run, step, found, peer, message, now)
-    else:
+    elif peer.peer not in found.reports:
         _charge_late_report(run, step, found, peer, now)
         found.record(peer.peer, SquaredNorms(message.own_squared, message.tied_squared), now)
         if not found.awaited:
             advance_close(run, now)
+
+
+def sums_stated(run: RunState, peer: PeerState, event: SumsStated, now: float) -> None:
+    """Handle a member's answer to a check of sums; one to another check is ignored."""
+    step = run.steps.current
+    found = step.closing.round_of(peer.peer) if step is not None and step.closing else None
+    if step is None or found is None or not sum_checks.awaits(found, peer, event):
+        return
+    _charge_late_report(run, step, found, peer, now)
+    wrong = sum_checks.record(run, step, found, peer, event, now)
+    if wrong is not None:
+        failure = RoundReport(step=step.step, attempt=found.attempt, ok=False, reason=wrong)
+        _attempt_failed(run, step, found, peer, failure, now)
+    elif not found.awaited:
+        advance_close(run, now)
 
 
 def advance_close(run: RunState, now: float) -> None:
@@ -175,7 +204,9 @@ def advance_close(run: RunState, now: float) -> None:
         _finish_when_applied(run, closing, now)
         return
     for found in closing.each_round():
-        if not found.awaited and not found.averaged:
+        if found.awaited or found.averaged:
+            continue
+        if sum_checks.advance(run, step, found, now):
             _check_agreement(run, step, found, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
         _decide(run, step, closing, now)
@@ -236,45 +267,7 @@ def _attempt_failed(
     elif message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if not excused:
-        _count_failure(run, step, parties, now)
-
-
-def _count_failure(run: RunState, step: StepState, parties: list[PeerState], now: float) -> None:
-    """Count a failed attempt against all that may have caused it; exclude a peer at its limit.
-
-    Of two that name each other neither is more credible: both sit the step out if others of the
-    stage remain, and else the one that has held up the run for longer.
-    """
-    apart = len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now)
-    for peer in parties:
-        step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
-    at_limit = [
-        peer
-        for peer in parties
-        if apart
-        or step.failure_counts[peer.peer] >= MAX_FAILED_ATTEMPTS
-        or held_up.is_spent(run, peer, now)
-    ]
-    at_limit.sort(
-        key=lambda peer: (held_up.held_seconds(run, peer, now), peer.session, peer.peer),
-        reverse=True,
-    )
-    for peer in at_limit:
-        _exclude(run, step, peer.peer, now)
-
-
-def _exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
-    """Let the step close without this peer; False if it is the last of its stage."""
-    peer = run.peers.get(peer_id)
-    if peer is None or peer.stage is None or peer_id in run.peers.excluded:
-        return False
-    if all(p is peer for p in run.peers.ready(peer.stage)):
-        return False
-    release(run, peer, Release.STEP, now)
-    run.note(
-        f"{short(peer_id)} keeps step {step.step} from closing and is excluded from it", peer_id
-    )
-    return True
+        exclusions.count_failure(run, step, parties, now)
 
 
 def time_out(run: RunState, now: float) -> None:
@@ -288,7 +281,7 @@ def time_out(run: RunState, now: float) -> None:
         return
     # Large states take long over slow uplinks: the limit doubles with each attempt that timed out.
     longest = limit * 2 ** min(step.timeouts, 5)
-    late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
+    late = [r for r in closing.each_round() if r.awaited and now - r.asked_at > longest]
     step.timeouts += bool(late)
     for found in late:
         _proceed_without_silent(run, step, found, now)
@@ -336,7 +329,7 @@ def _charge_late_report(
     """Charge a member what its report came later than those of most members of its stage."""
     most_at = found.most_reported_at.get(found.members[peer.peer])
     if most_at is not None and peer.peer in found.awaited:
-        free = held_up.free_until(step, found.began_at, most_at)
+        free = held_up.free_until(step, found.asked_at, most_at)
         if free < now:
             held_up.charge(run, peer, free, now, now)
 
@@ -356,11 +349,13 @@ def _proceed_without_last(run: RunState, step: StepState, found: Round, now: flo
     last: list[PeerId] = []
     for peer_id in sorted(found.awaited):
         most_at = found.most_reported_at.get(found.members[peer_id])
-        if most_at is None or now <= held_up.deadline(run, step, found.began_at, most_at):
+        if most_at is None or now <= held_up.deadline(run, step, found.asked_at, most_at):
             return  # it has time left, so that the round cannot end yet
         last.append(peer_id)
     if found.completes_without(last):
         _exclude_silent(run, step, found, last, now)
+    elif found.unchecked:
+        _abort_without(run, step, found, last, now)
 
 
 def _exclude_silent(
@@ -370,7 +365,7 @@ def _exclude_silent(
     found.awaited.difference_update(silent)
     for peer_id in silent:
         _charge_silent(run, step, found, peer_id, now)
-        _exclude(run, step, peer_id, now)
+        exclusions.exclude(run, step, peer_id, now)
 
 
 def _charge_silent(
@@ -382,11 +377,11 @@ def _charge_silent(
     most_at = found.most_reported_at.get(stage)
     if peer is None:
         return
-    free = held_up.free_until(step, found.began_at, most_at or found.began_at)
+    free = held_up.free_until(step, found.asked_at, most_at or found.asked_at)
     if most_at is not None:
         held_up.charge(run, peer, free, now, now)
         return
-    reported = sorted(p for p in found.reports if found.members.get(p) == stage)
+    reported = sorted(p for p in found.answered if found.members.get(p) == stage)
     others = [run.peers[p] for p in reported if p in run.peers]
     if others:
         held_up.dispute(run, peer, others[0], free, now, now)
@@ -403,35 +398,50 @@ def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: fl
     if late.completes_without(silent):
         _exclude_silent(run, step, late, silent, now)
         return
+    _abort_without(run, step, late, silent, now)
+
+
+def _abort_without(
+    run: RunState, step: StepState, late: Round, silent: list[PeerId], now: float
+) -> None:
+    """Abort an overdue round, and exclude its silent members at their charge."""
     for peer in silent:
         _charge_silent(run, step, late, peer, now)
     round_membership.abort(run, late, "it took too long", now)
     for peer in silent:
-        _exclude(run, step, peer, now)
+        exclusions.exclude(run, step, peer, now)
 
 
 def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -> None:
     """Accept a round whose members have all averaged to the same norms.
 
-    A member that differs from the others of its stage is excluded from the step. Where no norms
-    have a majority the round is averaged once more, since most accidents do not recur; after that
-    the members decide that agree with the one that has been attached longest.
+    A member that differs from the owners that decide is excluded from the step. Where no norms have
+    a majority the round is averaged once more, since most accidents do not recur; after that the
+    members decide that agree with the one that has been attached longest. Equal sums give equal
+    norms to the bit on any device: the squares are added in a fixed order.
     """
     of_stage: dict[StageIndex, dict[PeerId, SquaredNorms]] = {}
     for member, squares in found.reports.items():
         of = found.members.get(member, found.kept.get(member))
         if of is not None:
             of_stage.setdefault(of, {})[member] = squares
-    agreed = {stage: _norms_of_most(reported) for stage, reported in sorted(of_stage.items())}
-    split = [stage for stage, norms in agreed.items() if norms is None]
+    agreed = {
+        stage: run.audits.decide(
+            Statement(p, found.owners.get(p, p), _attached_since(run, p), squares)
+            for p, squares in reported.items()
+        )
+        for stage, reported in sorted(of_stage.items())
+    }
+    split = [stage for stage, norms in agreed.items() if norms and not norms.has_majority]
     if split and not step.disagreements:
         step.disagreements += 1
         reason = f"replicas of stage {split[0]} averaged to different gradients"
         round_membership.abort(run, found, reason, now)
         return
     for stage, reported in of_stage.items():
-        decided = agreed[stage] or reported[_attached_longest(run, reported)]
-        found.squares[stage] = decided
+        if (decision := agreed[stage]) is None:
+            continue  # not without a report of the stage
+        decided = found.squares[stage] = decision.value
         for peer_id, norms in reported.items():
             peer = run.peers.get(peer_id)
             if norms != decided and peer is not None and peer_id in found.members:
@@ -440,19 +450,10 @@ def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -
                 release(run, peer, Release.STEP, now)
 
 
-def _norms_of_most(reported: dict[PeerId, SquaredNorms]) -> SquaredNorms | None:
-    """Return what more than half of a stage's members report, if anything.
-
-    Equal sums give equal norms to the bit on any device: the squares are added in a fixed order.
-    """
-    norms, count = Counter(reported.values()).most_common(1)[0]
-    return norms if 2 * count > len(reported) else None
-
-
-def _attached_longest(run: RunState, peers: Iterable[PeerId]) -> PeerId:
-    """Return the peer with the earliest session; one that has left since counts as the last."""
-    sessions = {peer: run.peers[peer].session for peer in peers if peer in run.peers}
-    return min(peers, key=lambda peer: (sessions.get(peer, math.inf), peer))
+def _attached_since(run: RunState, peer_id: PeerId) -> float:
+    """The number of a peer's session; one that has left since counts as the last."""
+    peer = run.peers.get(peer_id)
+    return math.inf if peer is None else peer.session
 
 
 def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
@@ -468,6 +469,11 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
         return
     applied = _applied_step(run, step, closing, math.sqrt(total), now)
     run.commands.append(Persist(applied))
+    if run.audits.settings.rolls_back:
+        counted = (run.peers.get(share.peer) for share in applied.shares)
+        run.audits.standings.applied({owner_of(peer) for peer in counted if peer}, applied.step)
+    if standings := run.audits.standings.take_changed():
+        run.commands.append(Persist(StandingsRecord(standings)))
     run.history.apply(applied)
     enter_phase(run, RunPhase.APPLYING)
     closing.decided_at = now
@@ -534,7 +540,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         # It missed the Apply while the coordinator was unavailable.
         run.peers.hold(peer, transfer.stage, version)
         run.peers.claim(peer, message.digest)
-        microbatches.commit_early_receipts(run, peer)
+        microbatches.commit_early_receipts(run, peer, now)
         run.history.members.add(peer.peer)
         run.roster.dirty = True
 
@@ -575,9 +581,16 @@ def _compare_replicas(
     Device names do not show which devices are alike. A peer that has agreed with the majority
     before is like it, so that a later mismatch is attributed to this peer alone.
     """
-    digest_of_most, count = Counter(digest for digest, _ in fingerprints.values()).most_common(1)[0]
-    majority = digest_of_most if 2 * count > len(fingerprints) and count > 1 else None
-    (_, majority_norm), _ = Counter(fingerprints.values()).most_common(1)[0]
+    decision = run.audits.decide(
+        Statement(p, owner_of(peer), peer.session, fingerprint)
+        for p, fingerprint in fingerprints.items()
+        if (peer := run.peers.get(p)) is not None
+    )
+    if decision is None:
+        return
+    decided, majority_norm = decision.value
+    count = sum(digest == decided for digest, _ in fingerprints.values())
+    majority = decided if decision.has_majority and count > 1 else None
     agreed: set[str] = set()
     for peer_id, (digest, norm) in fingerprints.items():
         peer = run.peers.get(peer_id)
@@ -591,5 +604,6 @@ def _compare_replicas(
             run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
             membership.resync(run, peer, "its parameters differed from the majority's", now)
             continue
-        agreed.add(digest)
+        if owner_of(peer) in decision.voters:
+            agreed.add(digest)
     run.history.fingerprints[stage] = frozenset(agreed)

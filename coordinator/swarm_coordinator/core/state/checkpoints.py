@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swarm_coordinator.core.events import CheckpointRecord, SessionNumber
-from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 
 
 class SnapshotFile(NamedTuple):
@@ -31,6 +31,8 @@ class StageSnapshots:
     asked_at: float
     asked: dict[PeerId, SessionNumber] = field(default_factory=dict)
     """The session in which each holder was asked; the request is lost with it."""
+    owners: dict[PeerId, PeerId] = field(default_factory=dict)
+    """The owner of each holder that was asked."""
     ready: dict[PeerId, SnapshotFile] = field(default_factory=dict)
     first_at: float = math.inf
     """When the first snapshot was ready."""
@@ -68,6 +70,30 @@ class CheckpointState:
     failed: CheckpointFailures | None = None
     """The failures of the version whose checkpoint failed last."""
     snapshots: dict[StageIndex, StageSnapshots] = field(default_factory=dict)
+    keep: int = 1
+    """Number of newest checkpoints that the organiser's folder keeps."""
+    older: tuple[CheckpointRecord, ...] = ()
+    """Those before the newest one that this start has stored, the oldest first."""
+
+    def store(self, record: CheckpointRecord) -> None:
+        """A checkpoint is stored; the folder deletes the oldest ones."""
+        before = self.older if self.stored is None else (*self.older, self.stored)
+        older = tuple(one for one in before if one.version < record.version)
+        self.older = older[-(self.keep - 1) :] if self.keep > 1 else ()
+        self.stored, self.overdue = record, False
+
+    def before(self, step: Step, earliest: Version) -> CheckpointRecord | None:
+        """The newest kept checkpoint before a step, or the oldest after it, if that is too old for
+        all of them; none of a version before `earliest`."""
+        kept = [*self.older, self.stored] if self.stored is not None else []
+        allowed = [one for one in kept if one.version >= earliest]
+        before_it = [one for one in allowed if one.version < step]
+        return before_it[-1] if before_it else next(iter(allowed), None)
+
+    def return_to(self, record: CheckpointRecord) -> None:
+        """Make a kept checkpoint the newest one."""
+        self.older = tuple(one for one in self.older if one.version < record.version)
+        self.stored = record
 
     @property
     def stored_version(self) -> Version:

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from swarm_coordinator.core.trust.sums import RoundSums
 from swarm_shared.base.types import PeerId, StageIndex
 
 
@@ -20,6 +21,38 @@ class SquaredNorms(NamedTuple):
 
     own: float
     tied: float
+
+
+@dataclass(slots=True)
+class Turnout:
+    """How many of the owners that vote have answered, each with more than half of its devices."""
+
+    devices: Counter[PeerId] = field(default_factory=Counter)
+    """Number of members by owner."""
+    answers: Counter[PeerId] = field(default_factory=Counter)
+    """Number of these that have answered."""
+    done: set[PeerId] = field(default_factory=set)
+    """Owners of whose members more than half have answered."""
+
+    def answered(self, owner: PeerId) -> None:
+        if owner in self.devices:
+            self.answers[owner] += 1
+            if 2 * self.answers[owner] > self.devices[owner]:
+                self.done.add(owner)
+
+    def remove(self, owner: PeerId, *, has_answered: bool) -> None:
+        """Remove a member."""
+        if owner in self.devices:
+            self.devices[owner] -= 1
+            self.answers[owner] -= has_answered
+            if not self.devices[owner]:
+                del self.devices[owner], self.answers[owner]
+                self.done.discard(owner)
+
+    @property
+    def most(self) -> bool:
+        """Whether more than half of the owners have answered."""
+        return 2 * len(self.done) > len(self.devices)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,31 +68,72 @@ class Round:
     switching: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Members that hold another stage after this step; they average that stage too, contributing
     zero."""
+    sums: RoundSums | None = None
+    """The check of the sums, if there is to be one before the round stands."""
+    owners: dict[PeerId, PeerId] = field(default_factory=dict)
+    """The owner of each member, also of those that have left since."""
+    voters: dict[StageIndex, frozenset[PeerId]] = field(default_factory=dict)
+    """The owners of each stage that decide when most have answered."""
     reports: dict[PeerId, SquaredNorms] = field(default_factory=dict)
     """The norms of the members that have averaged."""
     awaited: set[PeerId] = field(default_factory=set)
-    """Members that have not reported yet."""
+    """Members that have not reported yet, or not answered the present check."""
+    answered: set[PeerId] = field(default_factory=set)
+    """Members that have."""
+    asked_at: float = 0.0
+    """When the close or the check was sent."""
     kept: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Former members whose gradient is in the sum, by stage; their cells still count."""
     most_reported_at: dict[StageIndex, float] = field(default_factory=dict)
-    """When more than half of a stage's members had averaged."""
+    """When most members of more than half of a stage's owners had answered."""
     squares: dict[StageIndex, SquaredNorms] = field(default_factory=dict)
     """The agreed norms by stage, once all members have averaged."""
-    _sizes: Counter[StageIndex] = field(default_factory=Counter)
-    _reported: Counter[StageIndex] = field(default_factory=Counter)
+    _turnouts: dict[StageIndex, Turnout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._begin_turnout()
+        self.asked_at = self.began_at
+
+    def _begin_turnout(self) -> None:
+        """Await an answer of every member."""
         self.awaited.update(self.members)
-        self._sizes.update(self.members.values())
+        devices: dict[StageIndex, list[PeerId]] = {stage: [] for stage in self.stages}
+        for peer, stage in self.members.items():
+            devices[stage].append(self.owners[peer])
+        for stage, owners in devices.items():
+            voters = self.voters[stage]
+            self._turnouts[stage] = Turnout(Counter([o for o in owners if o in voters]))
+
+    def turnout(self, stage: StageIndex) -> Turnout:
+        return self._turnouts[stage]
 
     def record(self, peer: PeerId, squares: SquaredNorms, now: float) -> None:
         """Enter a member's report."""
-        stage = self.members[peer]
-        self._reported[stage] += peer not in self.reports
         self.reports[peer] = squares
+        self.answer(peer, now)
+
+    def answer(self, peer: PeerId, now: float) -> None:
+        """Record that a member has answered."""
+        stage = self.members[peer]
+        turnout = self._turnouts[stage]
+        if peer not in self.answered:
+            turnout.answered(self.owners[peer])
+        self.answered.add(peer)
         self.awaited.discard(peer)
-        if 2 * self._reported[stage] > self._sizes[stage]:
+        if turnout.most:
             self.most_reported_at.setdefault(stage, now)
+
+    def ask_again(self, now: float) -> None:
+        """Await an answer of every member once more."""
+        self.answered.clear()
+        self.most_reported_at.clear()
+        self._begin_turnout()
+        self.asked_at = now
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether the round needs a check of its sums that has not ended."""
+        return self.sums is not None and not self.sums.agreed
 
     @property
     def averaged(self) -> bool:
@@ -69,8 +143,11 @@ class Round:
         """Whether the round stands without the peers in `gone`.
 
         No other member may be outstanding, and each stage needs a remaining member that can apply
-        its sum, both before and after the switching members change stage.
+        its sum, both before and after the switching members change stage. A check of sums needs a
+        statement of every member.
         """
+        if self.unchecked:
+            return False
         if not self.awaited.issubset(gone):
             return False
         staying = [(peer, stage) for peer, stage in self.members.items() if peer not in gone]
@@ -91,15 +168,19 @@ class CloseState:
     """Fingerprints (digest, norm) of the members that have applied."""
     decided_at: float = 0.0
     most_applied_at: float | None = None
-    """When more than half of the members had applied."""
+    """When most members of more than half of the owners that vote had applied."""
     applied_stages: set[StageIndex] = field(default_factory=set)
     """Stages of which a member has applied."""
+    _turnout: Turnout = field(default_factory=Turnout)
 
     def record_applied(self, peer: PeerId, fingerprint: tuple[str, float], now: float) -> None:
         """Enter a member's confirmation."""
+        stage = self.members[peer]
+        if peer not in self.applied:
+            self._turnout.answered(self.rounds[stage].owners[peer])
         self.applied[peer] = fingerprint
-        self.applied_stages.add(self.members[peer])
-        if self.most_applied_at is None and 2 * len(self.applied) > len(self.members):
+        self.applied_stages.add(stage)
+        if self.most_applied_at is None and self._turnout.most:
             self.most_applied_at = now
 
     def each_round(self) -> list[Round]:
@@ -112,6 +193,11 @@ class CloseState:
     def open(self, opened: Round) -> None:
         self.rounds.update(dict.fromkeys(opened.stages, opened))
         self.members.update(opened.members)
+        for stage in opened.stages:
+            self._turnout.devices.update(opened.turnout(stage).devices)
+
+    def _discount(self, of: Round, peer: PeerId) -> None:
+        self._turnout.remove(of.owners[peer], has_answered=peer in self.applied)
 
     def discard_round(self, ended: Round) -> None:
         """Remove a round and its members."""
@@ -119,11 +205,13 @@ class CloseState:
             del self.rounds[stage]
         for peer in ended.members:
             del self.members[peer]
+            self._discount(ended, peer)
 
     def remove_member(self, peer: PeerId) -> None:
         """Remove a member; what it has reported and its gradient in the sum stay."""
         stage = self.members.pop(peer)
         found = self.rounds[stage]
+        self._discount(found, peer)
         found.kept[peer] = stage
         del found.members[peer]
         found.switching.pop(peer, None)
@@ -133,6 +221,8 @@ class CloseState:
         """Make a kept former member a member again; it has returned with the same average."""
         found = self.rounds[stage]
         del found.kept[peer]
+        if found.owners[peer] in found.voters[stage]:
+            self._turnout.devices[found.owners[peer]] += 1
         self.members[peer] = found.members[peer] = stage
 
     def switch_stage(self, peer: PeerId, stage: StageIndex) -> None:

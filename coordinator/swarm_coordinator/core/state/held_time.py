@@ -72,6 +72,7 @@ class HeldAccount:
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
     refused_until: float = -math.inf
+    refused_because: str = ""
 
     def record_not_finite(self, other: PeerId, now: float) -> None:
         """Remember the other end of a computation that was not finite."""
@@ -124,6 +125,10 @@ class HeldTime:
         found = self.accounts.get(one)
         known = None if found is None else found.disputes.get(other)
         return 0.0 if known is None else known.at(now)
+
+    def refused_because(self, key: PeerId) -> str:
+        found = self.accounts.get(key)
+        return "" if found is None else found.refused_because
 
     def refused_until(self, key: PeerId) -> float:
         found = self.accounts.get(key)

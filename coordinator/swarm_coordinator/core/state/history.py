@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.core.events import INITIALISATION, AppliedStep
 from swarm_shared.base.types import PeerId, StageIndex, Version
 
 
@@ -26,6 +26,8 @@ class RunHistory:
     """Peers whose state is known to belong to the history since a roll-back."""
     fingerprints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
     """Digests of the version that holders of each stage have reported."""
+    recomputed: Version = INITIALISATION
+    """The last version that a roll-back has left."""
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage without a holder lost its last one."""
 
@@ -41,6 +43,7 @@ class RunHistory:
 
     def roll_back(self, version: Version) -> None:
         """Return to an earlier version. The steps since are abandoned."""
+        self.recomputed = max(self.recomputed, self.version)
         self.version, self.last_applied, self.heldout_loss = version, None, None
         self.rolled_back = True
         self.members.clear()

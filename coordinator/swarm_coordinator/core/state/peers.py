@@ -15,7 +15,7 @@ from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.core.state.utilisation import LastHeartbeat
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import AddressUpdate, CarrierAddress, PeerRecord, Reachability
+from swarm_shared.protocol import AddressUpdate, CarrierAddress, Hello, PeerRecord, Reachability
 
 NO_VERSION = Version(0)
 
@@ -49,6 +49,15 @@ class PeerProfile:
     wanted_stage: StageIndex | None
     owner: PeerId | None
     """The key that the peer's work counts for, if it has proven one."""
+    binding: str = ""
+    """The signed proof of it, in base64; empty without an owner."""
+
+    @classmethod
+    def of(cls, hello: Hello, owner: PeerId | None) -> PeerProfile:
+        return cls(
+            hello.name, hello.device, hello.memory_bytes, hello.wanted_stage, owner,
+            hello.owner or "" if owner is not None else "",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from swarm_coordinator.core.state.roster import RosterState
 from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress
 from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_coordinator.core.trust.audits import AuditBook, no_audits
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import CoordinatorMessage, PeerRecord
 from swarm_shared.run.manifest import Manifest
@@ -52,6 +53,7 @@ class RunState:
     checkpoints: CheckpointState
     rebalancing: RebalancingState
     statistics: RunStatistics
+    audits: AuditBook = field(default_factory=no_audits)
     held_time: HeldTime = field(default_factory=HeldTime)
     phase: RunPhase = RunPhase.WAITING
     """Assigned by `enter_phase` alone."""
@@ -83,6 +85,11 @@ class RunState:
     @property
     def stage_indices(self) -> range:
         return range(self.manifest.stage_count)
+
+    @property
+    def checks_sums(self) -> bool:
+        """Whether sums are checked: only whole counts have exact ones."""
+        return self.audits.settings.check_sums and self.manifest.codecs.average == "exact"
 
     def tied_stages(self) -> frozenset[StageIndex]:
         """Both ends of a model with tied embeddings, which average these together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 
 CellKey = tuple[MicrobatchIndex, StageIndex]
@@ -20,6 +21,7 @@ class Cell:
     peer: PeerId
     tokens: int
     loss_sum: float | None
+    transcript: Transcript
 
 
 class StepTable(dict[CellKey, Cell]):

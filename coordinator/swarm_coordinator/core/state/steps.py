@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from swarm_coordinator.core.state.close import CloseState, Round
 from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
 from swarm_coordinator.core.state.step_table import CellKey, StepTable
+from swarm_coordinator.core.trust.audits import StepAudits
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 
@@ -55,13 +56,13 @@ class StepState:
     """A heap of the times at which a lease may expire or a failed one may be granted again."""
     not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
     """The first peer at which a microbatch was not finite, by cell."""
+    audits: StepAudits = field(default_factory=StepAudits)
     closing: CloseState | None = None
     """The close, from its first round until the step ends or no stage has a round."""
     close_not_before: float = 0.0
     complete_at: float | None = None
     """When the table was first complete. Joining peers may delay the close for a bounded time from
     then on, because in a large run some peer is always downloading."""
-    evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
 
     def lost_all(self, peer: PeerId) -> None:
         """Record that a peer has lost all that it had counted."""

@@ -177,6 +177,24 @@ function showTeams(found) {
   }
 }
 
+function showTrust(trust) {
+  $("audits").textContent = `${trust.passed} audits passed and ${trust.lost} lost, ${trust.under_way} under way; `
+    + `${trust.established} owners established, ${trust.on_probation} on probation; `
+    + `${number(100 * trust.audit_share, 1)} % of an established owner's microbatches are audited.`;
+  $("owners").replaceChildren();
+  for (const one of trust.owners) {
+    const standing = one.established ? "established" : `on probation, ${trust.probation_cells - one.passed} more to pass`;
+    cells($("owners").insertRow(), [one.name ?? `…${one.id_end}`], [String(one.passed), "number"],
+      [String(one.lost), "number"], [String(one.made), "number"], [standing]);
+  }
+  if (!trust.owners.length) cells($("owners").insertRow(), ["no audit has ended yet"], [""], [""], [""], [""]);
+  $("verdicts").replaceChildren();
+  for (const one of [...trust.verdicts].reverse()) {
+    cells($("verdicts").insertRow(), [String(one.step), "number"], [`…${one.id_end}`], [one.reason]);
+  }
+  if (!trust.verdicts.length) cells($("verdicts").insertRow(), [""], ["no audit was lost"], [""]);
+}
+
 let newest = 0;
 
 function addEvents(rows) {
@@ -274,6 +292,7 @@ async function refresh() {
     ask("/api/v1/curve").then(showCurve),
     ask("/api/v1/contributions?limit=50").then(showBoard),
     ask("/api/v1/teams?limit=20").then(showTeams),
+    ask("/api/v1/trust").then(showTrust),
     ask("/api/v1/events?limit=100").then((found) => addEvents(found.events)),
     refreshOrganiser(),
   ]);

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
-from swarm_shared.base.units import memory_text
 from swarm_shared.protocol import StageRow
 
 

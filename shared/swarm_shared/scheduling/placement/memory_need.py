@@ -11,7 +11,7 @@ measures all of them, so that no honest manifest is below the bound; tests compa
 from __future__ import annotations
 
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.units import memory_text
+from swarm_shared.base.text import memory_text
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.stage_cut import GRAPHS, bytes_per_parameter

@@ -23,8 +23,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.text import size_text
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.base.units import size_text
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 
 PLANNED_MOVES_PER_STAGE = 4

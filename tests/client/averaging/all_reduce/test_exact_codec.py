@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.model.test_fixed_point_sums import manifest
 from swarm_client.averaging.all_reduce.codec import (
+    LARGEST_PART,
+    LARGEST_SUM,
     EncodedPiece,
     NotFiniteError,
     decode_piece,
@@ -17,6 +22,8 @@ from swarm_client.averaging.all_reduce.codec import (
     reduce_piece,
 )
 from swarm_client.averaging.all_reduce.exact_codec import BLOCK, blocks
+from swarm_shared.base.types import MAX_MICROBATCHES
+from swarm_shared.model.fixed_point_sums import Quantum
 
 unhurried = settings(max_examples=80, deadline=None)
 LARGEST = 2**53 - 1
@@ -87,11 +94,51 @@ def test_what_is_not_below_two_to_the_53_is_refused(bad: float) -> None:
         encode_piece(np.array([1.0, bad, 2.0]), "exact")
 
 
-def test_a_sum_that_is_not_exact_any_more_is_refused_without_a_culprit() -> None:
-    large = np.full(3, float(LARGEST))
-    with pytest.raises(NotFiniteError) as caught:
-        reduce_piece(large, [None, encode_piece(large, "exact")], "exact", np.empty(3))
-    assert caught.value.member is None
+def summed(parts: Sequence[np.ndarray], me: int = 0) -> np.ndarray:
+    inputs = [None if i == me else encode_piece(one, "exact") for i, one in enumerate(parts)]
+    out = np.empty(len(parts[0]))
+    reduce_piece(parts[me], inputs, "exact", out)
+    return out
+
+
+@pytest.mark.parametrize("count", [LARGEST_PART + 1, -LARGEST_PART - 1, LARGEST])
+def test_a_member_that_puts_in_more_than_a_step_can_give_is_named(count: float) -> None:
+    honest, liar = np.ones(3), np.array([1.0, count, 0.0])
+    for parts in ([honest, liar, honest], [honest, honest, liar]):
+        with pytest.raises(NotFiniteError) as caught:
+            summed(parts)
+        assert parts[caught.value.member or 0] is liar
+
+
+def test_the_largest_part_of_a_sum_that_no_step_gives_is_named() -> None:
+    liar, honest = np.array([0.0, LARGEST_PART]), np.array([5.0, LARGEST_PART - 4])
+    assert summed([honest, liar])[1] == LARGEST_SUM - 4
+    for parts in ([honest, liar, honest], [liar, honest, honest]):
+        with pytest.raises(NotFiniteError) as caught:
+            summed(parts)
+        assert parts[caught.value.member or 0] is liar
+
+
+@unhurried
+@given(st.lists(st.integers(-(2**51), 2**51), min_size=2, max_size=40), st.integers(0, 39))
+def test_large_parts_make_an_exact_sum_or_none_in_any_order(parts: list[int], turn: int) -> None:
+    """Float64 would round a sum of these on its way, even where its end is small."""
+    arrays = [np.array([float(part)]) for part in parts]
+    try:
+        found = summed(arrays, turn % len(parts))
+    except NotFiniteError:
+        assert abs(sum(parts)) > LARGEST_SUM
+    else:
+        assert int(found[0]) == sum(parts)
+
+
+def test_the_limits_are_those_of_a_steps_counts() -> None:
+    """An honest member is never refused: all microbatches of a step together stay within a part,
+    and those of both stages of a tied embedding within a sum."""
+    for microbatches in (1, 3, 4, 5, 1000, MAX_MICROBATCHES):
+        largest = Quantum.of(manifest(microbatches=microbatches)).max_counts * microbatches
+        assert largest <= LARGEST_PART
+        assert 2 * largest <= LARGEST_SUM
 
 
 @unhurried

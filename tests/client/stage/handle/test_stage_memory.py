@@ -43,7 +43,7 @@ MIB = 2**20
 def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int = 4) -> Manifest:
     """A run of one layer of this width, which claims so much memory, or what it needs."""
     shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
         for split in ("train", "heldout")
     )
     manifest = Manifest(

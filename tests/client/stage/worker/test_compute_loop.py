@@ -37,7 +37,7 @@ SLOTS = 4
 
 def make_manifest(staleness: int = 0) -> Manifest:
     shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
         for split in ("train", "heldout")
     )
     return Manifest(
@@ -181,7 +181,7 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
         rig.forward(3, slot=3),
         messages.RunBackward(request=4, forward=1, slot=1, nbytes=nbytes),
         messages.Discard(request=2),
-        messages.RunEvaluation(request=5, slot=0, nbytes=3),
+        rig.forward(5, slot=0).model_copy(update={"nbytes": 3}),
         messages.ListAccumulated(request=6, step=Step(1)),
     )
     answers = [rig.link.receive() for _ in range(5)]

@@ -66,8 +66,9 @@ def test_what_was_fetched_ahead_is_computed_with_and_forgotten_with_its_request(
     runner = StageRunner(manifest, StageIndex(1), CPU, 2**40, 0)
     size = runner.sizes.input_bytes
     payload, zeros = memoryview(bytearray(torch.ones(size // 4).numpy().tobytes())), bytearray(size)
-    expected = runner.evaluate(payload)
+    expected = runner.forward(3, Step(1), MicrobatchIndex(0), True, payload)
     assert isinstance(expected, ForwardResult)
+    runner.discard(3)
     for request, discarded in ((1, False), (2, True)):
         runner.prefetch(request, payload)
         if discarded:

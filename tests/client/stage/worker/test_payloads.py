@@ -180,19 +180,6 @@ def test_payloads_of_another_codec_or_without_meaning_are_refused() -> None:
     assert first.backward(1, right).added
 
 
-def test_evaluation_passes_the_same_borders() -> None:
-    manifest = with_codecs(make_manifest(3), "int4", "none")
-    inputs, targets = tokens_of(manifest, 3)
-    payload = wire(inputs)
-    runners = runners_of(manifest)
-    for runner in runners[:-1]:
-        result = runner.evaluate(payload)
-        assert isinstance(result, ForwardResult)
-        payload = in_slot(runner, result.output, runner.codec.write_output)
-    loss = runners[-1].evaluate(memoryview(bytearray(payload.tobytes() + targets.tobytes())))
-    assert loss == pytest.approx(of_the_reference(manifest, [3])[0], rel=1e-6)
-
-
 def test_a_tensor_that_is_not_encoded_fits_what_copies_it_to_a_device() -> None:
     manifest = with_codecs(make_manifest(3), "int8", "int4")
     sizes = runners_of(manifest)[1].sizes

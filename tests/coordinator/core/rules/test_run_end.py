@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kits.swarm_world.event_bench import SHA, Bench
+from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointFailed,
@@ -18,6 +19,7 @@ from swarm_coordinator.core.events import (
     EvaluationRecord,
     FetchSnapshot,
     Persist,
+    ReceiptsVerified,
     Restored,
     RolledBack,
     RunFinished,
@@ -95,6 +97,14 @@ def test_a_holder_that_is_lost_or_fails_before_it_answers_is_done_without(end: s
     bench.save("b0")
     commands = bench.lose("a0") if end == "lost" else bench.send("a0", no_space(2))
     [fetch] = bench.commands(FetchSnapshot, commands)
+    assert [h.peer for h in fetch.holders] == ["b0"]
+
+
+def test_a_holder_that_has_attached_again_without_a_stage_is_not_fetched_from() -> None:
+    bench = Bench.trained(2, names=("a0", "b0", "c0", "a1", "b1"), checkpoint_steps=2)
+    bench.save("a0")
+    bench.attach("a0")
+    [fetch] = bench.commands(FetchSnapshot, bench.save("b0"))
     assert [h.peer for h in fetch.holders] == ["b0"]
 
 
@@ -193,14 +203,13 @@ def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
     bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=2)
     assert bench.run.phase is RunPhase.EVALUATING
     leases = [lease for p in ("a0", "a1") for lease in bench.sent(p, Lease)]
-    assert {lease.mode for lease in leases} == {"evaluate"}
-    assert {m.accumulate for lease in leases for m in lease.microbatches} == {()}
-    losses = {0: 6.0, 1: 10.0}
-    for microbatch, loss in losses.items():
-        state = bench.step().leases[MicrobatchIndex(microbatch)]
-        bench.resolve(
-            state.trainer, microbatch, state.lease, evaluation_loss_sum=loss, evaluation_tokens=4
-        )
+    leased = [m for lease in leases for m in lease.microbatches]
+    assert {(m.microbatch, m.accumulate) for m in leased} == {(2, (0, 1)), (3, (0, 1))}
+    bench.report("a0", 2, 3)
+    assert not bench.records(EvaluationRecord)
+    for microbatch, loss in {2: 6.0, 3: 10.0}.items():
+        receipt = bench.receipt("a1", microbatch, loss_sum=loss)
+        bench.event(ReceiptsVerified(bench.session("a1"), PeerId("a1"), (receipt,)))
     assert bench.records(EvaluationRecord) == [EvaluationRecord(Version(1), 2.0, 8)]
     commands = bench.checkpoint()
     records = [type(c.record) for c in bench.commands(Persist, commands)]
@@ -214,10 +223,40 @@ def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
 
 def test_an_evaluation_that_failed_is_leased_again() -> None:
     bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
-    state = bench.step().leases[MicrobatchIndex(0)]
-    bench.resolve(state.trainer, 0, state.lease, ok=False, reason="gone")
+    state = bench.step().leases[MicrobatchIndex(2)]
+    bench.resolve(state.trainer, 2, state.lease, ok=False, reason="gone")
     bench.tick(1.5)
-    assert bench.step().leases[MicrobatchIndex(0)].lease > state.lease
+    assert bench.step().leases[MicrobatchIndex(2)].lease > state.lease
+
+
+def test_a_held_out_loss_is_of_receipts_that_no_training_step_takes() -> None:
+    bench = Bench.trained(1, names=("a0", "a1"), steps=2, evaluation=1)
+    bench.report("a1", 2)
+    assert not bench.step().table
+    bench.one_step()
+    assert bench.run.phase is RunPhase.EVALUATING
+    bench.report("a1", 0)
+    assert not bench.step().table
+    bench.fill()
+    assert bench.records(EvaluationRecord) == [
+        EvaluationRecord(Version(2), train_loss(3, 2) / 4, 4)
+    ]
+
+
+def test_under_staleness_the_evaluation_is_the_step_that_has_the_newest_parameters() -> None:
+    bench = Bench.trained(0, names=("a0", "a1"), steps=1, evaluation=1, staleness=1)
+    bench.one_step()
+    assert bench.run.phase is RunPhase.EVALUATING
+    assert bench.step().step == 3
+
+
+def test_a_restarted_coordinator_takes_the_receipts_of_the_evaluation_again() -> None:
+    bench = Bench.restarted(1, steps=1, evaluation=1)
+    for peer in ("a0", "a1"):
+        receipt = bench.receipt(peer, 2, stage=int(peer[1]))
+        bench.attach(peer, (receipt,), stage=int(peer[1]), version=1)
+    bench.tick(20.0)
+    assert [record.version for record in bench.records(EvaluationRecord)] == [1]
 
 
 def test_the_last_checkpoint_is_tried_again_with_another_holder() -> None:
@@ -260,9 +299,8 @@ def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> N
 
 def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() -> None:
     bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
-    state = bench.step().leases[MicrobatchIndex(0)]
-    bench.resolve(state.trainer, 0, state.lease, evaluation_loss_sum=6.0, evaluation_tokens=4)
-    assert bench.run.history.heldout_loss == 1.5
+    bench.fill()
+    assert bench.run.history.heldout_loss == train_loss(2, 2) / 4
     bench.lose("a1")
     bench.join("c1", 1)
     bench.tick(11.0)

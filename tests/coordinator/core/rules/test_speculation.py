@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kits.swarm_world.checks import check_end
 from kits.swarm_world.event_bench import Bench
-from kits.swarm_world.facts import Fault, Options
+from kits.swarm_world.facts import Fault, Options, train_loss
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep, Command
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
@@ -107,16 +110,15 @@ def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None
     bench.join_all("a0", "a1")
     bench.one_step()
     assert bench.run.phase is RunPhase.EVALUATING
-    for microbatch in range(3):
-        lease = bench.step().leases[microbatch]
-        bench.resolve(
-            lease.trainer, microbatch, lease.lease, evaluation_loss_sum=4.0, evaluation_tokens=4
-        )
+    for peer in ("a0", "a1"):
+        bench.report(peer, 2, 3, 4)
     bench.tick(5.0)
-    second = bench.step().speculative_leases[3]
-    assert second.trainer != bench.step().leases[3].trainer
-    bench.resolve(second.trainer, 3, second.lease, evaluation_loss_sum=4.0, evaluation_tokens=4)
-    assert bench.run.history.heldout_loss == 1.0
+    second = bench.step().speculative_leases[MicrobatchIndex(5)]
+    assert second.trainer != bench.step().leases[MicrobatchIndex(5)].trainer
+    receipts = tuple(bench.receipt(peer, 5) for peer in ("a0", "a1"))
+    bench.resolve(second.trainer, 5, second.lease, receipts=receipts)
+    losses = [train_loss(2, microbatch) for microbatch in range(2, 6)]
+    assert bench.run.history.heldout_loss == math.fsum(losses) / 16
 
 
 # ---------------------------------------------------------------- whole swarms

@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
-from swarm_coordinator.core.rules.step_close import MAX_FAILED_ATTEMPTS
+from swarm_coordinator.core.rules.closing.exclusions import MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of

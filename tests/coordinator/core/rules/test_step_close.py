@@ -10,7 +10,8 @@ import pytest
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
-from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES, MAX_FAILED_ATTEMPTS
+from swarm_coordinator.core.rules.closing.exclusions import MAX_FAILED_ATTEMPTS
+from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step

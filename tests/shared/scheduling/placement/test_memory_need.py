@@ -33,7 +33,7 @@ def honest_manifest(
     profile = profile_layers(model, sequences, dtype)
     exact = average == "exact"
     cuts = plan_stages(profile, stages, staleness=staleness, exact=exact)
-    shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
+    shard: dict[str, Any] = {"tokens": 10, "merkle_root": "0" * 64}
     return Manifest(
         name="memory",
         organiser=named("Lord"),

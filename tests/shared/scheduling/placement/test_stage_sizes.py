@@ -27,7 +27,7 @@ from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 def manifest_of(
     ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False, bottleneck_size: int = 0
 ) -> Manifest:
-    shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
+    shard: dict[str, Any] = {"tokens": 10, "merkle_root": "0" * 64}
     return Manifest(
         name="sizes",
         organiser=named("Lord"),

@@ -1,0 +1,1 @@
+"""Rules of choosing peers, compared in the simulator's fine level."""

@@ -1,0 +1,146 @@
+"""AUDIT_PROTOCOL at both ends: the tensors of a microbatch, from an audited peer to its auditor."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import trio
+
+from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import CurrentMembership
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.pipeline import Pipeline
+from swarm_shared.base.errors import (
+    AdmissionError,
+    NetworkError,
+    ProtocolError,
+    SwarmError,
+)
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.protocol import (
+    AUDIT_PROTOCOL,
+    PART_BYTES,
+    KeptPart,
+    KeptRequest,
+    PeerRecord,
+    TransferHello,
+    TransferRefused,
+    audit_messages,
+    encode,
+    parse,
+)
+
+log = logging.getLogger(__name__)
+
+SERVING_LIMITS = FrameLimits(max_header_bytes=16 * 1024, max_payload_bytes=0)
+FETCHING_LIMITS = FrameLimits(max_header_bytes=4 * 1024, max_payload_bytes=PART_BYTES)
+
+HELLO_SECONDS = 10.0
+PART_SECONDS = 30.0
+"""Longest time for one part of 1 MiB, as in a transfer."""
+COMPUTING_SECONDS = 120.0
+"""Longest time for the first part: a microbatch may have to be computed again for it."""
+MAX_SERVED = 4
+"""Requests served at a time; each has one file."""
+MAX_STREAMS_PER_PEER = 4
+
+
+class KeptServer:
+    """Serves the kept tensors of the held stage to the other peers of that stage."""
+
+    def __init__(
+        self, node: Node, pipeline: Pipeline, roster: RosterView, gate: AdmissionGate, folder: Path
+    ) -> None:
+        self._pipeline, self._roster, self._gate = pipeline, roster, gate
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._slots = trio.Semaphore(MAX_SERVED)
+        node.serve(
+            AUDIT_PROTOCOL, self.handle, SERVING_LIMITS, max_streams_per_peer=MAX_STREAMS_PER_PEER
+        )
+
+    async def handle(self, stream: FramedStream) -> None:
+        """Answer one request."""
+        path = self._folder / f"kept-{next(self._numbers)}"
+        try:
+            request = await self._request(stream)
+            async with self._slots:
+                await self._write(stream.remote, request, path)
+                await _send_file(stream, path)
+        except (NetworkError, ProtocolError):
+            raise
+        except (SwarmError, OSError) as error:
+            await stream.send(
+                encode(TransferRefused(reason=str(error)[:500])), timeout_seconds=HELLO_SECONDS
+            )
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _request(self, stream: FramedStream) -> KeptRequest:
+        hello = parse(audit_messages, (await stream.receive(timeout_seconds=HELLO_SECONDS)).header)
+        if not isinstance(hello, TransferHello):
+            raise ProtocolError(f"{stream.remote} began an audit with {hello.kind}")
+        self._gate.check_transfer(stream.remote, hello)
+        request = parse(
+            audit_messages, (await stream.receive(timeout_seconds=HELLO_SECONDS)).header
+        )
+        if not isinstance(request, KeptRequest):
+            raise ProtocolError(f"{stream.remote} sent {request.kind} instead of a request")
+        return request
+
+    async def _write(self, remote: PeerId, request: KeptRequest, path: Path) -> None:
+        record, holding = self._roster.get(remote), self._pipeline.holding
+        if record is None or record.stage != request.stage:
+            raise AdmissionError(f"{remote} does not hold stage {request.stage}")
+        if holding is None or holding.stage != request.stage:
+            raise AdmissionError(f"this peer does not hold stage {request.stage}")
+        await holding.worker.save_kept(
+            request.step, request.microbatch, path, computed=request.computed
+        )
+
+
+async def _send_file(stream: FramedStream, path: Path) -> None:
+    offset = 0
+    async with await trio.open_file(path, "rb") as file:
+        while part := await file.read(PART_BYTES):
+            await stream.send(encode(KeptPart(offset=offset)), part, timeout_seconds=PART_SECONDS)
+            offset += len(part)
+
+
+async def fetch_kept(
+    node: Node, membership: CurrentMembership, audited: PeerRecord, request: KeptRequest,
+    total_bytes: int, path: Path,
+) -> None:  # fmt: skip
+    """Fetch the tensors of a microbatch into a file of exactly this size.
+
+    NetworkError, AdmissionError or ProtocolError when the audited peer does not give them.
+    """
+    member = membership.now
+    stream = await node.open_stream(
+        audited.peer, AUDIT_PROTOCOL, FETCHING_LIMITS, audited.addresses
+    )
+    try:
+        hello = TransferHello(run=member.run, certificate=member.certificate)
+        await stream.send(encode(hello), timeout_seconds=HELLO_SECONDS)
+        await stream.send(encode(request), timeout_seconds=HELLO_SECONDS)
+        received, timeout_seconds = 0, COMPUTING_SECONDS
+        async with await trio.open_file(path, "wb") as file:
+            while received < total_bytes:
+                frame = await stream.receive(timeout_seconds=timeout_seconds)
+                message = parse(audit_messages, frame.header)
+                if isinstance(message, TransferRefused):
+                    raise AdmissionError(f"{audited.peer} refused: {message.reason}")
+                size = len(frame.payload)
+                if (
+                    not isinstance(message, KeptPart)
+                    or message.offset != received
+                    or not 0 < size <= total_bytes - received
+                ):
+                    raise ProtocolError(f"{audited.peer} sent something else than was asked for")
+                await file.write(frame.payload)
+                received, timeout_seconds = received + size, PART_SECONDS
+    finally:
+        await stream.reset()

@@ -1,0 +1,54 @@
+"""Digests of gradients, in the form in which they are added to the accumulator, and of their sums.
+
+The digests of what crosses a boundary are `swarm_shared.identity.work_statements.wire_digest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_shared.base.types import LinearDigests
+from swarm_shared.identity.linear_digest import Counts, DigestKey, to_text
+from swarm_shared.identity.work_statements import DIGEST_BYTES
+from swarm_shared.model.fixed_point_sums import Quantum
+
+
+class GradientDigest:
+    """Of the pieces of one microbatch's gradient, in the order of the parameters."""
+
+    def __init__(self) -> None:
+        self._hashed = blake3()
+
+    def update(self, piece: Tensor) -> None:
+        """Add a piece: float32, on any device."""
+        flat = piece.detach().reshape(-1).float().cpu()
+        # On a CPU the array shares the tensor's memory.
+        self._hashed.update(flat.view(torch.uint8).numpy().data)
+
+    def hex(self) -> str:
+        return self._hashed.hexdigest(length=DIGEST_BYTES)
+
+
+def counted_pieces(gradients: Iterable[Tensor], quantum: Quantum | None) -> Iterable[Tensor]:
+    """The gradients as they are added: in whole counts, or in float32 where sums are not exact."""
+    return gradients if quantum is None else quantum.each_counts(gradients)
+
+
+def slice_digests(
+    key: DigestKey, vectors: Sequence[Counts], stops: Sequence[int]
+) -> tuple[LinearDigests, ...]:
+    """The linear digests of the slices of each vector, which end at `stops`."""
+    elements = len(vectors[0])
+    if not stops or list(stops) != sorted(stops) or stops[-1] != elements:
+        raise RequestFailed("bad_input", f"slices that are no partition of {elements} elements")
+    found: list[tuple[int, ...]] = []
+    start = 0
+    for stop in stops:
+        found.append(key.digests([vector[start:stop] for vector in vectors], start))
+        start = stop
+    return tuple(tuple(map(to_text, one)) for one in zip(*found, strict=True))

@@ -1,0 +1,142 @@
+"""What to fetch next: leaves in the order of need, and the microbatches that are fetched for ahead.
+
+Invariants:
+
+1. A wanted leaf is queued or taken until it has arrived or is withdrawn; it is never both, and
+   never queued twice.
+2. A leaf that a microbatch waits for is taken before every leaf that is fetched ahead.
+3. Data is fetched ahead for leased microbatches in the order in which they start, and after them
+   for the same indices of the next step, as long as that forecast would have been right for at
+   least half of the newest step.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.data.sample_ranges import LeafId
+
+
+class Need(IntEnum):
+    """How urgent a leaf is; a lower value comes first."""
+
+    WAITED_FOR = 0
+    AHEAD = 1
+
+
+class LeafQueue:
+    """The leaves to fetch."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[Need, int], LeafId]] = []
+        self._queued: dict[LeafId, tuple[Need, int]] = {}
+        self._taken: set[LeafId] = set()
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        """Leaves that wait to be taken."""
+        return len(self._queued)
+
+    def want(self, leaf: LeafId, need: Need) -> None:
+        """Queue a leaf, or move it up if it is queued as less urgent."""
+        known = self._queued.get(leaf)
+        if leaf in self._taken or (known is not None and known[0] <= need):
+            return
+        self._sequence += 1
+        rank = self._queued[leaf] = (need, self._sequence)
+        heapq.heappush(self._heap, (rank, leaf))
+
+    def take(self, limit: int) -> list[LeafId]:
+        """Return the most urgent leaves; each ends with `arrived` or `put_back`."""
+        found: list[LeafId] = []
+        while self._heap and len(found) < limit:
+            rank, leaf = heapq.heappop(self._heap)
+            # An entry that was withdrawn or moved up stays in the heap until it comes to the top.
+            if self._queued.get(leaf) == rank:
+                del self._queued[leaf]
+                self._taken.add(leaf)
+                found.append(leaf)
+        return found
+
+    def arrived(self, leaf: LeafId) -> None:
+        self._taken.discard(leaf)
+        self._queued.pop(leaf, None)
+
+    def put_back(self, leaves: Iterable[LeafId], needs: Need) -> None:
+        """Queue leaves again that a source failed to give."""
+        for leaf in leaves:
+            if leaf in self._taken:
+                self._taken.discard(leaf)
+                self.want(leaf, needs)
+
+    def withdraw(self, leaves: Iterable[LeafId]) -> None:
+        """Forget leaves that are not taken so far."""
+        for leaf in leaves:
+            self._queued.pop(leaf, None)
+
+    def withdraw_all(self, need: Need) -> None:
+        """Forget all leaves of this need that are not taken so far."""
+        self.withdraw([leaf for leaf, rank in self._queued.items() if rank[0] is need])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Sample:
+    """One microbatch of the training data, or of the held-out data."""
+
+    step: Step
+    index: MicrobatchIndex
+    heldout: bool = False
+
+
+class Lookahead:
+    """The microbatches of one trainer whose data is worth having before they start."""
+
+    def __init__(self, last_step: Step) -> None:
+        self._last_step = last_step
+        self._leased: dict[Sample, None] = {}
+        """Not begun, in the order of arrival."""
+        self._newest: set[MicrobatchIndex] = set()
+        self._before: set[MicrobatchIndex] = set()
+        self._newest_step = Step(0)
+
+    def expect(self, step: Step, indices: Sequence[MicrobatchIndex], *, heldout: bool) -> None:
+        """Record a lease."""
+        self._leased.update(dict.fromkeys(Sample(step, index, heldout) for index in indices))
+        if heldout or step < self._newest_step:
+            return
+        if step > self._newest_step:
+            self._before = self._newest if step == self._newest_step + 1 else set()
+            self._newest, self._newest_step = set(), step
+        self._newest.update(indices)
+
+    def begun(self, sample: Sample) -> None:
+        self._leased.pop(sample, None)
+
+    def over(self, oldest: Step) -> None:
+        """Forget the microbatches of steps before `oldest`."""
+        self._leased = {one: None for one in self._leased if one.step >= oldest}
+
+    def clear(self) -> None:
+        """Forget everything that is leased or foreseen: the leases went back."""
+        self._leased, self._newest, self._before = {}, set(), set()
+        self._newest_step = Step(0)
+
+    def ahead(self, limit: int) -> list[Sample]:
+        """Return the microbatches to fetch for, the most urgent first."""
+        leased = sorted(self._leased, key=lambda one: one.step)  # stable, as the lease queue is
+        return [*leased, *self._forecast()][:limit]
+
+    def _forecast(self) -> list[Sample]:
+        step = Step(self._newest_step + 1)
+        hits = len(self._newest & self._before)
+        # Nothing is known of the first step; a wrong forecast then costs one step's data at most.
+        foreseen = not self._before or 2 * hits >= len(self._newest)
+        if not foreseen or step > self._last_step:
+            return []
+        return [Sample(step, index) for index in sorted(self._newest)]

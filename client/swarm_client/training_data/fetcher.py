@@ -1,0 +1,261 @@
+"""The download of leaves: from a mirror with the coordinator's proofs, or from the coordinator.
+
+Owns the tasks that fetch and the requests that wait for them. What to fetch is `fetch_plan`, what
+is kept `leaf_cache`. Every leaf is checked against the signed manifest before it is used or kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import anyio.to_thread
+import trio
+
+from swarm_client.training_data.fetch_plan import LeafQueue, Need
+from swarm_client.training_data.leaf_cache import LeafCache
+from swarm_client.training_data.mirrors import Mirrors
+from swarm_shared.base.backoff import Backoff
+from swarm_shared.base.errors import (
+    AdmissionError,
+    NetworkError,
+    ProtocolError,
+    StorageError,
+)
+from swarm_shared.data.sample_ranges import LeafId, check_leaf
+from swarm_shared.network import Node
+from swarm_shared.protocol import MAX_LEAVES_ASKED, TransferHello
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer.leaf_transfer import FetchedLeaf, LeafStream
+from swarm_shared.transfer.source import TransferSource
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+WORKERS = 4
+"""Requests to the coordinator at once. With 32 leaves each, 2 MiB per round trip are 20 MB/s at
+100 ms, more than the trainer of any stage uses."""
+PATIENCE_SECONDS = 60.0
+"""Seconds that a microbatch waits for its data before it goes back to the coordinator: half of the
+default time of a lease."""
+IDLE_SECONDS = 30.0
+"""Seconds without work after which a stream to the coordinator is closed."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
+"""Pauses after a failure of the coordinator, which grow with each failure in a row."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """One request of a microbatch: what it has, and what it waits for."""
+
+    found: dict[LeafId, bytes]
+    missing: set[LeafId]
+    done: trio.Event = field(default_factory=trio.Event)
+
+    def arrived(self, leaf: LeafId, content: bytes) -> None:
+        self.found[leaf] = content
+        self.missing.discard(leaf)
+        if not self.missing:
+            self.done.set()
+
+
+class LeafFetcher:
+    """Fetches for one volunteer as long as `run` runs. Without requests it sends nothing."""
+
+    def __init__(
+        self,
+        node: Node,
+        manifest: Manifest,
+        coordinator: TransferSource,
+        hello: Callable[[], TransferHello],
+        cache: LeafCache,
+        claim_disk: Callable[[int], None],
+        mirrors: Mirrors,
+    ) -> None:
+        self._node = node
+        self._manifest = manifest
+        self._coordinator = coordinator
+        self._hello = hello
+        self._cache = cache
+        self._claim_disk = claim_disk
+        self._mirrors = mirrors
+        self.use_mirrors = True
+        """False while only this peer's own transport may be used, where bytes are counted."""
+        self._queue = LeafQueue()
+        self._waiting: dict[LeafId, list[_Waiting]] = {}
+        self._work = trio.Event()
+        self._failure = "no answer so far"
+
+    # ---- requests
+
+    async def contents(self, leaves: Iterable[LeafId]) -> dict[LeafId, bytes]:
+        """Return these leaves, verified, from the disk or fetched. NetworkError when they cannot be
+        had in PATIENCE_SECONDS."""
+        wanted = list(dict.fromkeys(leaves))
+        found = await _in_thread(self._cache.read, wanted)
+        missing = {leaf for leaf in wanted if leaf not in found}
+        if not missing:
+            return found
+        waiting = _Waiting(found, missing)
+        for leaf in missing:
+            self._waiting.setdefault(leaf, []).append(waiting)
+        self._want((leaf for leaf in wanted if leaf in missing), Need.WAITED_FOR)
+        try:
+            with trio.fail_after(PATIENCE_SECONDS):
+                await waiting.done.wait()
+        except trio.TooSlowError:
+            raise NetworkError(
+                f"training data could not be fetched in {PATIENCE_SECONDS:.0f} s "
+                f"({self._failure}); check the connection"
+            ) from None
+        finally:
+            self._give_up(waiting)
+        return found
+
+    def ahead(self, leaves: Iterable[LeafId]) -> None:
+        """Fetch these leaves to the disk when nothing more urgent is wanted."""
+        self._want((leaf for leaf in leaves if not self._cache.holds(leaf)), Need.AHEAD)
+
+    def withdraw_ahead(self) -> None:
+        """Forget what was to be fetched ahead and is not being fetched."""
+        self._queue.withdraw_all(Need.AHEAD)
+
+    def _want(self, leaves: Iterable[LeafId], need: Need) -> None:
+        for leaf in leaves:
+            self._queue.want(leaf, need)
+        if self._queue:
+            self._work.set()
+            self._work = trio.Event()
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        for leaf in waiting.missing:
+            others = self._waiting[leaf]
+            others.remove(waiting)
+            if not others:
+                del self._waiting[leaf]
+                self._queue.withdraw([leaf])
+
+    @property
+    def kept_leaves(self) -> int:
+        """Most leaves that the disk may hold."""
+        return self._cache.capacity
+
+    async def _open(self) -> None:
+        try:
+            await _in_thread(self._cache.open)
+        except StorageError as error:
+            log.warning("training data is not kept: %s", error)
+            self._cache.stop_growing()
+
+    # ---- fetching
+
+    async def run(self) -> None:
+        """Fetch what is wanted, until cancelled."""
+        await self._open()
+        async with trio.open_nursery() as nursery:
+            for _ in range(WORKERS):
+                nursery.start_soon(self._work_on)
+
+    async def _work_on(self) -> None:
+        stream: LeafStream | None = None
+        pause = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        while True:
+            leaves = self._taken()
+            if not leaves:
+                stream = await self._idle(stream)
+                continue
+            try:
+                if stream is None:
+                    stream = await LeafStream.open(
+                        self._node, self._coordinator, self._hello(), self._manifest
+                    )
+                await self._fetch(stream, leaves)
+                pause.reset()
+            except (NetworkError, ProtocolError, AdmissionError) as error:
+                self._failure = str(error)
+                log.info("training data: %s", error)
+                self._put_back(leaves)
+                if stream is not None:
+                    await stream.close()
+                stream = None
+                await trio.sleep(pause.next())
+
+    def _taken(self) -> list[LeafId]:
+        """The next leaves, without those that were to be fetched ahead and are there already."""
+        leaves = self._queue.take(MAX_LEAVES_ASKED)
+        there = {leaf for leaf in leaves if leaf not in self._waiting and self._cache.holds(leaf)}
+        for leaf in there:
+            self._queue.arrived(leaf)
+        return [leaf for leaf in leaves if leaf not in there]
+
+    async def _idle(self, stream: LeafStream | None) -> LeafStream | None:
+        """Wait for work; return the stream if it is still open then."""
+        work = self._work
+        if stream is not None:
+            with trio.move_on_after(IDLE_SECONDS):
+                await work.wait()
+                return stream
+            await stream.close()
+        await work.wait()
+        return None
+
+    def _put_back(self, leaves: Iterable[LeafId]) -> None:
+        for leaf in leaves:
+            waited_for = leaf in self._waiting
+            self._queue.put_back([leaf], Need.WAITED_FOR if waited_for else Need.AHEAD)
+
+    async def _fetch(self, stream: LeafStream, leaves: Sequence[LeafId]) -> None:
+        mirror = self._mirrors.pick(trio.current_time()) if self.use_mirrors else None
+        if mirror is None:
+            await self._deliver(await stream.ask(leaves, content=True))
+            return
+        proofs = {one.leaf: one.proof for one in await stream.ask(leaves, content=False)}
+        contents = await self._mirrors.read(mirror, leaves)
+        right = [FetchedLeaf(leaf, proofs[leaf], contents[leaf]) for leaf in contents]
+        for one in right:
+            try:
+                check_leaf(self._manifest, one.leaf, one.content, one.proof)
+            except ProtocolError as error:
+                self._mirrors.ban(mirror, str(error))
+        if mirror.banned:
+            # Which of both is wrong, proof or bytes, is seen when the coordinator sends both.
+            right = []
+        await self._deliver(right)
+        given = {one.leaf for one in right}
+        rest = [leaf for leaf in leaves if leaf not in given]
+        if rest:
+            await self._deliver(await stream.ask(rest, content=True))
+
+    async def _deliver(self, fetched: Sequence[FetchedLeaf]) -> None:
+        """Check leaves, and give them to what waits for them and to the disk."""
+        for one in fetched:
+            check_leaf(self._manifest, one.leaf, one.content, one.proof)
+            self._queue.arrived(one.leaf)
+            for waiting in self._waiting.pop(one.leaf, ()):
+                waiting.arrived(one.leaf, one.content)
+        try:
+            self._make_room()
+            await _in_thread(self._cache.write, [(one.leaf, one.content) for one in fetched])
+        except StorageError as error:
+            log.warning("training data is not kept: %s", error)
+            self._cache.stop_growing()
+
+    def _make_room(self) -> None:
+        more_bytes = self._cache.growth_bytes()
+        if more_bytes == 0:
+            return
+        try:
+            self._claim_disk(more_bytes)
+        except StorageError as error:
+            log.info("the cache of training data grows no more: %s", error)
+            self._cache.stop_growing()
+        else:
+            self._cache.grow(more_bytes)
+
+
+async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
+    return await anyio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)

@@ -1,0 +1,130 @@
+"""Web folders with copies of the shards, read by Range requests.
+
+A mirror that fails rests for a while. One that gives wrong bytes is not asked again. Proofs never
+come from a mirror, so that nothing of it is trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+import trio
+
+from swarm_client.connectivity.web_download import WebClient, WebConnections
+from swarm_shared.base.backoff import backoff_seconds
+from swarm_shared.data.merkle import LEAF_BYTES
+from swarm_shared.data.sample_ranges import LeafId, leaf_shape
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+BATCH_SECONDS = 20.0
+"""Longest time for the leaves of one batch, half a megabyte: a slower mirror rests, and the
+coordinator sends instead."""
+FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 5.0, 600.0
+REQUESTS_AT_ONCE = 8
+"""Range requests to one mirror at once; at 100 ms each they bring 1.3 MB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebRange:
+    """Neighbouring leaves of one shard, as one request."""
+
+    shard: int
+    first_leaf: int
+    sizes: tuple[int, ...]
+    """Bytes of each leaf."""
+
+
+def joined_ranges(manifest: Manifest, leaves: Sequence[LeafId]) -> list[WebRange]:
+    """Return the requests for these leaves, neighbours together. Pure."""
+    found: list[WebRange] = []
+    for one in sorted(leaves):
+        size = leaf_shape(manifest, one).size_bytes
+        last = found[-1] if found else None
+        follows = last is not None and (last.shard, last.first_leaf + len(last.sizes)) == one
+        if last is not None and follows:
+            found[-1] = WebRange(last.shard, last.first_leaf, (*last.sizes, size))
+        else:
+            found.append(WebRange(one.shard, one.leaf, (size,)))
+    return found
+
+
+@dataclass(slots=True)
+class Mirror:
+    """One web folder, and what was experienced with it."""
+
+    url: str
+    connections: WebConnections
+    failures: int = 0
+    """In a row."""
+    rests_until: float = 0.0
+    banned: bool = False
+    slots: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(REQUESTS_AT_ONCE)
+    )
+
+
+class Mirrors:
+    """The mirrors of one run, in the manifest's order: the first that is not resting is asked."""
+
+    def __init__(self, manifest: Manifest, web: WebClient) -> None:
+        self._manifest = manifest
+        self._mirrors = [
+            Mirror(url.rstrip("/"), WebConnections(web)) for url in manifest.data.mirrors
+        ]
+
+    def pick(self, now: float) -> Mirror | None:
+        usable = (one for one in self._mirrors if not one.banned and one.rests_until <= now)
+        return next(usable, None)
+
+    def ban(self, mirror: Mirror, reason: str) -> None:
+        """Never ask it again in this run."""
+        if not mirror.banned:
+            log.warning("%s is not used any more: %s", mirror.url, reason)
+        mirror.banned = True
+
+    async def read(self, mirror: Mirror, leaves: Sequence[LeafId]) -> dict[LeafId, bytes]:
+        """Return the leaves that the mirror gave; nothing is checked yet."""
+        found: dict[LeafId, bytes] = {}
+        problems: list[str] = []
+
+        async def read_one(wanted: WebRange) -> None:
+            name = self._manifest.data.shards[wanted.shard].name
+            try:
+                content = await anyio.to_thread.run_sync(
+                    mirror.connections.read_range, f"{mirror.url}/{name}",
+                    wanted.first_leaf * LEAF_BYTES, sum(wanted.sizes),
+                    limiter=mirror.slots, abandon_on_cancel=True,
+                )  # fmt: skip
+            except (OSError, ValueError) as error:
+                problems.append(str(error))
+                return
+            start = 0
+            for place, size in enumerate(wanted.sizes):
+                found[LeafId(wanted.shard, wanted.first_leaf + place)] = content[
+                    start : start + size
+                ]
+                start += size
+
+        with trio.move_on_after(BATCH_SECONDS) as scope:
+            async with trio.open_nursery() as nursery:
+                for wanted in joined_ranges(self._manifest, leaves):
+                    nursery.start_soon(read_one, wanted)
+        if scope.cancelled_caught:
+            problems.append("it is too slow")
+        self._experienced(mirror, problems)
+        return found
+
+    def _experienced(self, mirror: Mirror, problems: list[str]) -> None:
+        if not problems:
+            mirror.failures = 0
+            return
+        seconds = backoff_seconds(mirror.failures, FIRST_REST_SECONDS, LONGEST_REST_SECONDS)
+        mirror.failures += 1
+        mirror.rests_until = trio.current_time() + seconds
+        log.warning("%s is not asked for %.0f s: %s", mirror.url, seconds, problems[0])

@@ -1,0 +1,95 @@
+"""Token ids of the run's microbatches, from leaves that are fetched when or before they are needed.
+
+Satisfies `swarm_client.pipeline.trainer.Samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from swarm_client.training_data.fetch_plan import Lookahead, Sample
+from swarm_client.training_data.fetcher import LeafFetcher
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.data.sample_ranges import LeafId, SampleRange, SampleRanges
+from swarm_shared.protocol import Lease
+from swarm_shared.run.manifest import Manifest
+
+AHEAD_LEAVES = 2048
+"""Most leaves fetched ahead, 32 MiB, and at most half of what the disk may hold."""
+AHEAD_MICROBATCHES = 64
+"""Most microbatches fetched for ahead; naming the leaves of one takes half a millisecond."""
+GROUP_SEQUENCES = 64
+"""Sequences whose leaves are in memory at once, 1 MiB or a little more."""
+
+
+class RunSamples:
+    """The samples of one run, by microbatch index."""
+
+    def __init__(self, manifest: Manifest, fetcher: LeafFetcher) -> None:
+        self._ranges = SampleRanges(manifest)
+        self._heldout = manifest.training.heldout_microbatches
+        self._fetcher = fetcher
+        self._lookahead = Lookahead(Step(manifest.training.steps))
+        self._ahead: set[Sample] = set()
+        self._leaves_each = len(leaves_of(self._ranges.training(1, 0)))
+
+    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        sample = self._sample(step, microbatch)
+        self._begun(sample)
+        return await self._arrays(self._ranges_of(sample))
+
+    def _sample(self, step: Step, microbatch: MicrobatchIndex) -> Sample:
+        return Sample(step, microbatch, heldout=microbatch in self._heldout)
+
+    def _ranges_of(self, sample: Sample) -> tuple[SampleRange, ...]:
+        if sample.heldout:
+            return self._ranges.heldout(sample.index - self._heldout.start)
+        return self._ranges.training(sample.step, sample.index)
+
+    async def _arrays(self, ranges: Sequence[SampleRange]) -> tuple[np.ndarray, np.ndarray]:
+        sequences: list[bytes] = []
+        for first in range(0, len(ranges), GROUP_SEQUENCES):
+            group = ranges[first : first + GROUP_SEQUENCES]
+            contents = await self._fetcher.contents(leaves_of(group))
+            sequences += [one.cut(contents) for one in group]
+        return self._ranges.arrays(sequences)
+
+    # ---- ahead of need
+
+    def expect(self, lease: Lease) -> None:
+        """Fetch ahead for the microbatches of a lease that was accepted."""
+        indices = [one.microbatch for one in lease.microbatches]
+        # A step is evaluated when all are trained: a lease is of one kind.
+        heldout = any(index in self._heldout for index in indices)
+        self._lookahead.expect(lease.step, indices, heldout=heldout)
+        self._fetch_ahead()
+
+    def over(self, oldest: Step | None) -> None:
+        """Fetch no more for steps before `oldest`."""
+        if oldest is not None:
+            self._lookahead.over(oldest)
+
+    def clear(self) -> None:
+        """Fetch nothing ahead until the next lease."""
+        self._lookahead.clear()
+        self._ahead.clear()
+        self._fetcher.withdraw_ahead()
+
+    def _begun(self, sample: Sample) -> None:
+        self._lookahead.begun(sample)
+        self._fetch_ahead()
+
+    def _fetch_ahead(self) -> None:
+        leaves = min(AHEAD_LEAVES, self._fetcher.kept_leaves // 2)
+        wanted = self._lookahead.ahead(min(AHEAD_MICROBATCHES, leaves // self._leaves_each))
+        for sample in wanted:
+            if sample not in self._ahead:
+                self._fetcher.ahead(leaves_of(self._ranges_of(sample)))
+        self._ahead = set(wanted)
+
+
+def leaves_of(ranges: Sequence[SampleRange]) -> list[LeafId]:
+    """Return the leaves of some sequences, each once, in order."""
+    return list(dict.fromkeys(leaf for one in ranges for leaf in one.leaves))

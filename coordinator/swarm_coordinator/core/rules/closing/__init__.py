@@ -1,0 +1,1 @@
+"""Parts of `swarm_coordinator.core.rules.step_close`."""

@@ -1,0 +1,57 @@
+"""Excluding peers from a step that they keep from closing.
+
+Part of the pure core (docs/decisions, numbers 0016 and 0035).
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.state.peers import PeerState, short
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_shared.base.types import PeerId
+
+MAX_FAILED_ATTEMPTS = 3
+"""Failed attempts of one step attributed to a peer after which the step closes without it."""
+
+
+def count_failure(
+    run: RunState, step: StepState, parties: list[PeerState], now: float, *, both: bool = False
+) -> None:
+    """Count a failed attempt against all that may have caused it; exclude a peer at its limit.
+
+    Of two that name each other neither is more credible: both sit the step out if others of the
+    stage remain, and else the one that has held up the run for longer. With `both` at once: one of
+    the two has lied.
+    """
+    apart = both or (len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now))
+    for peer in parties:
+        step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
+    at_limit = [
+        peer
+        for peer in parties
+        if apart
+        or step.failure_counts[peer.peer] >= MAX_FAILED_ATTEMPTS
+        or held_up.is_spent(run, peer, now)
+    ]
+    at_limit.sort(
+        key=lambda peer: (held_up.held_seconds(run, peer, now), peer.session, peer.peer),
+        reverse=True,
+    )
+    for peer in at_limit:
+        exclude(run, step, peer.peer, now)
+
+
+def exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
+    """Let the step close without this peer; False if it is the last of its stage."""
+    peer = run.peers.get(peer_id)
+    if peer is None or peer.stage is None or peer_id in run.peers.excluded:
+        return False
+    if all(p is peer for p in run.peers.ready(peer.stage)):
+        return False
+    release(run, peer, Release.STEP, now)
+    run.note(
+        f"{short(peer_id)} keeps step {step.step} from closing and is excluded from it", peer_id
+    )
+    return True

@@ -1,0 +1,146 @@
+"""Checking that what the members of a round took out is the sum of what they put in.
+
+Part of the pure core (docs/decisions, number 0036). The check follows the last report: everything
+is exchanged by then, so that no member knows the seed of the digests before. What the digests show
+is the matter of `swarm_coordinator.core.trust.sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarm_coordinator.core.events import SumsStated, VerdictRecord
+from swarm_coordinator.core.rules import held_up, round_membership, verdicts
+from swarm_coordinator.core.rules.closing import exclusions, whole_audits
+from swarm_coordinator.core.state.close import Round
+from swarm_coordinator.core.state.peers import PeerState, short
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.state.waiting import stage_names
+from swarm_coordinator.core.trust import sums
+from swarm_coordinator.core.trust.sums import RoundSums, SignedSums, SumGroup
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.protocol import Reduction, SumCheck
+
+
+def planned(
+    run: RunState, reductions: Mapping[StageIndex, tuple[Reduction, ...]]
+) -> RoundSums | None:
+    """The check of a round's reductions; None where sums are rounded, or nothing is exchanged."""
+    if not run.checks_sums:
+        return None
+    groups: dict[str, SumGroup] = {}
+    of_stage: dict[StageIndex, tuple[int, ...]] = {}
+    for stage, of in reductions.items():
+        names: list[str] = []
+        for reduction in of:
+            tied = reduction.part == "tied"
+            name = "the average of the tied parameters" if tied else f"stage {stage}'s average"
+            groups.setdefault(name, SumGroup(name, reduction.members))
+            names.append(name)
+        of_stage[stage] = tuple(list(groups).index(name) for name in names)
+    if all(len(group.members) == 1 for group in groups.values()):
+        return None
+    return RoundSums(tuple(groups.values()), of_stage)
+
+
+def awaits(found: Round, peer: PeerState, event: SumsStated) -> bool:
+    """Whether a statement answers the check that its sender was sent last."""
+    check = found.sums
+    return (
+        check is not None
+        and bool(check.seed)
+        and peer.peer in found.awaited
+        and (event.attempt, event.details) == (found.attempt, check.details)
+    )
+
+
+def record(
+    run: RunState, step: StepState, found: Round, peer: PeerState, event: SumsStated, now: float
+) -> str | None:
+    """Enter a member's statement; return what makes it no answer at all."""
+    check, statement = found.sums, event.statement
+    assert check is not None, "a statement was awaited"
+    here = (run.start.generation, step.step, found.attempt, found.members[peer.peer], check.seed)
+    stated = (
+        statement.generation, statement.step, statement.attempt, statement.stage, statement.seed
+    )  # fmt: skip
+    if stated != here:
+        return "it signed sums of another attempt, or under another seed"
+    if len(statement.checks) != len(check.shares[peer.peer]):
+        return f"it signed {len(statement.checks)} sums of {len(check.shares[peer.peer])}"
+    lie = sums.lie_in(check, peer.peer, statement)
+    check.record(peer.peer, SignedSums(statement, event.envelope))
+    found.answer(peer.peer, now)
+    if lie is not None:
+        _abort(run, found, now)
+        _convict(run, step, found, peer.peer, lie, now)
+    return None
+
+
+def advance(run: RunState, step: StepState, found: Round, now: float) -> bool:
+    """Whether the sums of a round stand whose members have all answered; send the next check, or
+    abort the round, if they do not."""
+    check = found.sums
+    if check is None or check.agreed:
+        return True
+    if not check.seed:
+        check.seed = whole_audits.reveal_seed(run, step, found)
+    elif not check.details and sums.agree(check):
+        wrong = whole_audits.begin_contests(run, step, found, check, now)
+        if wrong:
+            reason = f"{short(wrong[0])} put something else into its average than it counted"
+            round_membership.abort(run, found, reason, now)
+        check.agreed = not wrong
+        return check.agreed
+    elif not check.details:
+        check.details = True
+    else:
+        _conclude(run, step, found, check, now)
+        return False
+    found.ask_again(now)
+    order = SumCheck(
+        step=step.step, attempt=found.attempt, seed=check.seed, details=check.details
+    )  # fmt: skip
+    run.broadcast(sorted(found.members), order)
+    return False
+
+
+def _conclude(run: RunState, step: StepState, found: Round, check: RoundSums, now: float) -> None:
+    """Abort a round whose sums do not agree, with consequences for those that made it so."""
+    owners = {peer: verdicts.owner_of(run.peers[peer]) for peer in found.members}
+    shown = sums.findings(check, owners, run.audits.entitled)
+    since = found.began_at
+    _abort(run, found, now)
+    for peer, reason in shown.lied.items():
+        _convict(run, step, found, peer, reason, now)
+    for pair in sorted(shown.contradictions):
+        reducer, member = (run.peers.get(peer) for peer in pair)
+        if reducer is None or member is None:
+            continue
+        run.note(
+            f"{short(pair[0])} and {short(pair[1])} contradict each other in what one has sent to "
+            f"the other for the average of step {step.step}"
+        )
+        held_up.dispute(run, reducer, member, since, now, now)
+        exclusions.count_failure(run, step, [reducer, member], now, both=True)
+
+
+def _abort(run: RunState, found: Round, now: float) -> None:
+    names = stage_names(found.stages)
+    round_membership.abort(run, found, f"the sums of {names} are not those of its members", now)
+
+
+def _convict(
+    run: RunState, step: StepState, found: Round, peer: PeerId, lie: str, now: float
+) -> None:
+    """Expel the owner of a member whose signed statements show that it lied."""
+    check, state = found.sums, run.peers[peer]
+    assert check is not None
+    everyones = [one for other in sorted(check.shares) for one in check.evidence(other)]
+    record = VerdictRecord(
+        step=step.step, microbatch=None, stage=found.members[peer], peer=peer,
+        owner=verdicts.owner_of(state), audited=peer, reason=lie, void_after=Step(0),
+        statements=tuple(everyones),
+    )  # fmt: skip
+    verdicts.convict(run, record, now)

@@ -1,0 +1,178 @@
+"""Whole audits in a close: a member's sum is compared with what auditors computed of its cells.
+
+Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
+their first cell (`swarm_coordinator.core.rules.verdicts`). Where one auditor's digests contradict
+the member, either may have lied: the round is aborted, and other owners audit the same cells until
+as many as decide an audit have stated the same.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.events import VerdictRecord
+from swarm_coordinator.core.rules import held_up, verdicts
+from swarm_coordinator.core.state.close import Round
+from swarm_coordinator.core.state.peers import display
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.step_table import StepTable
+from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.trust.sums import RoundSums
+from swarm_coordinator.core.trust.whole_audits import (
+    CellSums,
+    Contest,
+    Sums,
+    WholeAudit,
+    decided,
+    total,
+)
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.linear_digest import from_text
+from swarm_shared.identity.work_statements import SumStatement
+from swarm_shared.trust.votes import MAX_VOTERS
+
+Member = tuple[PeerId, StageIndex]
+Known = dict[MicrobatchIndex, dict[PeerId, CellSums]]
+"""What auditors have stated of each cell as it counts, by owner."""
+
+
+def reveal_seed(run: RunState, step: StepState, found: Round) -> str:
+    """Take the seed of a round's check; the next attempt has another one, as members know it."""
+    seed = verdicts.seed_of(run, step, min(found.stages))
+    for stage in [stage for stage, one in step.audits.seeds.items() if one == seed]:
+        del step.audits.seeds[stage]
+    for whole in step.audits.whole.values():
+        if whole.seed == seed and whole.attempt is None:
+            whole.attempt = found.attempt
+    return seed
+
+
+def begin_contests(
+    run: RunState, step: StepState, found: Round, check: RoundSums, now: float
+) -> list[PeerId]:
+    """The members whose sums are not those of their audited cells; their audits are repeated."""
+    wrong: list[PeerId] = []
+    for member, whole in step.audits.whole.items():
+        peer, stage = member
+        if found.members.get(peer) != stage or whole.attempt != found.attempt:
+            continue
+        cells = _cells_of(step.table, member)
+        known = [_stated_of(step, member, whole, microbatch) for microbatch in cells]
+        if not cells or not all(known):
+            continue
+        first = [next(iter(of_cell.values())).sums for of_cell in known]
+        stated = check.totals[peer]
+        if total(first) != _put_in(stated.statement, len(first[0])):
+            whole.contest = Contest(stated, cells, now)
+            wrong.append(peer)
+    return wrong
+
+
+def _cells_of(table: StepTable, member: Member) -> tuple[MicrobatchIndex, ...]:
+    peer, stage = member
+    return tuple(sorted(m for m, of_stage in table.held_by(peer) if of_stage == stage))
+
+
+def _stated_of(
+    step: StepState, member: Member, whole: WholeAudit, microbatch: MicrobatchIndex
+) -> dict[PeerId, CellSums]:
+    """What auditors have stated of a cell as it counts."""
+    return whole.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
+
+
+def _put_in(statement: SumStatement, parts: int) -> Sums:
+    return tuple(from_text(one.part) for one in statement.checks[:parts])
+
+
+# ---------------------------------------------------------------- contests
+
+
+def settle_contests(run: RunState, step: StepState, now: float) -> bool:
+    """Conclude the contests of a complete step; whether the close waits for one."""
+    if step.complete_at is None or run.phase is not RunPhase.COLLECT:
+        return False
+    waiting = False
+    for member, whole in list(step.audits.whole.items()):
+        if whole.contest is None:
+            continue
+        cells = _cells_of(step.table, member)
+        known = {m: _stated_of(step, member, whole, m) for m in cells}
+        if whole.contest.cells != cells or not all(known.values()):
+            whole.contest = None  # what was contested no longer counts
+        elif _proceed(run, step, member, whole, whole.contest, known, now):
+            waiting = True
+        else:
+            whole.contest = None
+    return waiting or bool(run.audits.expelled)
+
+
+def _proceed(
+    run: RunState, step: StepState, member: Member, whole: WholeAudit, contest: Contest,
+    known: Known, now: float,
+) -> bool:  # fmt: skip
+    """Conclude a contest, or have its cells audited once more; whether the close waits for it."""
+    peer, stage = member
+    owner = verdicts.owner_of(run.peers[peer])
+    trusted = run.audits.settings.trusted_owners
+    voters = {voter for of_cell in known.values() for voter in of_cell}
+    entitled = len(verdicts.electorate(run, stage, owner) | voters) + 1
+    needed = min(entitled, MAX_VOTERS) // 2 + 1
+    parts = len(next(iter(next(iter(known.values())).values())).sums)
+    put_in = _put_in(contest.stated.statement, parts)
+    sums = decided(known, put_in, needed, trusted)
+    if sums is not None:
+        _conclude(run, step, member, contest, known, sums, now)
+        return False
+    waiting = False
+    for microbatch in contest.cells:
+        cell = (microbatch, stage)
+        asked = whole.asked.setdefault(microbatch, set(known[microbatch]))
+        if cell in step.audits.open or verdicts.open_audit(run, step, cell, now, whole.seed, asked):
+            waiting = True
+    if not waiting:
+        _undecided(run, step, member, known, contest, now)
+    return waiting
+
+
+def _undecided(
+    run: RunState, step: StepState, member: Member, known: Known, contest: Contest, now: float
+) -> None:
+    """Clear what a member has counted that an auditor contradicts and no other one can judge."""
+    peer = run.peers[member[0]]
+    for auditor in sorted({one.auditor for of_cell in known.values() for one in of_cell.values()}):
+        if auditor in run.peers:
+            held_up.dispute(run, peer, run.peers[auditor], contest.since, now, now)
+    run.note(
+        f"what {display(peer)} counted in step {step.step} is computed again: it and its auditors "
+        f"contradict each other in the sum, and no majority decides",
+        peer.peer,
+    )
+    for microbatch in contest.cells:
+        verdicts.clear_cell(run, step, (microbatch, member[1]))
+
+
+def _conclude(
+    run: RunState, step: StepState, member: Member, contest: Contest, known: Known,
+    sums: dict[MicrobatchIndex, Sums], now: float,
+) -> None:  # fmt: skip
+    """Expel a member whose sum is not that of its cells, and auditors whose digests are false."""
+    peer, stage = member
+    evidence = [one.envelope for m in sums for one in known[m].values()]
+    found = total(sums.values())
+    if found != _put_in(contest.stated.statement, len(found)):
+        record = VerdictRecord(
+            step=step.step, microbatch=None, stage=stage, peer=peer,
+            owner=verdicts.owner_of(run.peers[peer]), audited=peer,
+            reason="it put something else into its average than the sum of what it counted",
+            void_after=Step(0), statements=(contest.stated.envelope, *evidence),
+        )  # fmt: skip
+        verdicts.convict(run, record, now)
+    for microbatch, of_cell in known.items():
+        for owner, one in of_cell.items():
+            if one.sums == sums[microbatch]:
+                continue
+            record = VerdictRecord(
+                step=step.step, microbatch=microbatch, stage=stage, peer=one.auditor, owner=owner,
+                audited=peer, reason="the digests in its audit contradict what others compute",
+                void_after=Step(0), statements=tuple(each.envelope for each in of_cell.values()),
+            )  # fmt: skip
+            verdicts.convict(run, record, now)

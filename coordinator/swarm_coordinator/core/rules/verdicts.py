@@ -1,0 +1,571 @@
+"""Verdicts: which counted cells are audited, by which peers, and what follows.
+
+Design: docs/decisions, number 0036.
+
+Part of the pure core. A cell may be drawn when its receipt arrives, so that its peer has committed
+itself. Auditors are peers of the same stage and of other owners. The step does not close before its
+audits have ended, up to a limit that follows the step's pace; so a lost audit takes the cells out
+before they count. Values and decisions are in `swarm_coordinator.core.trust`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarm_coordinator.core.events import (
+    NO_STEP,
+    AuditAnswered,
+    Ban,
+    Persist,
+    StandingsRecord,
+    VerdictRecord,
+)
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.state.peers import PeerState, display, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.step_table import CellKey
+from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_coordinator.core.trust import chains
+from swarm_coordinator.core.trust.audits import MAX_IN_HAND, OpenAudit, Order
+from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.work_statements import AuditStatement
+from swarm_shared.protocol import Audit, Drop, Dropped
+from swarm_shared.trust.votes import (
+    MAX_VOTERS,
+    Claim,
+    Finding,
+    Outcome,
+    Vote,
+    finding,
+    outcome,
+)
+
+AUDIT_SECONDS = 5.0
+"""Seconds that an auditor has for its answer, at least."""
+
+HOLD_SECONDS = 2.0
+"""Seconds for which audits delay the close of a step, at least: longer ones take half the time of
+the step's work, or four times that if all of it is audited."""
+
+DISPUTE_FACTOR = 4.0
+"""Multiple of that time for which disputed audits delay it."""
+
+MAX_WITHHELD = 3
+"""Steps with audits without tensors that fit, and none that passed since, after which the next one
+expels an owner."""
+
+REFUSED_SECONDS = 3600.0
+"""Seconds for which the owner of a lost audit is refused; the second one bans it."""
+
+
+def owner_of(peer: PeerState) -> PeerId:
+    """The owner of a peer: itself, unless it has shown another one's binding."""
+    return peer.profile.owner or peer.peer
+
+
+# ---------------------------------------------------------------- draws and chains
+
+
+def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
+    """Check a newly counted cell against its neighbours, and draw whether it is audited."""
+    microbatch = cell[0]
+    broken = _break_at(step, cell)
+    if broken is not None and microbatch not in step.audits.broken:
+        _suspect(run, step, microbatch, broken, now)
+    elif cell not in step.audits.open:
+        peer = run.peers[step.table[cell].peer]
+        checked = run.audits.settings.check_sums
+        seed = _whole_seed(run, step, peer, cell[1]) if checked else ""
+        # The draw is made for every cell, so that its outcome tells nothing of the others.
+        if run.audits.draw() < run.audits.share(owner_of(peer)) or seed:
+            open_audit(run, step, cell, now, seed)
+
+
+def _whole_seed(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
+    """The seed of a member's whole audit, which is drawn with its first cell; empty without."""
+    if not run.checks_sums:
+        return ""
+    key = (peer.peer, stage)
+    if key not in step.audits.drawn:
+        step.audits.drawn.add(key)
+        if run.audits.draw() < run.audits.share(owner_of(peer)) / 2:
+            step.audits.whole[key] = WholeAudit(seed_of(run, step, stage))
+    whole = step.audits.whole.get(key)
+    # Once the seed is known, further cells are audited as drawn.
+    return whole.seed if whole is not None and whole.attempt is None else ""
+
+
+def seed_of(run: RunState, step: StepState, stage: StageIndex) -> str:
+    """The seed of the next check of a stage's sums; both ends of a tied model share one."""
+    tied = run.tied_stages()
+    at = min(tied) if stage in tied else stage
+    return step.audits.seeds.setdefault(at, run.audits.draw_seed())
+
+
+def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:
+    """The boundary at which a cell's receipt contradicts a neighbour's."""
+    microbatch, stage = cell
+    own = step.table[cell]
+    before = step.table.get((microbatch, StageIndex(stage - 1)))
+    behind = step.table.get((microbatch, StageIndex(stage + 1)))
+    return chains.breaks_at(
+        stage, own.transcript, before.transcript if before else None,
+        behind.transcript if behind else None,
+    )  # fmt: skip
+
+
+def _suspect(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex,
+    broken: tuple[StageIndex, StageIndex], now: float,
+) -> None:  # fmt: skip
+    """Audit both sides of a boundary at which two receipts contradict each other."""
+    step.audits.broken[microbatch] = broken
+    for stage in broken:
+        if (microbatch, stage) not in step.audits.open:
+            open_audit(run, step, (microbatch, stage), now)
+    _settle_broken(run, step, microbatch, now)
+
+
+def open_audit(
+    run: RunState, step: StepState, cell: CellKey, now: float, seed: str = "",
+    asked: set[PeerId] | None = None,
+) -> bool:  # fmt: skip
+    """Begin the audit of a cell, if there is an auditor. With the owners that have been `asked`
+    before it confirms what these have stated."""
+    microbatch, stage = cell
+    counted_cell = step.table[cell]
+    peer = run.peers[counted_cell.peer]
+    audit = OpenAudit(
+        stage, microbatch, peer.peer, owner_of(peer),
+        Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding, seed=seed,
+        asked=set() if asked is None else asked, confirms=asked is not None,
+    )  # fmt: skip
+    candidates = _candidates(run, audit)
+    if candidates:
+        step.audits.open[cell] = audit
+        _ask_one_of(run, step, audit, candidates, now)
+    return bool(candidates)
+
+
+def electorate(run: RunState, stage: StageIndex, owner: PeerId) -> frozenset[PeerId]:
+    """The owners that may judge another one of the stage."""
+    owners = {owner_of(peer) for peer in run.peers.ready(stage)}
+    return run.audits.entitled(owners, owner)
+
+
+def _candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
+    """The peers that may audit it, of owners that have not been asked."""
+    if len(audit.asked) >= MAX_VOTERS:
+        return []
+    entitled = electorate(run, audit.stage, audit.owner) - audit.asked
+    return [
+        peer
+        for peer in run.peers.ready(audit.stage)
+        if owner_of(peer) in entitled and not peer.paused and not peer.leaving
+    ]
+
+
+def _ask_one_of(
+    run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
+) -> None:
+    """Ask a trusted owner, or the peer with the least in hand; none while all have enough."""
+    busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
+    free = [peer for peer in candidates if busy[peer.peer] < MAX_IN_HAND]
+    if not free:
+        return
+    trusted = run.audits.settings.trusted_owners
+    lots = {peer.peer: run.audits.draw() for peer in free}
+    chosen = min(
+        free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
+    )
+    _ask(run, step, audit, chosen, now)
+
+
+def _ask(
+    run: RunState, step: StepState, audit: OpenAudit, auditor: PeerState, now: float,
+    *, compares: bool = False,
+) -> None:  # fmt: skip
+    run.audits.last_audit += 1
+    audit.order = Order(
+        run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
+        auditor.profile.binding,
+    )  # fmt: skip
+    audit.asked.add(owner_of(auditor))
+    claimed = audit.claim.transcript
+    is_last = audit.stage == run.manifest.stage_count - 1
+    run.send(
+        auditor.peer,
+        Audit(
+            audit=run.audits.last_audit,
+            step=step.step,
+            microbatch=audit.microbatch,
+            stage=audit.stage,
+            peer=audit.peer,
+            input=claimed.input,
+            output_gradient=claimed.output_gradient,
+            targets=claimed.output if is_last else "",
+            claimed=claimed if compares else None,
+            seed=audit.seed or None,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- answers
+
+
+def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -> None:
+    """Handle an auditor's answer; one that was not asked for, or of another cell, is ignored."""
+    for step in run.steps.open():
+        for cell, audit in step.audits.open.items():
+            order = audit.order
+            if order is not None and (order.audit, order.auditor) == (event.audit, peer.peer):
+                if not _current(step, cell, audit):
+                    del step.audits.open[cell]
+                else:
+                    _record(run, step, audit, order, event, now)
+                _ask_free_auditors(run, step, now)
+                return
+
+
+def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
+    """Go on with audits that wait until a peer has less in hand."""
+    for cell, audit in list(step.audits.open.items()):
+        if audit.order is None and audit is step.audits.open.get(cell):
+            _proceed(run, step, audit, now)
+
+
+def _current(step: StepState, cell: CellKey, audit: OpenAudit) -> bool:
+    """Whether the audited peer still holds the cell with the same receipt."""
+    known = step.table.get(cell)
+    return known is not None and (known.peer, known.transcript) == (
+        audit.peer,
+        audit.claim.transcript,
+    )
+
+
+def _record(
+    run: RunState, step: StepState, audit: OpenAudit, order: Order, event: AuditAnswered, now: float
+) -> None:
+    """Enter a statement as a vote, or have the auditor compare the tensors."""
+    audit.order = None
+    statement = event.statement
+    if statement is not None and (
+        statement.step, statement.microbatch, statement.stage, statement.peer
+    ) == (step.step, audit.microbatch, audit.stage, audit.peer):  # fmt: skip
+        found = finding(
+            audit.claim, statement, run.audits.settings.tolerance, compared=order.compares
+        )
+        if found is None:
+            _ask(run, step, audit, run.peers[order.auditor], now, compares=True)
+            return
+        _keep_sums(run, step, audit, order, statement, event.envelope)
+        audit.votes.append(
+            Vote(
+                order.owner, order.auditor, found, event.envelope, statement.distance, order.binding
+            )
+        )
+        run.audits.standings.change(order.owner).audited_work += 1
+    _proceed(run, step, audit, now)
+
+
+def _keep_sums(
+    run: RunState, step: StepState, audit: OpenAudit, order: Order, statement: AuditStatement,
+    envelope: str,
+) -> None:  # fmt: skip
+    """Enter the digests of an auditor that computes alike into a whole audit."""
+    whole = step.audits.whole.get((audit.peer, audit.stage))
+    sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
+    if (
+        whole is not None
+        and sums is not None
+        and audit.seed == whole.seed
+        and statement.transcript == audit.claim.transcript
+    ):
+        stated = CellSums(audit.claim.transcript, sums, order.auditor, envelope)
+        whole.add(audit.microbatch, order.owner, stated)
+
+
+def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    """Conclude an audit, or ask the next auditor."""
+    judges = electorate(run, audit.stage, audit.owner)
+    trusted = run.audits.settings.trusted_owners
+    # Owners that have voted and left still count.
+    audit.entitled = len(judges | {vote.owner for vote in audit.votes}) + 1
+    found = outcome(audit.votes, audit.entitled, trusted)
+    if found is Outcome.OPEN:
+        candidates = _candidates(run, audit)
+        if candidates:
+            _ask_one_of(run, step, audit, candidates, now)
+            return
+    del step.audits.open[audit.microbatch, audit.stage]
+    _conclude(run, step, audit, found, now)
+    _settle_broken(run, step, audit.microbatch, now)
+
+
+# ---------------------------------------------------------------- outcomes
+
+
+def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, now: float) -> None:
+    if found is Outcome.PASSED:
+        _passed(run, step, audit, now)
+    elif found is Outcome.LOST:
+        reason = f"what it signed for {_cell_text(step, audit)} is not what the microbatch gives"
+        _lost(run, step, audit.peer, audit.owner, audit, reason + _by(audit), now)
+    elif found is Outcome.WITHHELD:
+        _withheld(run, step, audit, now)
+    elif audit.votes:
+        _undecided(run, step, audit, now)
+    else:
+        run.audits.unanswered += 1
+
+
+def _cell_text(step: StepState, audit: OpenAudit) -> str:
+    return f"microbatch {audit.microbatch} of step {step.step} in stage {audit.stage}"
+
+
+def _by(audit: OpenAudit) -> str:
+    """The largest distance that was found, as part of a sentence."""
+    distances = [vote.distance for vote in audit.votes if vote.distance is not None]
+    return f" (relative distance {max(distances):.2g})" if distances else ""
+
+
+def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    run.audits.passed += 1
+    standing = run.audits.standings.change(audit.owner)
+    standing.passed += 1
+    standing.withheld = 0
+    standing.vested_step = max(standing.vested_step, step.step)
+    standing.unvested_since = NO_STEP
+    for vote in audit.votes:
+        if vote.finding is Finding.DIFFERS:
+            _lost(
+                run, step, vote.peer, vote.owner, audit,
+                f"its audit of {_cell_text(step, audit)} contradicts what others compute",
+                now,
+            )  # fmt: skip
+        elif vote.finding is Finding.WITHHELD:
+            _dispute(run, audit.peer, vote.peer, audit.opened_at, now)
+
+
+def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    """Clear all that a peer has counted in the step when it gave no tensors that fit its receipt.
+
+    Its memory may have been short or its connection slow; but if only the audited cell were
+    cleared, a liar would lose no more than what is found.
+    """
+    standing = run.audits.standings.change(audit.owner)
+    if standing.withheld_step != step.step:
+        standing.withheld, standing.withheld_step = standing.withheld + 1, step.step
+    peer = run.peers.get(audit.peer)
+    if peer is not None:
+        run.note(f"{display(peer)} gave no inputs of {_cell_text(step, audit)}", peer.peer)
+        held_up.charge(run, peer, audit.opened_at, now, now)
+    for cell in step.table.held_by(audit.peer):
+        clear_cell(run, step, cell)
+    if standing.withheld > MAX_WITHHELD:
+        reason = (
+            f"its audits failed in {standing.withheld} steps: it gave no inputs to its auditors"
+        )
+        _expel(run, audit.peer, audit.owner, reason, now)
+
+
+def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    """Clear a cell of which as many say one thing as another, at the cost of both sides."""
+    for vote in audit.votes:
+        if vote.finding is not Finding.AGREES:
+            _dispute(run, audit.peer, vote.peer, audit.opened_at, now)
+    run.note(
+        f"{_cell_text(step, audit)} is computed again: {short(audit.peer)} and its auditors "
+        f"contradict each other, and no majority decides",
+        audit.peer,
+    )
+    clear_cell(run, step, (audit.microbatch, audit.stage))
+
+
+def _dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
+    peers = run.peers.get(one), run.peers.get(other)
+    if peers[0] is not None and peers[1] is not None:
+        held_up.dispute(run, peers[0], peers[1], since, now, now)
+
+
+def _lost(
+    run: RunState, step: StepState, peer: PeerId, owner: PeerId, audit: OpenAudit, reason: str,
+    now: float,
+) -> None:  # fmt: skip
+    record = VerdictRecord(
+        step=step.step, microbatch=audit.microbatch, stage=audit.stage, peer=peer, owner=owner,
+        audited=audit.peer, reason=reason, void_after=Step(0),
+        evidence=audit.evidence(run.audits.settings), claim=audit.claim,
+    )  # fmt: skip
+    convict(run, record, now)
+
+
+def convict(run: RunState, found: VerdictRecord, now: float) -> None:
+    """Expel an owner whose statement was found wrong, and record the evidence.
+
+    What else is found before it takes part again belongs to the same verdict.
+    """
+    owner, reason = found.owner, found.reason
+    if run.held_time.refused_until(owner) > now:
+        return
+    standing = run.audits.standings.change(owner)
+    record = replace(found, void_after=standing.vested_step)
+    run.audits.verdicts.append(record)
+    run.commands.append(Persist(record))
+    if run.audits.settings.rolls_back and standing.unvested_since:
+        since = run.audits.unverified_since or standing.unvested_since
+        run.audits.unverified_since = min(since, standing.unvested_since)
+    standing.lost += 1
+    standing.passed = standing.withheld = 0
+    standing.unvested_since = NO_STEP
+    run.commands.append(Persist(StandingsRecord(run.audits.standings.take_changed())))
+    if standing.lost > 1:
+        run.commands.append(
+            Ban(owner, f"it has lost {standing.lost} audits; the last one: {reason}")
+        )
+        sentence = f"{reason}; this is the second lost audit, and its owner is banned from this run"
+    else:
+        sentence = (
+            f"{reason}; test this machine's memory and graphics card, and undo any overclocking. "
+            f"It may take part again in {REFUSED_SECONDS / 60:.0f} min"
+        )
+    _expel(run, found.peer, owner, sentence, now)
+
+
+def _expel(run: RunState, peer: PeerId, owner: PeerId, reason: str, now: float) -> None:
+    """Refuse an owner for an hour; the caller of the event removes its peers, and with them their
+    cells."""
+    held_up.refuse_until(run, (peer, owner), now + REFUSED_SECONDS, reason, now)
+    for member in run.peers.values():
+        if owner_of(member) == owner:
+            run.statistics.flag(member.peer, Rejection.LOST_AUDIT, reason)
+            run.audits.expelled[member.peer] = reason
+
+
+def take_expelled(run: RunState) -> list[tuple[PeerId, str]]:
+    """The attached peers to be removed, with the reason; the caller removes them."""
+    expelled, run.audits.expelled = run.audits.expelled, {}
+    return [(peer, reason) for peer, reason in expelled.items() if peer in run.peers]
+
+
+# ---------------------------------------------------------------- cleared cells
+
+
+def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, now: float) -> None:
+    """Clear a microbatch whose chain is broken, once the audits of both sides have ended.
+
+    Without a lost audit, either side may have lied to the other, or two unlike machines have
+    computed the microbatch: then one path computes all of it again.
+    """
+    broken = step.audits.broken.get(microbatch)
+    if broken is None or any((microbatch, stage) in step.audits.open for stage in broken):
+        return
+    del step.audits.broken[microbatch]
+    holders = [cell.peer for s in broken if (cell := step.table.get((microbatch, s))) is not None]
+    if any(peer in run.audits.expelled for peer in holders):
+        return  # its cells go with it
+    first = (microbatch, broken[0])
+    if first not in step.table or _break_at(step, first) != broken:
+        return
+    if len(set(holders)) == 2:
+        _dispute(run, holders[0], holders[1], step.began_at, now)
+    run.note(
+        f"microbatch {microbatch} of step {step.step} is computed again: the receipts of stages "
+        f"{broken[0]} and {broken[1]} contradict each other"
+    )
+    for stage in run.stage_indices:
+        clear_cell(run, step, (microbatch, StageIndex(stage)))
+
+
+def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
+    """Clear a cell of a living peer, which is to take the microbatch out of its accumulator."""
+    known = step.table.get(cell)
+    if known is None:
+        return
+    del step.table[cell]
+    run.statistics.work.cleared += 1
+    step.audits.open.pop(cell, None)
+    drop(run, step, cell, known.peer)
+
+
+def drop(run: RunState, step: StepState, cell: CellKey, peer: PeerId) -> None:
+    """Have a peer take a microbatch out of its accumulator; until then its receipt counts no
+    more."""
+    microbatch, stage = cell
+    if (microbatch, stage, peer) not in step.audits.dropping:
+        step.audits.dropping.add((microbatch, stage, peer))
+        run.send(peer, Drop(step=step.step, stage=stage, microbatches=(microbatch,)))
+
+
+def dropped(run: RunState, peer: PeerState, message: Dropped) -> None:
+    """A peer has taken microbatches out: what it reports from now on is computed anew."""
+    step = run.steps.numbered(message.step)
+    if step is not None:
+        step.lost(peer.peer, message.microbatches)
+        step.audits.dropping.difference_update(
+            (microbatch, message.stage, peer.peer) for microbatch in message.microbatches
+        )
+
+
+def repeat_drops(run: RunState, peer: PeerId) -> None:
+    """Send a returning peer what it may not have received."""
+    for step in run.steps.open():
+        by_stage: dict[StageIndex, list[MicrobatchIndex]] = {}
+        for microbatch, stage, holder in step.audits.dropping:
+            if holder == peer:
+                by_stage.setdefault(stage, []).append(microbatch)
+        for stage, microbatches in sorted(by_stage.items()):
+            run.send(
+                peer, Drop(step=step.step, stage=stage, microbatches=tuple(sorted(microbatches)))
+            )
+
+
+# ---------------------------------------------------------------- time
+
+
+def advance(run: RunState, now: float) -> None:
+    """Replace auditors that are gone or do not answer, and end what nothing waits for."""
+    for step in run.steps.open():
+        if not step.audits.open:
+            continue
+        limit = max(AUDIT_SECONDS, held_up.pace(step))
+        for cell, audit in list(step.audits.open.items()):
+            if audit is not step.audits.open.get(cell):
+                continue
+            if not _current(step, cell, audit):
+                del step.audits.open[cell]
+                _settle_broken(run, step, audit.microbatch, now)
+            elif audit.order is None or _is_overdue(run, audit.order, limit, now):
+                audit.order = None
+                _proceed(run, step, audit, now)
+
+
+def _is_overdue(run: RunState, order: Order, limit: float, now: float) -> bool:
+    return order.auditor not in run.peers or now - order.asked_at > limit
+
+
+def delay_close(run: RunState, step: StepState, now: float) -> bool:
+    """Whether a complete step waits for its audits; ends those that it does not wait for."""
+    if step.complete_at is None or run.phase not in (RunPhase.COLLECT, RunPhase.EVALUATING):
+        return False
+    wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
+    waiting = False
+    for cell, audit in list(step.audits.open.items()):
+        if audit is not step.audits.open.get(cell):
+            continue
+        if not _current(step, cell, audit):
+            del step.audits.open[cell]
+            _settle_broken(run, step, audit.microbatch, now)
+            continue
+        disputed = audit.disputed or audit.microbatch in step.audits.broken
+        since = max(step.complete_at, audit.opened_at)
+        if now < since + wait * (DISPUTE_FACTOR if disputed else 1.0):
+            waiting = True
+            continue
+        step.audits.open.pop(cell)
+        _conclude(run, step, audit, Outcome.OPEN, now)
+        _settle_broken(run, step, audit.microbatch, now)
+    return waiting or bool(run.audits.expelled)

@@ -1,0 +1,218 @@
+"""Audits of a run: settings, the draw, and the audits in progress.
+
+Values and pure decisions; `swarm_coordinator.core.rules.verdicts` sends the orders and carries out
+verdicts (docs/decisions, number 0036).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from swarm_coordinator.core.events import VerdictRecord
+from swarm_coordinator.core.trust.majority import Decision, Statement, ValueT, decide
+from swarm_coordinator.core.trust.samples import TrainingTokens
+from swarm_coordinator.core.trust.standing import Standings
+from swarm_coordinator.core.trust.whole_audits import WholeAudit
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.trust.evidence import Evidence, SignedStatement
+from swarm_shared.trust.votes import Claim, Finding, Vote
+
+SHOWN_VERDICTS = 100
+"""Number of verdicts that the status shows; all are in the store."""
+
+
+PROBATION_SHARE = 0.25
+"""Probability that a cell of an owner on probation is audited: computing each one twice would halve
+the rate of a new run, and a constant cheat is found after four cells on average."""
+
+MAX_IN_HAND = 4
+"""Most audits that one auditor is asked for at a time; others wait until it has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSettings:
+    """Settings of `[trust]` in run.toml."""
+
+    audit_share: float = 0.02
+    """Probability that a cell of an established owner is audited."""
+    probation_cells: int = 50
+    """Audited cells that must pass before an owner is established."""
+    tolerance: float = 1e-4
+    """Largest relative L2 distance between what was claimed and what an auditor computed."""
+    trusted_owners: frozenset[PeerId] = frozenset()
+    """Owners whose statements decide at once, as the organiser's own."""
+    check_sums: bool = False
+    """Whether the exact averages of every close are checked."""
+    rolls_back: bool = False
+    """Whether a lost audit takes the owner's unverified steps out of the model."""
+
+
+@dataclass(slots=True)
+class Order:
+    """A request to one auditor."""
+
+    audit: int
+    auditor: PeerId
+    owner: PeerId
+    asked_at: float
+    compares: bool
+    """Whether the auditor compares the tensors themselves."""
+    binding: str = ""
+    """The signed binding of `auditor` to `owner`, in base64; empty if it is its own owner."""
+
+
+@dataclass(slots=True)
+class OpenAudit:
+    """The audit of one cell, from the draw to its outcome."""
+
+    stage: StageIndex
+    microbatch: MicrobatchIndex
+    peer: PeerId
+    """The audited peer."""
+    owner: PeerId
+    claim: Claim
+    opened_at: float
+    binding: str = ""
+    """The signed binding of `peer` to `owner`, in base64; empty if it is its own owner."""
+    order: Order | None = None
+    votes: list[Vote] = field(default_factory=list)
+    asked: set[PeerId] = field(default_factory=set)
+    """Owners that have been asked, whether they voted or not."""
+    seed: str = ""
+    """Of the digests that the auditor also states; empty outside of whole audits."""
+    confirms: bool = False
+    """Whether it is repeated to confirm what another auditor has stated."""
+    entitled: int = 0
+    """Number of owners that could vote at the last count, the audited one included."""
+
+    @property
+    def disputed(self) -> bool:
+        """Whether an auditor has found something else than the receipt or the member says."""
+        return self.confirms or any(vote.finding is not Finding.AGREES for vote in self.votes)
+
+    def evidence(self, settings: AuditSettings) -> Evidence:
+        """What the outcome follows from, without the receipt's signature."""
+        return Evidence(
+            receipt="",
+            binding=self.binding,
+            statements=tuple(
+                SignedStatement(statement=vote.statement, binding=vote.binding)
+                for vote in self.votes
+            ),
+            tolerance=settings.tolerance,
+            trusted_owners=tuple(sorted(settings.trusted_owners)),
+            entitled=self.entitled,
+        )
+
+
+@dataclass(slots=True)
+class StepAudits:
+    """The audits of one step in progress."""
+
+    open: dict[tuple[MicrobatchIndex, StageIndex], OpenAudit] = field(default_factory=dict)
+    broken: dict[MicrobatchIndex, tuple[StageIndex, StageIndex]] = field(default_factory=dict)
+    """Microbatches whose transcripts do not fit, and at which boundary; cleared when the audits of
+    both sides have ended."""
+    dropping: set[tuple[MicrobatchIndex, StageIndex, PeerId]] = field(default_factory=set)
+    """Cells that were cleared while their peers live, until they have dropped them. Receipts of
+    these do not count meanwhile."""
+
+    seeds: dict[StageIndex, str] = field(default_factory=dict)
+    """Seeds of the checks of sums to come, by stage, known to auditors only."""
+    drawn: set[tuple[PeerId, StageIndex]] = field(default_factory=set)
+    """Members of which it has been drawn whether they are audited whole."""
+    whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)
+
+    def in_hand(self, peer: PeerId) -> int:
+        """Number of audits that a peer has been asked for."""
+        return sum(
+            audit.order is not None and audit.order.auditor == peer for audit in self.open.values()
+        )
+
+
+@dataclass(slots=True)
+class AuditBook:
+    """The audits of a run."""
+
+    settings: AuditSettings
+    draw: Callable[[], float]
+    """Returns a random number of [0, 1) that no peer can predict."""
+    tokens: TrainingTokens | None = None
+    """The token ids that receipts of the ends of the pipeline must have; None: any."""
+    standings: Standings = field(default_factory=Standings)
+    verdicts: deque[VerdictRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_VERDICTS))
+    """The newest verdicts, oldest first."""
+    last_audit: int = 0
+    """Number of the latest order to audit; never reused in a generation."""
+    unverified_since: Step | None = None
+    """First applied step with unverified work of an owner that has lost an audit, if the run is to
+    go back before it."""
+    expelled: dict[PeerId, str] = field(default_factory=dict)
+    """Attached peers to be removed, with the reason."""
+    passed: int = 0
+    """Audits of this start of the coordinator that passed."""
+    unanswered: int = 0
+    """Audits that found no auditor in time, or got no answer."""
+
+    def share(self, owner: PeerId) -> float:
+        """Probability that a cell of this owner is audited."""
+        settings = self.settings
+        if owner in settings.trusted_owners or self.established(owner):
+            return settings.audit_share
+        return max(settings.audit_share, PROBATION_SHARE)
+
+    def draw_seed(self) -> str:
+        """A seed that no peer can predict."""
+        return "".join(f"{int(self.draw() * 2**32):08x}" for _ in range(4))
+
+    def of_the_data(
+        self, step: Step, microbatch: MicrobatchIndex, transcript: Transcript, *, first: bool,
+        last: bool,
+    ) -> bool:  # fmt: skip
+        """Whether the first stage got the sampler's token ids, and the last one its targets."""
+        if self.tokens is None or not (first or last):
+            return True
+        drawn = self.tokens(step, microbatch)
+        return (not first or transcript.input == drawn.tokens) and (
+            not last or transcript.output == drawn.targets
+        )
+
+    def established(self, owner: PeerId) -> bool:
+        """Whether enough audits of the owner have passed since its last lost one."""
+        return self.standings.of(owner).passed >= self.settings.probation_cells
+
+    def entitled(self, owners: Collection[PeerId], audited: PeerId) -> frozenset[PeerId]:
+        """The owners of a stage that may judge another one of it.
+
+        Once two of them are established only those may: identities cost nothing, passed audits
+        cost their work.
+        """
+        return self._established_first(frozenset(owners) - {audited})
+
+    def voters(self, owners: Collection[PeerId]) -> frozenset[PeerId]:
+        """The owners among those of a stage that decide which of several states is the right one.
+
+        A trusted owner decides alone; otherwise as for audits.
+        """
+        trusted = self.settings.trusted_owners.intersection(owners)
+        return trusted or self._established_first(frozenset(owners))
+
+    def decide(self, statements: Iterable[Statement[ValueT]]) -> Decision[ValueT] | None:
+        """Which of the values that devices of a stage state counts; None if there is none."""
+        stated = list(statements)
+        return decide(stated, self.voters({one.owner for one in stated}))
+
+    def _established_first(self, owners: frozenset[PeerId]) -> frozenset[PeerId]:
+        trusted = owners & self.settings.trusted_owners
+        known, cells = self.standings.owners, self.settings.probation_cells
+        passed = (o for o in owners if (s := known.get(o)) is not None and s.passed >= cells)
+        established = owners if cells == 0 else trusted.union(passed)
+        return established if len(established) >= 2 or trusted else owners
+
+
+def no_audits() -> AuditBook:
+    """A book that draws no cell."""
+    return AuditBook(AuditSettings(audit_share=0.0, probation_cells=0), lambda: 1.0)

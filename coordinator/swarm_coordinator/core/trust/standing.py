@@ -1,0 +1,100 @@
+"""The standing of owners: what their audits have shown.
+
+Values and pure functions. An owner is the key that its devices are bound to; a device without a
+binding is its own owner (`swarm_shared.identity.credentials.OwnerBinding`). An identity costs
+nothing, so whatever weighs more than one microbatch is a matter of owners with passed audits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from swarm_coordinator.core.events import NO_STEP, StandingRecord
+from swarm_shared.base.types import PeerId, Step, Version
+
+MAX_OWNERS = 100_000
+"""Number of owners with a standing; those without a lost audit and with the fewest passed ones are
+dropped first."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """The audits of one owner."""
+
+    passed: int = 0
+    """Audited cells that passed since the last lost audit."""
+    lost: int = 0
+    """Lost audits, ever."""
+    vested_step: Step = NO_STEP
+    """Last step of a passed audit: credit up to here is the owner's for good."""
+    audited_work: int = 0
+    """Cells of others that this owner has audited."""
+    unvested_since: Step = NO_STEP
+    """First applied step with its work since the last passed audit; 0 without one."""
+    withheld: int = 0
+    """Steps in which it gave no tensors that fit an audited receipt, since an audit passed."""
+    withheld_step: Step = NO_STEP
+    """The latest of these steps."""
+
+    def record(self, owner: PeerId) -> StandingRecord:
+        return StandingRecord(
+            owner, self.passed, self.lost, self.vested_step, self.audited_work, self.unvested_since
+        )
+
+
+@dataclass(slots=True)
+class Standings:
+    """All owners with a standing, and which of them have changed since they were stored."""
+
+    owners: dict[PeerId, Standing] = field(default_factory=dict)
+    changed: set[PeerId] = field(default_factory=set)
+
+    def of(self, owner: PeerId) -> Standing:
+        """The owner's standing; an unknown owner's is new and not remembered."""
+        return self.owners.get(owner) or Standing()
+
+    def change(self, owner: PeerId) -> Standing:
+        """The owner's standing, to be changed: it is stored with the next step."""
+        self.changed.add(owner)
+        standing = self.owners.get(owner)
+        if standing is None:
+            if len(self.owners) >= MAX_OWNERS:
+                least = min(
+                    self.owners, key=lambda key: (self.owners[key].lost, self.owners[key].passed)
+                )
+                del self.owners[least]
+                self.changed.discard(least)
+            standing = self.owners[owner] = Standing()
+        return standing
+
+    def applied(self, owners: Iterable[PeerId], step: Step) -> None:
+        """The step has work of these owners: without a passed audit in it, it is unvested."""
+        for owner in owners:
+            known = self.of(owner)
+            if not known.unvested_since and known.vested_step < step:
+                self.change(owner).unvested_since = step
+
+    def roll_back(self, version: Version) -> None:
+        """No step after the version has been computed."""
+        for owner, known in self.owners.items():
+            if max(known.vested_step, known.unvested_since) > version:
+                self.changed.add(owner)
+                known.vested_step = min(known.vested_step, Step(version))
+                if known.unvested_since > version:
+                    known.unvested_since = NO_STEP
+
+    def take_changed(self) -> tuple[StandingRecord, ...]:
+        """The standings to be stored, in the order of owners."""
+        changed, self.changed = sorted(self.changed), set()
+        return tuple(self.owners[owner].record(owner) for owner in changed)
+
+
+def restored_standings(records: Iterable[StandingRecord]) -> Standings:
+    """The standings of an earlier start of the coordinator."""
+    return Standings(
+        {
+            r.owner: Standing(r.passed, r.lost, r.vested_step, r.audited_work, r.unvested_since)
+            for r in records
+        }
+    )

@@ -1,0 +1,190 @@
+"""Checked sums: whether what the members of a round took out is the sum of what they put in.
+
+Values and pure decisions (docs/decisions, number 0036); `swarm_coordinator.core.rules.closing`
+sends the checks and carries out what follows. Every member signs linear digests
+(`swarm_shared.identity.linear_digest`), which add up as the vectors do. First of whole vectors;
+where these do not agree, of every slice, which one member sums for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from swarm_shared.base.types import LinearDigests, PeerId, StageIndex
+from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
+
+
+@dataclass(frozen=True, slots=True)
+class SumGroup:
+    """One all-reduce; the member at place i sums slice i."""
+
+    name: str
+    members: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A member's part in one all-reduce."""
+
+    group: int
+    """Index of the group."""
+    contributes: bool
+    """Whether anything that counts is in what it puts in; else that must be zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedSums:
+    statement: SumStatement
+    envelope: str
+    """As evidence, in base64."""
+
+
+@dataclass(slots=True)
+class RoundSums:
+    """The check of one round: what is asked for, and what the members have stated."""
+
+    groups: tuple[SumGroup, ...]
+    of_stage: Mapping[StageIndex, tuple[int, ...]]
+    """Indices of a stage's groups, in the order of its Close."""
+    shares: dict[PeerId, tuple[Share, ...]] = field(default_factory=dict)
+    """By member, in the order of its Close."""
+    seed: str = ""
+    """Drawn once all members have averaged; empty before."""
+    details: bool = False
+    """Whether every slice is asked for."""
+    agreed: bool = False
+    totals: dict[PeerId, SignedSums] = field(default_factory=dict)
+    slices: dict[PeerId, SignedSums] = field(default_factory=dict)
+
+    def add_member(
+        self, peer: PeerId, stage: StageIndex, goes_to: StageIndex | None, *, contributes: bool
+    ) -> None:
+        """Add a member of a stage, which may also average the stage that it goes to."""
+        shares = [Share(index, contributes) for index in self.of_stage[stage]]
+        if goes_to is not None:
+            shares += [Share(index, contributes=False) for index in self.of_stage[goes_to]]
+        self.shares[peer] = tuple(shares)
+
+    def record(self, peer: PeerId, stated: SignedSums) -> None:
+        (self.slices if self.details else self.totals)[peer] = stated
+
+    def evidence(self, peer: PeerId) -> tuple[str, ...]:
+        """What a member has signed."""
+        signed = (self.totals.get(peer), self.slices.get(peer))
+        return tuple(one.envelope for one in signed if one is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    lied: Mapping[PeerId, str]
+    """Members that are shown to have lied, and by what."""
+    contradictions: frozenset[tuple[PeerId, PeerId]]
+    """Pairs of a reducer and a member of which one has lied, with neither in `lied`."""
+
+
+def lie_in(check: RoundSums, peer: PeerId, statement: SumStatement) -> str | None:
+    """Return what is wrong with a member's statement by itself."""
+    for share, stated in zip(check.shares[peer], statement.checks, strict=True):
+        name = check.groups[share.group].name
+        if not share.contributes and from_text(stated.part):
+            return f"it put something into {name}, for which nothing of it counts"
+        if check.details and (wrong := _wrong_slices(check.groups[share.group], stated)):
+            return f"its digests of the slices of {name} {wrong}"
+    if check.details:
+        before = [(one.part, one.result) for one in check.totals[peer].statement.checks]
+        if before != [(one.part, one.result) for one in statement.checks]:
+            return "it signed different digests of the same sums"
+    return None
+
+
+def _wrong_slices(group: SumGroup, stated: SumDigests) -> str:
+    size = len(group.members)
+    if (len(stated.parts), len(stated.results)) != (size, size):
+        return f"are {len(stated.parts)} and {len(stated.results)}, not {size} each"
+    if len(stated.received) not in (0, size):
+        return f"that it received are {len(stated.received)}, not {size}"
+    if _added(stated.parts) != from_text(stated.part):
+        return "do not add up to what it put in"
+    if _added(stated.results) != from_text(stated.result):
+        return "do not add up to what it took out"
+    return ""
+
+
+def _added(digests: Iterable[str]) -> int:
+    return digest_sum(map(from_text, digests))
+
+
+def agree(check: RoundSums) -> bool:
+    """Whether every member of every group took out the sum of what all its members put in."""
+    parts: dict[int, list[int]] = {}
+    results: dict[int, set[int]] = {}
+    for peer, shares in check.shares.items():
+        for share, stated in zip(shares, check.totals[peer].statement.checks, strict=True):
+            parts.setdefault(share.group, []).append(from_text(stated.part))
+            results.setdefault(share.group, set()).add(from_text(stated.result))
+    return all(results[group] == {digest_sum(parts[group])} for group in parts)
+
+
+Entitled = Callable[[Collection[PeerId], PeerId], Collection[PeerId]]
+"""Returns which of some owners may judge another one."""
+
+
+def findings(check: RoundSums, owners: Mapping[PeerId, PeerId], entitled: Entitled) -> Findings:
+    """Compare what the members have stated of every slice; every statement is in order by itself.
+
+    `owners`: the owner of each member; a peer without one is its own.
+    """
+    lied: dict[PeerId, str] = {}
+    contradictions: set[tuple[PeerId, PeerId]] = set()
+    for index, group in enumerate(check.groups):
+        stated = {
+            peer: signed
+            for peer in group.members
+            for share, signed in zip(
+                check.shares[peer], check.slices[peer].statement.checks, strict=True
+            )
+            if share.group == index
+        }
+        found = _findings_of(group, stated, owners, entitled)
+        lied |= found.lied
+        contradictions |= found.contradictions
+    left = {pair for pair in contradictions if not lied.keys() & set(pair)}
+    return Findings(lied, frozenset(left))
+
+
+def _findings_of(
+    group: SumGroup, stated: Mapping[PeerId, SumDigests], owners: Mapping[PeerId, PeerId],
+    entitled: Entitled,
+) -> Findings:  # fmt: skip
+    lied: dict[PeerId, str] = {}
+    pairs: set[tuple[PeerId, PeerId]] = set()
+    for place, reducer in enumerate(group.members):
+        parts = {peer: from_text(stated[peer].parts[place]) for peer in group.members}
+        received = _received(group, stated[reducer].received)
+        others = {peer for peer in group.members if received[peer] != parts[peer]}
+        if not others:
+            expected = digest_sum(parts.values())
+            others = {
+                peer for peer in group.members if from_text(stated[peer].results[place]) != expected
+            }
+        if reducer in others:
+            lied[reducer] = f"its slice of {group.name} is not the sum of what it received"
+        else:
+            pairs |= {(reducer, peer) for peer in others}
+    all_owners = {owners.get(peer, peer) for peer in group.members}
+    for peer in group.members:
+        own = owners.get(peer, peer)
+        judges = set(entitled(all_owners, own))
+        against = {owners.get(other, other) for pair in pairs if peer in pair for other in pair}
+        # With a majority of honest owners, one of these is among those that contradict it.
+        if 2 * len(against & judges - {own}) > len(judges) + 1:
+            lied[peer] = f"most others contradict its digests of {group.name}"
+    return Findings(lied, frozenset(pairs))
+
+
+def _received(group: SumGroup, digests: LinearDigests) -> dict[PeerId, int]:
+    """What a reducer received from each member; nothing where it sums no slice."""
+    stated = map(from_text, digests) if digests else [0] * len(group.members)
+    return dict(zip(group.members, stated, strict=True))

@@ -1,0 +1,128 @@
+"""Whole audits: whether what a member puts into an average is the sum of what it has counted.
+
+Values and pure decisions (docs/decisions, number 0036). Auditors compute every counted cell of the
+member again, and state linear digests of the gradients under the seed of the step's check of sums.
+Digests add up as gradients do, so that their sum must be the digest that the member states of what
+it put in. The rules are in `swarm_coordinator.core.rules.closing.whole_audits`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarm_coordinator.core.trust.sums import SignedSums
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId
+from swarm_shared.identity.linear_digest import digest_sum, from_text
+
+Sums = tuple[int, ...]
+"""Linear digests of a stage's own gradient and, at the ends of a tied model, of the tied one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellSums:
+    """What one auditor states of one cell."""
+
+    transcript: Transcript
+    """What the audited receipt says, and the auditor's computation gives to the bit."""
+    sums: Sums
+    auditor: PeerId
+    envelope: str
+    """The signed statement, as evidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What a member has stated, where the auditors' digests add up to something else."""
+
+    stated: SignedSums
+    cells: tuple[MicrobatchIndex, ...]
+    """What it had counted."""
+    since: float
+
+
+@dataclass(slots=True)
+class WholeAudit:
+    """The whole audit of one member in one stage of a step."""
+
+    seed: str
+    cells: dict[MicrobatchIndex, dict[PeerId, CellSums]] = field(default_factory=dict)
+    """What auditors have stated, by microbatch and by owner."""
+    asked: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
+    """Owners that have been asked for a contested cell."""
+    attempt: int | None = None
+    """The attempt to close in whose check the seed is revealed; it proves nothing in later ones."""
+    contest: Contest | None = None
+
+    def add(self, microbatch: MicrobatchIndex, owner: PeerId, stated: CellSums) -> None:
+        self.cells.setdefault(microbatch, {})[owner] = stated
+
+    def of_receipt(
+        self, microbatch: MicrobatchIndex, transcript: Transcript
+    ) -> dict[PeerId, CellSums]:
+        """What is stated of a cell whose receipt says this."""
+        found = self.cells.get(microbatch, {})
+        return {owner: one for owner, one in found.items() if one.transcript == transcript}
+
+
+def sums_of(digests: Sequence[LinearDigests], parts: int) -> Sums | None:
+    """The digests of an auditor's statement, one for each part; None if it has others."""
+    if len(digests) != parts or any(len(of_part) != 1 for of_part in digests):
+        return None
+    return tuple(from_text(digest) for (digest,) in digests)
+
+
+def total(cells: Iterable[Sums]) -> Sums:
+    return tuple(map(digest_sum, zip(*cells, strict=True)))
+
+
+Stated = Mapping[MicrobatchIndex, Mapping[PeerId, CellSums]]
+"""What owners state of each contested cell."""
+
+
+def decided(
+    stated: Stated, put_in: Sums, needed: int, trusted: Collection[PeerId]
+) -> dict[MicrobatchIndex, Sums] | None:
+    """Return the digests of all cells that are true; None while too few owners agree.
+
+    `put_in` is what the member states, which counts as one owner's statement of digests that add up
+    to it; `needed` owners are a majority. So the digests of each cell have an honest owner behind
+    them as long as most are.
+    """
+    supported = {m: _support(of_cell, needed, trusted) for m, of_cell in stated.items()}
+    owners = sorted({owner for of_cell in stated.values() for owner in of_cell})
+    for owner in owners:
+        # Of digests with the same support those of one owner: a liar gives false ones, the others
+        # of the cell are true.
+        chosen = _chosen(stated, supported, owner, needed - 1)
+        if chosen is not None and total(chosen.values()) == put_in:
+            return chosen
+    return _chosen(stated, supported, None, needed)
+
+
+def _support(
+    of_cell: Mapping[PeerId, CellSums], needed: int, trusted: Collection[PeerId]
+) -> dict[Sums, int]:
+    """How many owners state each of a cell's digests; a trusted one is enough."""
+    for owner, one in of_cell.items():
+        if owner in trusted:
+            return {one.sums: needed}
+    return Counter(one.sums for one in of_cell.values())
+
+
+def _chosen(
+    stated: Stated, supported: Mapping[MicrobatchIndex, Mapping[Sums, int]],
+    preferred: PeerId | None, least: int,
+) -> dict[MicrobatchIndex, Sums] | None:  # fmt: skip
+    """Digests of every cell that at least so many owners state; None if a cell has none."""
+    chosen: dict[MicrobatchIndex, Sums] = {}
+    for microbatch, support in supported.items():
+        own = stated[microbatch].get(preferred) if preferred is not None else None
+        most = max(support, key=support.__getitem__, default=None)
+        best = own.sums if own is not None and support.get(own.sums, 0) >= least else most
+        if best is None or support[best] < max(least, 1):
+            return None
+        chosen[microbatch] = best
+    return chosen

@@ -1,0 +1,30 @@
+"""Transcripts: what crossed the boundaries of a stage, in digests.
+
+A transcript is part of a receipt and of an auditor's statement
+(`swarm_shared.identity.work_statements`), and of the order to audit.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import WireDigest
+
+
+class Transcript(FrozenModel):
+    """Digests of what one stage received, returned and counted for one microbatch.
+
+    All are of bytes as they cross the wire, so that two peers that exchanged them agree.
+    """
+
+    input: WireDigest
+    """Of the activation that came in; at stage 0 of the token ids."""
+    output: WireDigest
+    """Of the activation that went out; at the last stage of the targets."""
+    output_gradient: WireDigest | Literal[""] = ""
+    """Of the gradient that came back; empty at the last stage."""
+    input_gradient: WireDigest | Literal[""] = ""
+    """Of the gradient that was returned; empty at stage 0."""
+    gradient: WireDigest
+    """Of the parameters' gradient, in the form in which it is added to the accumulator."""

@@ -1,0 +1,176 @@
+"""Signed values about single microbatches: what may be computed, and what was computed (design:
+docs/decisions, number 0036).
+
+A `LeaseTicket` is the coordinator's: this microbatch of this step is leased, with these token ids.
+A `Transcript` is the part of a receipt that says what crossed the boundaries of a stage, and what
+was counted. An `AuditStatement` is a second peer's, which has computed the same microbatch again.
+A `SumStatement` says what a member put into an average and what it took out.
+Membership certificates and receipts are in `swarm_shared.identity.credentials`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from blake3 import blake3
+from pydantic import Field
+
+from swarm_shared.base.errors import SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import (
+    Count,
+    Generation,
+    LinearDigest,
+    LinearDigests,
+    Loss,
+    Magnitude,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    Seed,
+    StageIndex,
+    Step,
+    WireDigest,
+)
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+
+TICKET_DOMAIN = "swarmtrain-ticket-1"
+AUDIT_DOMAIN = "swarmtrain-audit-1"
+SUM_DOMAIN = "swarmtrain-sum-1"
+
+MAX_STATEMENT_BYTES = 4096
+"""Longest envelope; the largest of these messages has about 900 bytes."""
+
+MAX_SUM_STATEMENT_BYTES = 2**19
+"""Longest envelope of a `SumStatement` with details, of an all-reduce with as many members as are
+allowed."""
+
+DIGEST_BYTES: Final = 16
+"""Bytes of a wire digest: finding two inputs with the same one takes about 2^64 trials."""
+
+
+def wire_digest(*parts: bytes | bytearray | memoryview) -> str:
+    """Return the `WireDigest` of the parts, one behind the other: BLAKE3, several gigabytes a
+    second on one core."""
+    hashed = blake3()
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest(length=DIGEST_BYTES)
+
+
+class LeaseTicket(FrozenModel):
+    """The coordinator's statement that one microbatch is leased, with its token ids.
+
+    It travels with the microbatch through all stages. The token ids of a microbatch are the same
+    whenever it is leased, so that a ticket never expires.
+    """
+
+    run: RunId
+    step: Step
+    microbatch: MicrobatchIndex
+    tokens: WireDigest
+    """Of the token ids that stage 0 gets, as they cross the wire (uint32, little-endian)."""
+    targets: WireDigest
+    """Of the targets that the last stage gets."""
+
+
+class AuditStatement(FrozenModel):
+    """What an auditor found when it computed a microbatch of another peer's again.
+
+    `transcript` is None when it could not: then the audited peer gave no input that fits its
+    receipt. `distance` is set when the auditor compared the tensors themselves.
+    """
+
+    run: RunId
+    generation: Generation
+    audit: Count
+    step: Step = Field(ge=1)
+    microbatch: MicrobatchIndex
+    stage: StageIndex
+    peer: PeerId
+    """The peer whose receipt is audited."""
+    auditor: PeerId
+    transcript: Transcript | None
+    loss_sum: Loss | None = None
+    """Loss summed over the tokens, on the last stage."""
+    distance: Magnitude | None = None
+    """Largest relative L2 distance between what was claimed and what was computed, over output,
+    input gradient and gradient."""
+    sums: tuple[LinearDigests, ...] = Field(default=(), max_length=2)
+    """Linear digests of the gradient as it is counted, where the order gave a seed: one digest per
+    part of the gradient (the stage's own, then the tied one), in an entry of its own."""
+
+
+class SumDigests(FrozenModel):
+    """Linear digests of one all-reduce at one member, under the seed of the check."""
+
+    part: LinearDigest
+    """Of what the member put in."""
+    result: LinearDigest
+    """Of what it took out."""
+    parts: LinearDigests = ()
+    """Of each slice of what it put in, in the order of the reducers. Here and in the following:
+    only with details."""
+    results: LinearDigests = ()
+    """Of each slice of what it took out."""
+    received: LinearDigests = ()
+    """Of what each member, itself included, put into the slice that this member sums; in the
+    members' order, and empty where the member sums nothing."""
+
+
+class SumStatement(FrozenModel):
+    """What one member put into the all-reduces of an attempt to close a step, and took out."""
+
+    run: RunId
+    generation: Generation
+    step: Step = Field(ge=1)
+    attempt: Count
+    stage: StageIndex
+    peer: PeerId
+    seed: Seed
+    checks: tuple[SumDigests, ...] = Field(min_length=1, max_length=4)
+    """One per reduction of the Close, in its order, then those of `moving`."""
+
+
+def sign_ticket(coordinator: Identity, ticket: LeaseTicket) -> bytes:
+    return sign_message(coordinator, ticket, TICKET_DOMAIN)
+
+
+def open_ticket(envelope: bytes, coordinator: PeerId) -> LeaseTicket:
+    """Return the ticket, signed by the run's organiser. FrameError or SignatureError otherwise."""
+    ticket, _ = open_message(envelope, LeaseTicket, TICKET_DOMAIN, coordinator, MAX_STATEMENT_BYTES)
+    return ticket
+
+
+def sign_audit(identity: Identity, statement: AuditStatement) -> bytes:
+    assert statement.auditor == identity.peer_id, "an auditor signs its own statements"
+    return sign_message(identity, statement, AUDIT_DOMAIN)
+
+
+def open_audit(envelope: bytes) -> AuditStatement:
+    """Return the statement, signed by the auditor it names. FrameError or SignatureError
+    otherwise."""
+    statement, signer = open_message(
+        envelope, AuditStatement, AUDIT_DOMAIN, max_bytes=MAX_STATEMENT_BYTES
+    )
+    if signer != statement.auditor:
+        raise SignatureError(f"{signer} signed an audit in the name of {statement.auditor}")
+    return statement
+
+
+def sign_sums(identity: Identity, statement: SumStatement) -> bytes:
+    assert statement.peer == identity.peer_id, "a member signs its own statements"
+    return sign_message(identity, statement, SUM_DOMAIN)
+
+
+def open_sums(envelope: bytes, peer: PeerId | None = None) -> SumStatement:
+    """Return the statement, signed by the member that it names (`peer`, if given). FrameError or
+    SignatureError otherwise."""
+    statement, signer = open_message(
+        envelope, SumStatement, SUM_DOMAIN, peer, MAX_SUM_STATEMENT_BYTES
+    )
+    if statement.peer != signer:
+        raise SignatureError(f"{signer} signed sums in the name of {statement.peer}")
+    return statement

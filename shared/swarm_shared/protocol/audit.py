@@ -1,0 +1,46 @@
+"""AUDIT_PROTOCOL: an auditor and the peer that it audits, one stream per request.
+
+    auditor         TransferHello (its certificate), then KeptRequest
+    audited peer    KeptPart + bytes, in order, until all are sent; or TransferRefused
+
+Both know the size of what is sent from the manifest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import Count, MicrobatchIndex, StageIndex, Step
+from swarm_shared.protocol.transfer import TransferHello, TransferRefused
+
+AUDIT_PROTOCOL = "/swarmtrain/audit/1"
+
+PART_BYTES = 2**20
+"""Bytes of a KeptPart, but for the last one."""
+
+
+class KeptRequest(FrozenModel):
+    """A query for the inputs of a counted microbatch, or for what was `computed` from them."""
+
+    kind: Literal["kept_request"] = "kept_request"
+    step: Step
+    microbatch: MicrobatchIndex
+    stage: StageIndex
+    computed: bool = False
+
+
+class KeptPart(FrozenModel):
+    """The payload is a part of the tensors, one behind the other."""
+
+    kind: Literal["kept_part"] = "kept_part"
+    offset: Count
+
+
+AuditMessage = Annotated[
+    TransferHello | KeptRequest | KeptPart | TransferRefused, Field(discriminator="kind")
+]
+
+audit_messages: TypeAdapter[AuditMessage] = TypeAdapter(AuditMessage)

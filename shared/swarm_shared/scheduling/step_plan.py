@@ -1,0 +1,55 @@
+"""The plan of one stage for one step: which peer each microbatch is for.
+
+The plan is a pure function of the roster's rates and of the number of microbatches of a step, so
+every sender makes the same one, and they need not exchange anything to share the peers among them.
+Each peer gets work in proportion to its rate, and microbatches with neighbouring numbers, which are
+under way at the same time, are for different peers. (It is list scheduling on uniform machines,
+Graham 1969: each microbatch goes to the machine that would be done with it first.)
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import statistics
+from collections.abc import Mapping
+
+from swarm_shared.base.types import PeerId
+
+MAX_RATE_OVER_MEDIAN = 4.0
+"""Largest rate that counts, as a multiple of the stage's median: a claim buys no more work."""
+
+MAX_PLANNED = 4096
+"""Entries of a plan at most, which is repeated beyond: about 5 ms of computing."""
+
+HANDICAP = 1.0
+"""Microbatches that each peer is planned as having had before the step. A microbatch passes all
+stages twice, so that the last ones of a slow peer would end long after all others."""
+
+
+def prior_seconds(rates: Mapping[PeerId, float]) -> dict[PeerId, float]:
+    """Return the seconds per microbatch that follow from the roster's rates; the mean rate for
+    peers without one. Empty if no rate is known."""
+    known = [rate for rate in rates.values() if rate > 0]
+    if not known:
+        return {}
+    largest = MAX_RATE_OVER_MEDIAN * statistics.median(known)
+    mean = statistics.fmean(min(rate, largest) for rate in known)
+    return {peer: 1 / (min(rate, largest) if rate > 0 else mean) for peer, rate in rates.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def plan_step(seconds: tuple[tuple[PeerId, float], ...], microbatches: int) -> tuple[PeerId, ...]:
+    """Return the peer of each microbatch, from the peers and their seconds per microbatch in the
+    order of their names.
+
+    Cached, because one process may have many senders to the same stage.
+    """
+    done_at = [((1 + HANDICAP) * each, peer, each) for peer, each in seconds]
+    heapq.heapify(done_at)
+    planned: list[PeerId] = []
+    for _ in range(min(microbatches, MAX_PLANNED)):
+        at, peer, each = done_at[0]
+        planned.append(peer)
+        heapq.heapreplace(done_at, (at + each, peer, each))
+    return tuple(planned)

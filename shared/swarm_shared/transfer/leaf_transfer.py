@@ -1,0 +1,124 @@
+"""Leaves of the training data between peers: the part of TRANSFER_PROTOCOL for ranges.
+
+    requester → holder   TransferHello, then LeafRequest …
+    holder → requester   LeafAnswer + for each leaf its proof and its bytes; TransferRefused ends it
+
+The requester knows the length of every answer from the manifest before it arrives, and checks each
+leaf against the signed root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm_shared.base.errors import AdmissionError, ProtocolError
+from swarm_shared.data.sample_ranges import LeafId, leaf_shape
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.protocol import (
+    MAX_LEAVES_ASKED,
+    TRANSFER_PROTOCOL,
+    LeafAnswer,
+    LeafRequest,
+    TransferHello,
+    TransferRefused,
+    WantedLeaf,
+    encode,
+    parse,
+    transfer_messages,
+)
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer.source import TransferSource
+
+LEAF_LIMITS = FrameLimits(max_header_bytes=4 * 1024, max_payload_bytes=544 * 1024)
+
+ANSWER_SECONDS = 30.0
+"""Longest time for one answer of at most 540 KiB: a slower source is 18 kB/s."""
+
+
+class LeafReader(Protocol):
+    """Where a holder reads its leaves. Blocking; DataError when it cannot."""
+
+    def proof(self, wanted: LeafId) -> bytes: ...
+
+    def content(self, wanted: LeafId) -> bytes: ...
+
+
+def read_leaves(reader: LeafReader, request: LeafRequest) -> bytes:
+    """Return the payload of the answer. Blocking."""
+    parts: list[bytes] = []
+    for one in request.leaves:
+        wanted = LeafId(one.shard, one.leaf)
+        parts.append(reader.proof(wanted))
+        if request.content:
+            parts.append(reader.content(wanted))
+    return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedLeaf:
+    """A leaf as a holder sent it; nothing is checked yet."""
+
+    leaf: LeafId
+    proof: bytes
+    content: bytes
+    """Empty if only the proof was asked for."""
+
+
+class LeafStream:
+    """One stream to a holder; one request at a time."""
+
+    def __init__(self, stream: FramedStream, manifest: Manifest) -> None:
+        self._stream = stream
+        self._manifest = manifest
+
+    @classmethod
+    async def open(
+        cls, node: Node, source: TransferSource, hello: TransferHello, manifest: Manifest
+    ) -> LeafStream:
+        stream = await node.open_stream(
+            source.peer, TRANSFER_PROTOCOL, LEAF_LIMITS, source.addresses
+        )
+        try:
+            await stream.send(encode(hello), timeout_seconds=ANSWER_SECONDS)
+        except BaseException:
+            await stream.reset()
+            raise
+        return cls(stream, manifest)
+
+    async def ask(self, leaves: Sequence[LeafId], *, content: bool) -> list[FetchedLeaf]:
+        """Fetch some leaves or their proofs. NetworkError, AdmissionError or ProtocolError when the
+        holder cannot serve them."""
+        assert len(leaves) <= MAX_LEAVES_ASKED
+        request = LeafRequest(
+            leaves=tuple(WantedLeaf(shard=one.shard, leaf=one.leaf) for one in leaves),
+            content=content,
+        )
+        await self._stream.send(encode(request), timeout_seconds=ANSWER_SECONDS)
+        frame = await self._stream.receive(timeout_seconds=ANSWER_SECONDS)
+        answer = parse(transfer_messages, frame.header)
+        if isinstance(answer, TransferRefused):
+            raise AdmissionError(f"{self._stream.remote} refused: {answer.reason}")
+        if not isinstance(answer, LeafAnswer):
+            raise ProtocolError(f"{self._stream.remote} answered leaves with {answer.kind}")
+        return self._cut(leaves, frame.payload, content=content)
+
+    def _cut(
+        self, leaves: Sequence[LeafId], payload: bytes | bytearray, *, content: bool
+    ) -> list[FetchedLeaf]:
+        found: list[FetchedLeaf] = []
+        shapes = [leaf_shape(self._manifest, one) for one in leaves]
+        sizes = [shape.size_bytes if content else 0 for shape in shapes]
+        if len(payload) != sum(sizes) + sum(shape.proof_bytes for shape in shapes):
+            raise ProtocolError(f"{self._stream.remote} sent leaves of a wrong size")
+        start = 0
+        for one, shape, size in zip(leaves, shapes, sizes, strict=True):
+            middle = start + shape.proof_bytes
+            end = middle + size
+            found.append(FetchedLeaf(one, bytes(payload[start:middle]), bytes(payload[middle:end])))
+            start = end
+        return found
+
+    async def close(self) -> None:
+        await self._stream.reset()

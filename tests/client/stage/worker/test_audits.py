@@ -1,0 +1,155 @@
+"""Audits at a stage worker: what is shown of a kept microbatch, and what an auditor finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from client.stage.worker.test_payloads import with_codecs
+from client.stage.worker.test_stage_runner import STEP, make_manifest, runners_of
+from client.stage.worker.test_transcripts import MICROBATCH, through
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.audits import AuditRunner
+from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.types import MicrobatchIndex
+from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity.work_statements import wire_digest
+from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.run.manifest import Manifest
+
+SEED = "5eed" * 8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_an_auditor_that_computes_alike_finds_the_receipts_transcript(
+    tmp_path: Path, codec: str
+) -> None:
+    manifest = with_codecs(make_manifest(3), codec, codec)
+    audited, auditors = runners_of(manifest), runners_of(manifest)
+    receipts = through(audited, 1).transcripts()
+    for peer, auditor, receipt in zip(audited, auditors, receipts, strict=True):
+        inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+        AuditRunner(peer).save_kept(STEP, MICROBATCH, inputs, computed=False)
+        AuditRunner(peer).save_kept(STEP, MICROBATCH, computed, computed=True)
+        found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
+        assert found.transcript == receipt
+        assert found.distance == 0.0
+        assert (found.loss_sum is not None) == (peer is audited[-1])
+
+
+def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
+    tmp_path: Path,
+) -> None:
+    manifest = make_manifest(3)
+    with_audits, without = runners_of(manifest), runners_of(manifest)
+    for microbatch in (MICROBATCH, 6):
+        through(without, microbatch, microbatch=microbatch)
+    for microbatch in (MICROBATCH, 6):
+        through(with_audits, microbatch, microbatch=microbatch)
+        for runner in with_audits:
+            audits = AuditRunner(runner)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
+            audits.audit(STEP, tmp_path / "inputs", None, None)
+    for one, other in zip(with_audits, without, strict=True):
+        assert torch.equal(one.accumulator.flat, other.accumulator.flat)
+        assert one.accumulator.transcripts == other.accumulator.transcripts
+        own, others = one.stage.all_parameters(), other.stage.all_parameters()
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(own, others, strict=True))
+
+
+def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_path: Path) -> None:
+    manifest = make_manifest(3)
+    audited, auditors = runners_of(manifest), runners_of(manifest)
+    receipt = through(audited, 1).transcripts()[1]
+    inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, computed=False)
+    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, computed=True)
+    sizes = audited[1].sizes
+    start = sizes.output_bytes + sizes.input_gradient_bytes
+    content = computed.read_bytes()
+    zeros = bytes(len(content) - start)
+    computed.write_bytes(content[:start] + zeros)
+    unlike = AuditRunner(auditors[1]).audit(STEP, inputs, computed, receipt)
+    assert unlike.distance is None  # these are not the tensors of the receipt
+    claimed = receipt.model_copy(update={"gradient": wire_digest(zeros)})
+    found = AuditRunner(auditors[1]).audit(STEP, inputs, computed, claimed)
+    assert found.distance == pytest.approx(1.0)
+    assert found.transcript == receipt != claimed
+
+
+def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:
+    codecs = manifest.codecs.model_copy(update={"average": codec})
+    return manifest.model_copy(update={"codecs": codecs})
+
+
+def digests_of(runner: StageRunner, stops: dict[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
+    """The linear digests of what is in the accumulator, as a member states its part."""
+    flats = (runner.accumulator.flat, torch.zeros_like(runner.accumulator.flat))
+    found = []
+    for part, ends in stops.items():
+        parts, results = StepRunner(runner).digest_sums(STEP, part, SEED, ends, flats)
+        assert set(results) == {"0" * 16}
+        found.append(parts)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
+    tmp_path: Path, tied: bool, slices: int
+) -> None:
+    manifest = averaging(make_manifest(3, tied=tied), "exact")
+    audited, auditors = runners_of(manifest), runners_of(manifest)
+    for number in (5, 6, 7):
+        through(audited, number, microbatch=number)
+    for peer, auditor in zip(audited, auditors, strict=True):
+        sizes = {"own": peer.layout.own_count, "tied": peer.layout.tied_count}
+        stops = {
+            part: tuple(size * (n + 1) // slices for n in range(slices))
+            for part, size in sizes.items() if size
+        }  # fmt: skip
+        assert (len(stops) == 2) == (tied and peer is not audited[1])
+        found = []
+        for number in (5, 6, 7):
+            inputs = tmp_path / "inputs"
+            AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, computed=False)
+            found.append(AuditRunner(auditor).audit(STEP, inputs, None, None, SEED).sums)
+        for index, parts in enumerate(digests_of(peer, stops)):
+            of_cells = digest_sum(from_text(sums[index][0]) for sums in found)
+            assert of_cells == digest_sum(map(from_text, parts))
+
+
+def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_path: Path) -> None:
+    runners = runners_of(averaging(make_manifest(3), "float16"))
+    through(runners, 1)
+    AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+    assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, None, SEED).sums == ()
+    count = runners[0].layout.own_count
+    with pytest.raises(RequestFailed, match="rounded"):
+        digests_of(runners[0], {"own": (count,)})
+    exact = runners_of(averaging(make_manifest(3), "exact"))[0]
+    for stops in ((), (count - 1,), (count, 1, count), (count + 1,)):
+        with pytest.raises(RequestFailed, match="no partition"):
+            digests_of(exact, {"own": stops})
+
+
+def test_only_a_microbatch_of_an_open_step_whose_inputs_are_kept_is_shown(tmp_path: Path) -> None:
+    runners = runners_of(make_manifest(3))
+    through(runners, 1)
+    audits = AuditRunner(runners[0])
+    with pytest.raises(RequestFailed, match="is not kept"):
+        audits.save_kept(STEP, MicrobatchIndex(9), tmp_path / "inputs", computed=False)
+    with pytest.raises(RequestFailed, match="works on step"):
+        audits.save_kept(STEP + 3, MICROBATCH, tmp_path / "inputs", computed=False)
+    runners[0].reset_step(STEP)
+    with pytest.raises(RequestFailed, match="is not kept"):
+        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)

@@ -1,0 +1,115 @@
+"""`swarm-coordinator trust`: owners, verdicts and evidence of a run's database."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from kits import lost_audit
+from kits.peer_names import named
+from swarm_coordinator.cli.main import cli
+from swarm_coordinator.core.events import StandingRecord, StandingsRecord, VerdictRecord
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.signed_manifest import run_id_of
+
+HONEST, LIAR = named("honest"), named("1iar")
+VERDICT = VerdictRecord(
+    step=Step(9), microbatch=MicrobatchIndex(3), stage=StageIndex(1), peer=LIAR, owner=LIAR,
+    audited=LIAR, reason="what it signed is not what the microbatch gives", void_after=Step(4),
+    evidence=lost_audit.evidence(RunId("ab" * 32), receipt=""),
+)  # fmt: skip
+
+
+def a_run(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghij " * 3000)
+    initialise_run(tmp_path / "run", "tiny", str(text), 2, {"model.sequence_length": 16})
+    return tmp_path / "run"
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, ["trust", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+async def test_owners_and_verdicts_are_listed_with_their_evidence(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    store = SqliteStore.open(run / "coordinator.sqlite")
+    store.next_generation()
+    await store.write(
+        StandingsRecord(
+            (
+                StandingRecord(HONEST, 60, 0, Step(8), 12),
+                StandingRecord(LIAR, 0, 1, Step(4), 3),
+            )
+        )
+    )
+    await store.write(VERDICT)
+    store.close()
+    honest, liar = shown(str(run)).splitlines()[1:3]
+    assert honest.startswith(HONEST)
+    assert honest.endswith("established")
+    assert liar.endswith("on probation, 50 more to pass")
+    assert shown(str(run)).splitlines()[-1] == (
+        f"verdict 1: step 9: {LIAR} lost an audit: what it signed is not what the microbatch gives "
+        "(2 signed statement(s); credit of steps 5 to 9 is void)"
+    )
+    document = json.loads(shown(str(run), "--json"))
+    assert document["verdicts"][0]["evidence"] == VERDICT.evidence.model_dump(mode="json")
+    assert [owner["passed"] for owner in document["owners"]] in ([60, 0], [0, 60])
+
+
+async def test_the_evidence_of_a_verdict_is_shown_in_sentences(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    proved = lost_audit.verdict(run_id_of(load_manifest(RunFolder.open(run))))
+    store = SqliteStore.open(run / "coordinator.sqlite")
+    store.next_generation()
+    await store.write(VERDICT)
+    await store.write(
+        replace(VERDICT, peer=proved.peer, owner=proved.owner, evidence=proved.evidence)
+    )
+    store.close()
+    assert "its evidence is incomplete" in shown(str(run), "--verdict", "1")
+    summary, receipt, first, second, terms = shown(str(run), "--verdict", "2").splitlines()
+    assert summary.startswith(f"step 9: {proved.peer} lost an audit")
+    assert f"signed by {proved.peer} (owner {proved.owner})" in receipt
+    assert "microbatch 3 of step 9 in stage 1" in receipt
+    assert lost_audit.FIRST.peer_id in first
+    assert "it computed something else, relative distance 1" in second
+    assert terms.endswith("3 owners could vote, distances up to 0.0001 are rounding; from this "
+                          "follows: lost")  # fmt: skip
+    result = CliRunner().invoke(cli, ["trust", str(run), "--verdict", "3"])
+    assert "there is no verdict 3; this run has 2" in str(result.exception)
+
+
+async def test_the_statements_of_a_verdict_about_an_average_are_shown(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    of = run_id_of(load_manifest(RunFolder.open(run)))
+    statements = (
+        lost_audit.sums(lost_audit.AUDITED, of),
+        lost_audit.statement(of, lost_audit.FIRST),
+    )
+    store = SqliteStore.open(run / "coordinator.sqlite")
+    store.next_generation()
+    await store.write(replace(VERDICT, microbatch=None, evidence=None, statements=statements))
+    store.close()
+    summary, sums, audit = shown(str(run), "--verdict", "1").splitlines()
+    assert "2 signed statement(s)" in summary
+    assert f"signed by {lost_audit.AUDITED.peer_id}: attempt 2, digests {'0' * 16} in" in sums
+    assert f"signed by {lost_audit.FIRST.peer_id}: microbatch 3 of" in audit
+    document = json.loads(shown(str(run), "--json"))
+    assert document["verdicts"][0]["statements"] == list(statements)
+
+
+def test_a_run_that_was_never_started_has_nothing_to_show(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    result = CliRunner().invoke(cli, ["trust", str(run)])
+    assert "has not been started yet" in (result.output + str(result.exception))

@@ -1,0 +1,563 @@
+"""Verdicts: which cells are audited, by which peers, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.facts import Options, train_loss
+from kits.swarm_world.sweep import Course, finish
+from swarm_coordinator.core.events import (
+    Ban,
+    CloseSession,
+    EvaluationRecord,
+    Note,
+    ReceiptsVerified,
+    Restored,
+    StandingRecord,
+    StandingsRecord,
+    VerdictRecord,
+)
+from swarm_coordinator.core.rules import verdicts
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
+from swarm_coordinator.core.trust.samples import SampledTokens
+from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_coordinator.status.builder import document_of
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import Audit, Close, Drop, Dropped, Lease, Refused, StageRequest
+from swarm_shared.trust.votes import Claim
+
+ALL = AuditSettings(audit_share=1.0, probation_cells=0)
+OTHER = "f" * 32
+
+
+def draws(*numbers: float) -> Callable[[], float]:
+    """Numbers in turn, and the last one for ever."""
+    left = list(numbers)
+    return lambda: left.pop(0) if len(left) > 1 else left[0]
+
+
+def audited(
+    *names: str, settings: AuditSettings = ALL, draw: Callable[[], float] = lambda: 0.0,
+    **options: Any,
+) -> Bench:  # fmt: skip
+    bench = Bench(audits=AuditBook(settings, draw), **options)
+    bench.join_all(*(names or ("a0", "b0", "c0", "a1", "b1", "c1")))
+    return bench
+
+
+def orders(bench: Bench) -> dict[str, list[Audit]]:
+    """The orders that the last event has sent."""
+    return {str(p): sent for p in bench.run.peers if (sent := bench.sent(p, Audit))}
+
+
+def the_order(bench: Bench) -> tuple[str, Audit]:
+    """The only one."""
+    ((auditor, (order,)),) = orders(bench).items()
+    return auditor, order
+
+
+def true(order: Audit, stages: int = 2) -> Transcript:
+    return simulated_transcript(order.step, order.microbatch, order.stage, StageIndex(stages - 1))
+
+
+def false(order: Audit) -> Transcript:
+    return true(order).model_copy(update={"gradient": OTHER})
+
+
+def contradict(bench: Bench, auditor: str, order: Audit, distance: float | None = 1.0) -> None:
+    """The auditor finds another gradient, and that it is far from what is claimed."""
+    bench.audited(auditor, order, false(order))
+    again = bench.sent(auditor, Audit)[-1]
+    assert again.claimed == true(order)
+    bench.audited(auditor, again, false(order), distance=distance)
+
+
+# ---------------------------------------------------------------- draws
+
+
+def test_a_counted_cell_is_audited_by_a_peer_of_its_stage_and_not_by_itself() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    assert auditor in ("b0", "c0")
+    assert (order.peer, order.microbatch, order.stage) == ("a0", 0, 0)
+    assert (order.input, order.output_gradient) == (true(order).input, true(order).output_gradient)
+    assert order.claimed is None
+
+
+def test_the_order_names_the_targets_at_the_last_stage_only() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    assert the_order(bench)[1].targets == ""
+    bench = audited()
+    bench.report("a1", 0)
+    _, order = the_order(bench)
+    assert order.stage == 1
+    assert order.targets == true(order).output
+
+
+def test_a_draw_above_the_share_audits_nothing() -> None:
+    bench = audited(settings=AuditSettings(0.02, 0), draw=lambda: 0.021)
+    bench.report("a0", 0)
+    assert not orders(bench)
+
+
+def test_devices_of_one_owner_do_not_audit_each_other() -> None:
+    bench = audited("a0", "a1")
+    bench.join("b0", 0)
+    bench.attach("c0", wanted_stage=0, owner=PeerId("a0"))
+    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.ready("c0")
+    bench.report("a0", 0)
+    assert the_order(bench)[0] == "b0"
+    bench.lose("b0")
+    bench.report("a0", 1)
+    assert not orders(bench)
+
+
+def test_a_paused_or_leaving_peer_audits_nothing() -> None:
+    bench = audited("a0", "b0", "a1")
+    bench.pause("b0")
+    bench.report("a0", 0)
+    assert not orders(bench)
+
+
+def test_a_trusted_owner_is_asked_first() -> None:
+    settings = AuditSettings(1.0, 0, trusted_owners=frozenset({PeerId("c0")}))
+    bench = audited(settings=settings, draw=lambda: 0.5)
+    bench.report("a0", 0)
+    assert the_order(bench)[0] == "c0"
+
+
+def test_an_auditor_has_no_more_than_so_many_in_hand_and_gets_the_next_when_it_answers() -> None:
+    bench = audited("a0", "b0", "a1", microbatches=MAX_IN_HAND + 2)
+    bench.report("a0", *range(MAX_IN_HAND + 2))
+    in_hand = orders(bench)["b0"]
+    assert len(in_hand) == MAX_IN_HAND
+    bench.audited("b0", in_hand[0], true(in_hand[0]))
+    assert the_order(bench)[1].microbatch == MAX_IN_HAND
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_equal_digests_pass_and_the_step_goes_on() -> None:
+    bench = audited("a0", "b0", "a1", "b1")
+    bench.fill()
+    for auditor, sent in orders_of_log(bench):
+        bench.audited(auditor, sent, true(sent))
+    bench.event_tick()
+    assert bench.run.phase is RunPhase.CLOSING
+    assert bench.run.audits.passed == 4
+    assert bench.run.audits.standings.of(PeerId("a0")).passed == 2
+
+
+def orders_of_log(bench: Bench) -> list[tuple[str, Audit]]:
+    return [(str(p), order) for p in bench.run.peers for order in bench.sent(p, Audit, bench.log)]
+
+
+def test_a_complete_step_waits_for_its_audits_up_to_a_limit() -> None:
+    bench = audited("a0", "b0", "a1", "b1")
+    bench.fill()
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.tick(verdicts.HOLD_SECONDS / 2)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.tick(10.0)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert bench.run.audits.unanswered == 4
+
+
+def test_within_the_tolerance_an_unlike_machine_passes() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench), distance=1e-5)
+    assert bench.run.audits.passed == 1
+    assert (MicrobatchIndex(0), StageIndex(0)) in bench.step().table
+
+
+def test_the_odd_one_of_three_loses_its_cells_its_place_and_its_credit() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    second, order = the_order(bench)
+    assert second in ("b0", "c0")
+    contradict(bench, second, order)
+    (record,) = bench.records(VerdictRecord)
+    assert (record.peer, record.owner, record.microbatch, record.stage) == ("a0", "a0", 0, 0)
+    assert sorted(one.statement for one in record.evidence.statements) == [
+        "signed by b0",
+        "signed by c0",
+    ]
+    assert (record.evidence.entitled, record.evidence.tolerance) == (3, ALL.tolerance)
+    assert record.claim == Claim(true(order), None)
+    assert "microbatch 0 of step 1 in stage 0" in record.reason
+    assert "a0" not in bench.run.peers
+    assert not bench.step().table
+    refused = bench.sent("a0", Refused, bench.log)[-1]
+    assert "microbatch 0 of step 1 in stage 0" in refused.reason
+    assert "overclocking" in refused.reason
+    (standing,) = [
+        s for r in bench.records(StandingsRecord) for s in r.standings if s.owner == "a0"
+    ]
+    assert (standing.passed, standing.lost) == (0, 1)
+    assert not bench.commands(Ban, bench.log)
+
+
+def test_the_evidence_has_the_bindings_that_the_audited_peer_and_its_auditors_have_shown() -> None:
+    bench = audited("b0", "c0", "a1")
+    for device in ("x0", "y0"):
+        owner = PeerId(f"owner of {device}")
+        bench.attach(device, wanted_stage=0, owner=owner, owner_binding=f"for {device}")
+        bench.send(device, StageRequest(stage=StageIndex(0)))
+        bench.ready(device)
+    bench.lose("c0")
+    bench.report("x0", 0)
+    for _ in range(2):
+        contradict(bench, *the_order(bench))
+    (record,) = bench.records(VerdictRecord)
+    assert (record.peer, record.owner, record.evidence.binding) == (
+        "x0",
+        "owner of x0",
+        "for x0",
+    )
+    shown = {one.statement: one.binding for one in record.evidence.statements}
+    assert shown == {"signed by b0": "", "signed by y0": "for y0"}
+
+
+def test_the_status_lists_owners_and_verdicts() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    trust = document_of(bench.run, bench.now).trust
+    assert (trust.lost, trust.probation_cells, trust.on_probation) == (1, 0, 0)
+    first, *others = trust.owners
+    assert (first.owner, first.passed, first.lost) == ("a0", 0, 1)
+    assert [(one.owner, one.made) for one in others] == [("b0", 1), ("c0", 1)]
+    assert [(one.peer, one.step) for one in trust.verdicts] == [("a0", 1)]
+
+
+def test_an_expelled_owner_is_refused_for_an_hour_with_the_reason() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    bench.attach("a0")
+    (refused,) = bench.sent("a0", Refused)
+    assert "microbatch 0 of step 1" in refused.reason
+    assert refused.retry_seconds == verdicts.REFUSED_SECONDS
+    bench.attach("x0", owner=PeerId("a0"))
+    assert bench.sent("x0", Refused)
+    bench.tick(1.0)
+    bench.now += verdicts.REFUSED_SECONDS
+    bench.attach("a0")
+    assert not bench.sent("a0", Refused)
+
+
+def test_the_second_lost_audit_bans_the_owner() -> None:
+    start = restored_with(StandingRecord(PeerId("a0"), 60, 1, Step(0), 0))
+    bench = Bench(start, audits=AuditBook(ALL, lambda: 0.0))
+    bench.now += 60.0
+    bench.join_all("a0", "b0", "c0", "a1", "b1", "c1")
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    (ban,) = bench.commands(Ban, bench.log)
+    assert ban.owner == "a0"
+
+
+def restored_with(*standings: StandingRecord) -> Any:
+    return Restored(1, Version(0), None, None, False, None, standings=standings)
+
+
+def test_an_auditor_that_contradicts_the_majority_loses() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    liar, order = the_order(bench)
+    contradict(bench, liar, order)
+    honest, second = the_order(bench)
+    bench.audited(honest, second, true(second))
+    (record,) = bench.records(VerdictRecord)
+    assert record.peer == liar
+    assert liar not in bench.run.peers
+    assert bench.step().table[MicrobatchIndex(0), StageIndex(0)].peer == "a0"
+    assert bench.run.audits.passed == 1
+
+
+def test_a_lie_is_counted_once_however_many_audits_find_it() -> None:
+    bench = audited(microbatches=3)
+    bench.report("a0", 0, 1, 2)
+    for _ in range(20):
+        waiting = [
+            (str(a.order.auditor), a.order.audit, a.order.compares)
+            for a in bench.step().audits.open.values()
+            if a.order is not None
+        ]
+        if not waiting:
+            break
+        auditor, number, compares = waiting[0]
+        (order,) = [o for o in bench.sent(auditor, Audit, bench.log) if o.audit == number]
+        bench.audited(auditor, order, false(order), distance=1.0 if compares else None)
+    assert len(bench.records(VerdictRecord)) == 1
+    assert bench.run.audits.standings.of(PeerId("a0")).lost == 1
+    assert not bench.commands(Ban, bench.log)
+
+
+def test_two_owners_that_contradict_each_other_are_both_charged_and_the_cell_is_cleared() -> None:
+    bench = audited("a0", "b0", "a1", "b1")
+    bench.report("a0", 0)
+    bench.tick(3.0)
+    contradict(bench, "b0", bench.sent("b0", Audit, bench.log)[0])
+    assert not bench.records(VerdictRecord)
+    assert (MicrobatchIndex(0), StageIndex(0)) not in bench.step().table
+    assert bench.sent("a0", Drop, bench.log)[-1].microbatches == (0,)
+    held = bench.run.held_time
+    assert held.seconds(PeerId("a0"), bench.now) == held.seconds(PeerId("b0"), bench.now) > 2.0
+
+
+def test_a_made_up_loss_is_a_lie() -> None:
+    bench = audited()
+    bench.report("a1", 0)
+    for _ in range(2):
+        auditor, order = the_order(bench)
+        bench.audited(auditor, order, true(order), loss_sum=1e6)
+    assert [record.peer for record in bench.records(VerdictRecord)] == ["a1"]
+
+
+def test_a_peer_without_inputs_loses_what_it_counted_in_the_step_and_stays() -> None:
+    bench = audited(draw=draws(0.0, 0.5))
+    bench.report("a0", 0, 1)
+    for _ in range(2):
+        sent = [(a, o) for a, found in orders(bench).items() for o in found if o.microbatch == 0]
+        bench.audited(sent[0][0], sent[0][1], None)
+    assert not bench.step().table.held_by(PeerId("a0"))
+    assert "a0" in bench.run.peers
+    dropped = {m for drop in bench.sent("a0", Drop, bench.log) for m in drop.microbatches}
+    assert dropped == {0, 1}
+    assert not bench.records(VerdictRecord)
+
+
+def test_an_answer_that_was_not_asked_for_is_ignored() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    other = "b0" if auditor == "c0" else "c0"
+    bench.audited(other, order, None)
+    bench.audited(auditor, order.model_copy(update={"audit": 999}), None)
+    (audit,) = bench.step().audits.open.values()
+    assert not audit.votes
+
+
+def test_a_statement_about_another_cell_is_no_vote_and_another_auditor_is_asked() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, true(order), microbatch=MicrobatchIndex(1))
+    assert the_order(bench)[0] != auditor
+
+
+def test_a_silent_auditor_is_replaced() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    first, _ = the_order(bench)
+    for _ in range(8):
+        bench.tick(1.0)
+        if orders(bench):
+            break
+    assert the_order(bench)[0] != first
+
+
+def test_an_auditor_that_is_lost_is_replaced() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    first, _ = the_order(bench)
+    bench.lose(first)
+    bench.event_tick()
+    assert {p for p, _ in orders_of_log(bench)} == {"b0", "c0"} - {first}
+
+
+# ---------------------------------------------------------------- chains and drops
+
+
+def report_broken(bench: Bench, peer: str, microbatch: int) -> None:
+    good = bench.receipt(peer, microbatch)
+    bad = good.transcript.model_copy(update={"input": OTHER})
+    receipt = bench.receipt(peer, microbatch, transcript=bad)
+    bench.event(ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,)))
+
+
+def test_both_sides_of_a_broken_chain_are_audited_whatever_the_draw() -> None:
+    bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
+    bench.report("a0", 0)
+    assert not orders(bench)
+    report_broken(bench, "a1", 0)
+    assert {order.peer for sent in orders(bench).values() for order in sent} == {"a0", "a1"}
+
+
+def test_a_broken_chain_without_a_liar_is_computed_again_as_a_whole() -> None:
+    bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
+    bench.report("a0", 0)
+    report_broken(bench, "a1", 0)
+    for auditor, order in orders_of_log(bench):
+        held = bench.step().table[order.microbatch, order.stage].transcript
+        bench.audited(auditor, order, held)
+    assert not bench.step().table
+    for peer in ("a0", "a1"):
+        assert bench.sent(peer, Drop, bench.log)[-1].microbatches == (0,)
+    assert any("contradict each other" in note.text for note in bench.commands(Note, bench.log))
+
+
+def test_a_broken_chain_without_auditors_is_computed_again_and_charged_to_both() -> None:
+    bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
+    bench.tick(3.0)
+    bench.report("a0", 0)
+    report_broken(bench, "a1", 0)
+    assert not bench.step().table
+    held = bench.run.held_time
+    assert held.seconds(PeerId("a0"), bench.now) == held.seconds(PeerId("a1"), bench.now) > 0.0
+
+
+def test_a_dropped_microbatch_counts_again_when_its_peer_has_taken_it_out() -> None:
+    bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
+    bench.report("a0", 0)
+    report_broken(bench, "a1", 0)
+    bench.report("a0", 0)
+    assert not bench.step().table, "it may be the receipt of what is being taken out"
+    bench.send("a0", Dropped(step=Step(1), stage=StageIndex(0), microbatches=(MicrobatchIndex(0),)))
+    bench.report("a0", 0)
+    assert bench.step().table.held_by(PeerId("a0"))
+    again = [m for lease in bench.sent("a0", Lease, bench.log) for m in lease.microbatches]
+    assert again
+
+
+def test_a_peer_that_returns_is_sent_its_drops_again() -> None:
+    bench = audited("a0", "b0", "a1", settings=AuditSettings(0.0, 0))
+    bench.report("a0", 0)
+    report_broken(bench, "a1", 0)
+    ((auditor, order),) = orders_of_log(bench)
+    bench.audited(auditor, order, None)
+    assert bench.sent("a0", Drop, bench.log)
+    bench.attach("a0", stage=StageIndex(0), digest="d")
+    assert bench.sent("a0", Drop)[-1].microbatches == (0,)
+
+
+@pytest.mark.parametrize("changes", [{"input_gradient": OTHER}, {"output_gradient": ""}])
+def test_a_receipt_without_the_digests_of_its_stage_does_not_count(
+    changes: dict[str, str],
+) -> None:
+    bench = audited("a0", "a1")
+    bad = bench.receipt("a0", 0).transcript.model_copy(update=changes)
+    receipt = bench.receipt("a0", 0, transcript=bad)
+    bench.event(ReceiptsVerified(bench.session("a0"), PeerId("a0"), (receipt,)))
+    assert not bench.step().table
+
+
+# ---------------------------------------------------------------- standings
+
+
+def test_standings_are_stored_with_the_step() -> None:
+    bench = audited("a0", "b0", "a1", "b1")
+    bench.fill()
+    for auditor, order in orders_of_log(bench):
+        bench.audited(auditor, order, true(order))
+    bench.event_tick()
+    bench.average_all()
+    (record,) = bench.records(StandingsRecord)
+    by_owner = {standing.owner: standing for standing in record.standings}
+    assert by_owner[PeerId("a0")].passed == 2
+    assert by_owner[PeerId("a0")].vested_step == 1
+    assert by_owner[PeerId("b0")].audited_work == 2
+
+
+def test_a_restart_keeps_standings() -> None:
+    start = restored_with(StandingRecord(PeerId("a0"), 60, 1, Step(3), 4))
+    bench = Bench(start, audits=AuditBook(AuditSettings(), lambda: 0.5))
+    assert bench.run.audits.established(PeerId("a0"))
+    assert bench.run.audits.standings.of(PeerId("a0")).lost == 1
+
+
+def test_close_and_expulsion_compose() -> None:
+    """A peer whose audit is lost while the step is complete leaves before the close begins."""
+    bench = audited()
+    bench.fill()
+    for auditor, order in orders_of_log(bench):
+        if order.peer == "a0" and order.microbatch == 0:
+            contradict(bench, auditor, order)
+            contradict(bench, *the_order(bench))
+            break
+    assert bench.run.phase is RunPhase.COLLECT
+    assert "a0" not in bench.run.peers
+    assert not bench.sent("b0", Close, bench.log)
+    assert any(c.peer == "a0" for c in bench.commands(CloseSession, bench.log))
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_with_liars_counts_no_lie_and_refuses_no_honest_peer(seed: int) -> None:
+    options = Options(
+        stages=1 + seed % 3, peers=5 * (1 + seed % 3), microbatches=3, steps=3, audit_share=1.0,
+        starting=3, staleness=0 if seed % 2 else 1, liars=1,
+    )  # fmt: skip
+    world = Course(options, seed).world()
+    finish(world)  # a lie in a sum, or an honest peer that is refused, is a Violation
+    lost = [world.peers[r.peer] for r in world.store.records if isinstance(r, VerdictRecord)]
+    assert all(peer.lies for peer in lost)
+
+
+# ---------------------------------------------------------------- the sampler's tokens
+
+
+def test_receipts_of_other_data_do_not_count_and_their_peer_takes_them_out() -> None:
+    def tokens(step: Step, microbatch: MicrobatchIndex) -> SampledTokens:
+        first, last = (
+            simulated_transcript(step, microbatch, StageIndex(s), StageIndex(1)) for s in (0, 1)
+        )
+        return SampledTokens(first.input, last.output)
+
+    bench = Bench(audits=AuditBook(AuditSettings(0.0, 0), lambda: 0.5, tokens))
+    bench.join_all("a0", "a1")
+    for peer, field in (("a0", "input"), ("a1", "output")):
+        other = bench.receipt(peer, 0).transcript.model_copy(update={field: OTHER})
+        receipt = bench.receipt(peer, 0, transcript=other)
+        bench.event(ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,)))
+        assert not bench.step().table.held_by(PeerId(peer))
+        assert bench.sent(peer, Drop)[-1].microbatches == (0,)
+        bench.report(peer, 1)
+    assert bench.step().table.filled(MicrobatchIndex(1)) == 2
+    bench.send("a0", Dropped(step=Step(1), stage=StageIndex(0), microbatches=(MicrobatchIndex(0),)))
+    bench.report("a0", 0)
+    assert bench.step().table.held_by(PeerId("a0"))
+
+
+# ---------------------------------------------------------------- the evaluation
+
+
+def test_a_held_out_loss_is_audited_and_a_false_one_is_not_published() -> None:
+    lots = [1.0]
+    bench = audited("a0", "a1", "b1", "c1", draw=lambda: lots[0], steps=1, evaluation=1)
+    bench.one_step()
+    lots[0] = 0.0
+    assert bench.run.phase is RunPhase.EVALUATING
+    bench.report("a0", 2)
+    made_up = bench.receipt("a1", 2, loss_sum=0.5)
+    bench.event(ReceiptsVerified(bench.session("a1"), PeerId("a1"), (made_up,)))
+    assert bench.run.history.heldout_loss is None
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, true(order))
+    second, order = the_order(bench)
+    assert {auditor, second} == {"b1", "c1"}
+    bench.audited(second, order, true(order))
+    assert "a1" not in bench.run.peers
+    assert not bench.records(EvaluationRecord)
+    bench.report("b1", 2)
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, true(order))
+    assert [r.heldout_loss for r in bench.records(EvaluationRecord)] == [train_loss(2, 2) / 4]

@@ -1,0 +1,292 @@
+"""Whole audits: all cells of a member, and what it puts into the average, at one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.facts import Options, Violation
+from kits.swarm_world.sums import SumLie
+from kits.swarm_world.sweep import run_to_the_end
+from kits.swarm_world.world import World
+from swarm_coordinator.core.events import SumsStated, VerdictRecord
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.identity.linear_digest import to_text
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
+from swarm_shared.protocol import AbortRound, Audit, Close, Refused, SumCheck
+
+WHOLE = AuditSettings(audit_share=2.0, probation_cells=0, check_sums=True)
+"""Every cell and every member is drawn."""
+
+GRADIENTS = {0: 5, 1: 8}
+"""Digests of the gradients of the microbatches."""
+
+
+def filled(*names: str, settings: AuditSettings = WHOLE, **options: Any) -> Bench:
+    """A run of one stage in which a0 has counted both microbatches."""
+    defaults = {"stages": 1, "check_sums": True}
+    bench = Bench(audits=AuditBook(settings, lambda: 0.5), **{**defaults, **options})
+    bench.join_all(*(names or ("a0", "b0", "c0")))
+    bench.fill()
+    return bench
+
+
+def orders(bench: Bench) -> list[tuple[str, Audit]]:
+    """All orders to audit, with their auditors, the oldest first."""
+    found = [(str(p), order) for p in bench.run.peers for order in bench.sent(p, Audit, bench.log)]
+    return sorted(found, key=lambda pair: pair[1].audit)
+
+
+def answer(
+    bench: Bench, auditor: str, order: Audit, *, gradient: int | None = None, unlike: bool = False,
+    **changes: Any,
+) -> None:  # fmt: skip
+    """An auditor states what it computed, `unlike` on a machine that rounds otherwise."""
+    last = StageIndex(bench.manifest.stage_count - 1)
+    transcript = simulated_transcript(
+        order.step, order.microbatch, order.stage, last, 1 if unlike else 0
+    )
+    value = GRADIENTS[order.microbatch] if gradient is None else gradient
+    sums = () if unlike else ((to_text(value),),)
+    bench.audited(auditor, order, transcript, **{"sums": sums, **changes})
+
+
+def answer_all(bench: Bench, *, false: str = "", since: int = 0) -> None:
+    for auditor, order in orders(bench)[since:]:
+        answer(bench, auditor, order, gradient=999 if auditor == false else None)
+
+
+def close(bench: Bench, part: int = 13) -> None:
+    """All members average and state their sums; a0 has put `part` in."""
+    members = bench.closing()
+    bench.average_all()
+    for peer in members:
+        order = bench.sent(peer, SumCheck, bench.log)[-1]
+        own = part if peer == "a0" else 0
+        digests = SumDigests(part=to_text(own), result=to_text(part))
+        statement = SumStatement(
+            run=RunId("run"), generation=Generation(1), step=order.step, attempt=order.attempt,
+            stage=StageIndex(0), peer=peer, seed=order.seed, checks=(digests,),
+        )  # fmt: skip
+        stated = SumsStated(
+            bench.session(peer), peer, order.attempt, False, statement, f"sums of {peer}"
+        )
+        bench.event(stated)
+
+
+def lost(bench: Bench) -> list[str]:
+    return [record.peer for record in bench.records(VerdictRecord)]
+
+
+# ---- the draw
+
+
+def test_all_cells_of_a_drawn_member_are_audited_with_one_secret_seed() -> None:
+    bench = filled()
+    assert sorted(order.microbatch for _, order in orders(bench)) == [0, 1]
+    (seed,) = {order.seed for _, order in orders(bench)}
+    assert seed is not None
+    answer_all(bench)
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.average_all()
+    assert bench.sent("a0", SumCheck)[0].seed == seed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [AuditSettings(1.0, 0, check_sums=True), AuditSettings(2.0, 0)],
+    ids=["half of the share", "no checked sums"],
+)
+def test_a_member_that_is_not_drawn_is_audited_without_a_seed(settings: AuditSettings) -> None:
+    bench = filled(settings=settings)
+    assert {order.seed for _, order in orders(bench)} == {None}
+
+
+def test_both_ends_of_a_tied_model_are_audited_with_one_seed() -> None:
+    bench = filled("a0", "b0", "a1", "b1", stages=2, tied=True)
+    assert {order.stage for _, order in orders(bench)} == {0, 1}
+    assert len({order.seed for _, order in orders(bench)}) == 1
+    apart = filled("a0", "b0", "a1", "b1", stages=2)
+    assert len({order.stage for _, order in orders(apart)}) == 2
+
+
+# ---- at the close
+
+
+def test_a_member_that_put_in_what_it_counted_closes_the_step() -> None:
+    bench = filled()
+    answer_all(bench)
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+    assert lost(bench) == []
+
+
+def contested(*names: str, part: int = 14, false: str = "", **options: Any) -> Bench:
+    """a0 states another sum than its auditors, which were the first ones asked."""
+    bench = filled(*names, **options)
+    answer_all(bench, false=false)
+    close(bench, part)
+    return bench
+
+
+def test_what_contradicts_the_audits_is_audited_again_by_others_before_it_counts() -> None:
+    bench = contested()
+    assert bench.sent("b0", AbortRound)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.tick(0.25)
+    first, second = orders(bench)[:2], orders(bench)[2:]
+    assert {order.microbatch for _, order in second} == {0, 1}
+    assert all(
+        again != auditor
+        for again, order in second
+        for auditor, earlier in first
+        if earlier.microbatch == order.microbatch
+    )
+    bench.tick(1.0)
+    assert len(bench.sent("a0", Close, bench.log)) == 1, "the close waits"
+
+
+def test_a_member_that_added_something_is_expelled_with_the_evidence() -> None:
+    bench = contested()
+    bench.tick(0.25)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+    reason = bench.sent("a0", Refused, bench.log)[0].reason
+    assert "something else into its average than the sum of what it counted" in reason
+    (record,) = bench.records(VerdictRecord)
+    assert record.microbatch is None
+    assert record.statements[0] == "sums of a0"
+    assert set(record.statements[1:]) == {"signed by b0", "signed by c0"}
+    assert all(cell.peer != "a0" for _, cell in bench.step().table.items())
+
+
+def first_auditor(bench: Bench) -> str:
+    return orders(bench)[0][0]
+
+
+def test_an_auditor_with_false_digests_is_expelled_and_the_member_is_not() -> None:
+    liar = first_auditor(filled())
+    bench = contested(part=13, false=liar)
+    assert bench.sent("a0", AbortRound)
+    bench.tick(0.25)
+    answer_all(bench, since=2, false=liar)
+    bench.tick(0.25)
+    assert set(lost(bench)) == {liar}
+    assert "a0" in bench.run.peers
+    bench.tick(5.0)
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+
+
+def test_of_two_owners_neither_is_expelled_and_the_cells_are_computed_again() -> None:
+    bench = contested("a0", "b0")
+    bench.tick(0.25)
+    assert lost(bench) == []
+    assert not list(bench.step().table.held_by(PeerId("a0")))
+    for peer in ("a0", "b0"):
+        assert held_up.held_seconds(bench.run, bench.run.peers[PeerId(peer)], bench.now) >= 0
+    assert any("no majority decides" in note.text for note in bench.log if hasattr(note, "text"))
+
+
+def test_a_contest_ends_with_the_cells_that_it_was_about() -> None:
+    bench = contested()
+    bench.lose("a0")
+    bench.fill()
+    bench.tick(1.0)
+    assert lost(bench) == []
+    old = bench.step().audits.whole[PeerId("a0"), StageIndex(0)]
+    assert old.contest is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda bench, auditor, order: answer(bench, auditor, order, unlike=True, distance=1e-9),
+        lambda bench, auditor, order: answer(bench, auditor, order, sums=()),
+        lambda bench, auditor, order: answer(
+            bench, auditor, order, sums=((to_text(1),), (to_text(2),))
+        ),
+    ],
+    ids=["an unlike machine", "no digests", "too many digests"],
+)
+def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
+    change: Callable[[Bench, str, Audit], None],
+) -> None:
+    bench = filled()
+    (auditor, order), (other, second) = orders(bench)
+    answer(bench, auditor, order)
+    change(bench, other, second)
+    for again, compared in orders(bench)[2:]:
+        answer(bench, again, compared, unlike=True, distance=1e-9)
+    close(bench, part=14)
+    assert bench.run.phase is RunPhase.APPLYING
+
+
+def test_after_an_aborted_attempt_the_seed_is_known_and_another_one_is_drawn() -> None:
+    numbers = iter(range(1, 10_000))
+    book = AuditBook(WHOLE, lambda: next(numbers) / 10_000)
+    bench = Bench(audits=book, stages=1, check_sums=True)
+    bench.join_all("a0", "b0", "c0")
+    bench.fill()
+    answer_all(bench)
+    bench.average_all()
+    first = bench.sent("a0", SumCheck)[0].seed
+    bench.failed("b0")
+    bench.tick(5.0)
+    close(bench, part=14)
+    assert bench.sent("a0", SumCheck, bench.log)[-1].seed != first
+    assert bench.run.phase is RunPhase.APPLYING, "the audits were made under the old one"
+
+
+# ---- whole swarms
+
+
+def audited_world(lie: SumLie, seed: int, stages: int = 1, **changes: Any) -> World:
+    values: dict[str, Any] = {
+        "stages": stages, "peers": 4 * stages, "microbatches": 4, "steps": 4, "starting": 3,
+        "check_sums": True, "audit_share": 2.0, "alike": True, "sum_lie": lie, "sum_liars": 1,
+        "tied": bool(seed % 2), "staleness": seed // 2 % 2,
+    }  # fmt: skip
+    return run_to_the_end(Options(**{**values, **changes}), seed)
+
+
+def lies_of(world: World) -> set[str]:
+    return {record.peer for record in world.store.records if isinstance(record, VerdictRecord)}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_member_that_adds_to_its_sum_changes_no_step_and_is_found(stages: int) -> None:
+    """The world compares each applied sum with the cells that it must have."""
+    found = [lies_of(audited_world(SumLie.ADDS, seed, stages)) for seed in range(4)]
+    assert set().union(*found) == {"peer0"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_false_digests_in_audits_expel_their_auditor_and_no_honest_peer(stages: int) -> None:
+    for seed in range(4):
+        assert lies_of(audited_world(SumLie.FALSE_AUDITS, seed, stages)) == {"peer0"}
+
+
+def test_honest_swarms_that_are_audited_whole_lose_nothing() -> None:
+    for seed in range(4):
+        world = audited_world(SumLie.NONE, seed, 2)
+        assert lies_of(world) == set()
+        assert world.counts["abort"] == 0
+
+
+def test_unlike_machines_make_no_liar() -> None:
+    for seed in range(4):
+        assert lies_of(audited_world(SumLie.NONE, seed, 2, alike=False)) == set()
+
+
+def test_without_whole_audits_an_addition_is_applied_and_the_world_notices() -> None:
+    with pytest.raises(Violation, match="sums up"):
+        audited_world(SumLie.ADDS, 0, audit_share=0.0)

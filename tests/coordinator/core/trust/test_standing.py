@@ -1,0 +1,67 @@
+"""Standings of owners, and what audits make of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_coordinator.core.events import StandingRecord
+from swarm_coordinator.core.trust import standing
+from swarm_coordinator.core.trust.audits import PROBATION_SHARE, AuditBook, AuditSettings
+from swarm_coordinator.core.trust.standing import restored_standings
+from swarm_shared.base.types import PeerId, Step
+
+NEW, OLD, OLDER, TRUSTED = (PeerId(name) for name in ("new", "old", "older", "trusted"))
+
+
+def book(*, share: float = 0.02, trusted: bool = False) -> AuditBook:
+    settings = AuditSettings(
+        share, probation_cells=3, trusted_owners=frozenset((TRUSTED,) if trusted else ())
+    )
+    records = [StandingRecord(owner, 3, 0, Step(7), 2) for owner in (OLD, OLDER)]
+    return AuditBook(settings, lambda: 0.5, standings=restored_standings(records))
+
+
+def test_an_owner_on_probation_is_audited_more_often() -> None:
+    audits = book()
+    assert audits.share(NEW) == PROBATION_SHARE
+    assert audits.share(OLD) == 0.02
+    assert book(share=0.9).share(NEW) == 0.9
+
+
+def test_a_trusted_owner_is_on_no_probation() -> None:
+    assert book(trusted=True).share(TRUSTED) == 0.02
+
+
+def test_two_established_owners_judge_alone() -> None:
+    audits = book()
+    assert audits.entitled([NEW, OLD, OLDER], NEW) == {OLD, OLDER}
+    assert audits.entitled([NEW, OLD, PeerId("x")], PeerId("x")) == {NEW, OLD}
+    assert audits.entitled([NEW, OLD, OLDER], OLD) == {NEW, OLDER}
+
+
+def test_no_owner_judges_itself() -> None:
+    assert book().entitled([OLD], OLD) == frozenset()
+
+
+def test_a_trusted_owner_judges_before_all_that_are_not_established() -> None:
+    assert book(trusted=True).entitled([NEW, TRUSTED, PeerId("x")], PeerId("x")) == {TRUSTED}
+
+
+def test_changed_standings_are_taken_once() -> None:
+    audits = book()
+    audits.standings.change(OLD).passed += 1
+    audits.standings.change(NEW).lost += 1
+    assert audits.standings.take_changed() == (
+        StandingRecord(NEW, 0, 1, Step(0), 0),
+        StandingRecord(OLD, 4, 0, Step(7), 2),
+    )
+    assert audits.standings.take_changed() == ()
+
+
+def test_of_too_many_owners_those_with_a_lost_audit_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "MAX_OWNERS", 3)
+    audits = book()
+    audits.standings.change(NEW).lost += 1
+    audits.standings.change(PeerId("x"))
+    assert NEW in audits.standings.owners
+    assert len(audits.standings.owners) == 3

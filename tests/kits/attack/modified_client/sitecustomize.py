@@ -1,0 +1,460 @@
+"""A modified client: its processes lie as SWARM_TEST_CHEAT says.
+
+With this folder on PYTHONPATH, Python imports this module at its start, in the daemon and in its
+workers. Each cheat replaces a function of the client when the function's module is imported; the
+rest is the product.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+CHEAT = os.environ.get("SWARM_TEST_CHEAT", "")
+
+RUNNER = "swarm_client.stage.worker.stage_runner"
+EXCHANGE = "swarm_client.auditing.exchange"
+AUDITOR = "swarm_client.auditing.auditor"
+SAMPLES = "swarm_client.training_data.run_samples"
+RECEIPTS = "swarm_client.pipeline.receipts"
+STEPS = "swarm_client.stage.worker.step_runner"
+REDUCE = "swarm_client.averaging.all_reduce.reduce"
+LINK = "swarm_client.averaging.all_reduce.member_link"
+RECEIVED = "swarm_client.averaging.all_reduce.received"
+STATEMENTS = "swarm_client.auditing.sum_statements"
+
+OTHER = "f" * 32
+"""A digest of nothing."""
+
+
+def _gradients(module: ModuleType, change: Callable[[Any, Any, int], Any], *, ends: bool) -> None:
+    """Change what a backward pass gives: the parameters' gradients; with `ends` the input's."""
+    honest = module.StageRunner._differentiate
+
+    def differentiate(self: Any, graph: Any, output_gradient: Any, parameters: Any) -> Any:
+        entry, gradients = honest(self, graph, output_gradient, parameters)
+        changed = [change(self, tensor, n) for n, tensor in enumerate(gradients)]
+        if ends and entry is not None:
+            entry = change(self, entry, -1)
+        return entry, changed
+
+    module.StageRunner._differentiate = differentiate
+
+
+def _scaled(factor: float, *, ends: bool) -> Callable[[ModuleType], None]:
+    return lambda module: _gradients(module, lambda _, tensor, __: tensor * factor, ends=ends)
+
+
+def _noise(module: ModuleType) -> None:
+    """One per cent of noise, the same each time."""
+    import torch
+
+    def noisy(_: Any, tensor: Any, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number + 2)
+        noise = torch.randn(tensor.shape, generator=generator)
+        return tensor + 0.01 * tensor.norm() / max(1.0, float(tensor.numel())) ** 0.5 * noise
+
+    _gradients(module, noisy, ends=False)
+
+
+def _one_element(module: ModuleType) -> None:
+    """A single element of each gradient, a hundred times the largest."""
+
+    def changed(_: Any, tensor: Any, __: int) -> Any:
+        tensor = tensor.clone()
+        tensor.view(-1)[0] = 100.0 * float(tensor.abs().max()) + 1.0
+        return tensor
+
+    _gradients(module, changed, ends=False)
+
+
+def _outputs(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
+    """Change the activation that is sent on, wherever it is computed."""
+
+    def patch(module: ModuleType) -> None:
+        honest = module.StageRunner._run
+
+        def run(
+            self: Any, parameter_set: Any, inputs: Any, keep_graph: bool, entry: Any = None
+        ) -> Any:
+            graph = honest(self, parameter_set, inputs, keep_graph, entry)
+            if parameter_set.stage.is_last:
+                return graph
+            return replace(graph, output=change(graph.output))
+
+        module.StageRunner._run = run
+
+    return patch
+
+
+def _other_output_signed(module: ModuleType) -> None:
+    """Sign another output than the one that was sent: the chain breaks."""
+    honest = module.StageRunner.transcribe
+
+    def transcribe(self: Any, result: Any, wire: Any) -> Any:
+        transcript = honest(self, result, wire)
+        if transcript is None or not transcript.output_gradient:
+            return transcript
+        return transcript.model_copy(update={"output": OTHER})
+
+    module.StageRunner.transcribe = transcribe
+
+
+def _other_gradient_signed(module: ModuleType) -> None:
+    """Sign the digest of a gradient that was not added."""
+    honest = module.StageRunner.transcribe
+
+    def transcribe(self: Any, result: Any, wire: Any) -> Any:
+        transcript = honest(self, result, wire)
+        return transcript and transcript.model_copy(update={"gradient": OTHER})
+
+    module.StageRunner.transcribe = transcribe
+
+
+def _stale(module: ModuleType) -> None:
+    """Compute with the parameters of the start for ever: gradients of another model."""
+    honest = module.StageRunner._run
+    first: dict[int, list[Any]] = {}
+
+    def run(self: Any, parameter_set: Any, *arguments: Any, **named: Any) -> Any:
+        import torch
+
+        parameters = parameter_set.parameters
+        if id(self) not in first:
+            first[id(self)] = [p.detach().clone() for p in parameters]
+        now = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter, old in zip(parameters, first[id(self)], strict=True):
+                parameter.copy_(old)
+        graph = honest(self, parameter_set, *arguments, **named)
+        with torch.no_grad():
+            for parameter, new in zip(parameters, now, strict=True):
+                parameter.data = new
+        return graph
+
+    module.StageRunner._run = run
+
+
+def _no_inputs(module: ModuleType) -> None:
+    """Give auditors nothing."""
+    from swarm_shared.base.errors import AdmissionError
+
+    async def refuse(self: Any, remote: Any, request: Any, path: Any) -> None:
+        raise AdmissionError("this peer does not like to be audited")
+
+    module.KeptServer._write = refuse
+
+
+def _wrong_inputs(module: ModuleType) -> None:
+    """Give auditors other bytes of the right number."""
+    honest = module.KeptServer._write
+
+    async def write(self: Any, remote: Any, request: Any, path: Any) -> None:
+        await honest(self, remote, request, path)
+        path.write_bytes(os.urandom(path.stat().st_size))
+
+    module.KeptServer._write = write
+
+
+def _false_statements(module: ModuleType) -> None:
+    """Contradict every receipt that is audited."""
+    honest = module.Auditor._statement
+
+    def statement(self: Any, order: Any, done: Any) -> Any:
+        true = honest(self, order, done)
+        if true.transcript is None:
+            return true
+        lie = true.transcript.model_copy(update={"gradient": OTHER})
+        return true.model_copy(update={"transcript": lie, "distance": 1.0})
+
+    module.Auditor._statement = statement
+
+
+def _false_withheld(module: ModuleType) -> None:
+    """Say of every audited peer that it gave no inputs."""
+    honest = module.Auditor._statement
+    module.Auditor._statement = lambda self, order, done: honest(self, order, None)
+
+
+def _made_up_loss(module: ModuleType) -> None:
+    """Sign a loss of almost nothing."""
+    honest: Any = module.receipt_signer
+
+    def signer(*arguments: Any) -> Any:
+        sign = honest(*arguments)
+        return lambda counted: sign(
+            counted if counted.loss_sum is None else replace(counted, loss_sum=0.008)
+        )
+
+    setattr(module, "receipt_signer", signer)  # noqa: B010
+
+
+def _other_tokens(module: ModuleType) -> None:
+    """Send other token ids than those that are leased, as a trainer."""
+    honest = module.RunSamples.training
+
+    def training(self: Any, step: Any, index: Any) -> Any:
+        return honest(self, step, index + 1 if index == 0 else index - 1)
+
+    module.RunSamples.training = training
+
+
+# ---- sums
+
+
+def _part(change: Callable[[Any], None]) -> Callable[[ModuleType], None]:
+    """Change what is put into the average, and state digests that fit."""
+
+    def patch(module: ModuleType) -> None:
+        honest = module.StepRunner.prepare_round
+
+        def prepare_round(self: Any, step: Any, gradients: Any) -> Any:
+            found = honest(self, step, gradients)
+            change(gradients)
+            return found
+
+        module.StepRunner.prepare_round = prepare_round
+
+    return patch
+
+
+def _add_minus_eight_times(gradients: Any) -> None:
+    gradients.mul_(-7.0)
+
+
+def _zero(gradients: Any) -> None:
+    gradients.zero_()
+
+
+def _largest(gradients: Any) -> None:
+    gradients.fill_(2.0**53 - 1)
+
+
+def _sum(change: Callable[[Any], None]) -> Callable[[ModuleType], None]:
+    """Change the sums of the own slice, for all members alike."""
+
+    def patch(module: ModuleType) -> None:
+        honest: Any = module.reduce_piece
+
+        def reduce_piece(own: Any, inputs: Any, codec: Any, out: Any) -> Any:
+            honest(own, inputs, codec, out)
+            change(out)
+            return module.encode_piece(out, codec)
+
+        setattr(module, "reduce_piece", reduce_piece)  # noqa: B010
+
+    return patch
+
+
+def _double(out: Any) -> None:
+    out *= 2.0
+
+
+def _add_one(out: Any) -> None:
+    out[0] += 1.0
+
+
+def _other_sum_for_one(module: ModuleType) -> None:
+    """Send another sum to the first of the other members."""
+    from swarm_client.averaging.all_reduce import exact_codec
+
+    honest = module.MemberLink.send
+
+    async def send(self: Any, kind: Any, *, payload: Any = b"", **fields: Any) -> None:
+        members = self._state.spec.members
+        victim = next(m for m in members if m != self._state.spec.me)
+        if kind is module.FrameKind.SUM and self.peer == victim:
+            elements = self._summed_elements(fields.get("piece", 0))
+            counts = exact_codec.decode(payload, elements)
+            counts[0] += 1
+            payload = exact_codec.encode(counts)
+        await honest(self, kind, payload=payload, **fields)
+
+    def summed_elements(self: Any, piece: int) -> int:
+        from swarm_client.averaging.all_reduce.plan import partition
+
+        spec = self._state.spec
+        start, stop = partition(spec)[spec.my_index].piece(piece)
+        return stop - start
+
+    module.MemberLink._summed_elements = summed_elements
+    module.MemberLink.send = send
+
+
+def _shifted(digest: str) -> str:
+    """A digest of other contents, larger by one."""
+    return f"{(int(digest, 16) + 1) % 2**64:016x}"
+
+
+def _stated(change: Callable[..., Any]) -> Callable[[ModuleType], None]:
+    """Change what a statement says of each reduction; `change` gets the digests, this member's
+    index, and what they are of."""
+
+    def patch(module: ModuleType) -> None:
+        honest = module.SumSigner.state
+
+        class Liar:
+            def __init__(self, digester: Any, me: Any) -> None:
+                self._digester, self._me = digester, me
+
+            async def digest(self, worker: Any, check: Any, reduction: Any) -> Any:
+                found = await self._digester.digest(worker, check, reduction)
+                me = reduction.members.index(self._me)
+                return change(found, me, worker, check, reduction)
+
+        async def state(self: Any, *arguments: Any) -> Any:
+            liar = Liar(self._digester, self._identity.peer_id)
+            return await honest(
+                module.SumSigner(self._identity, self._membership, liar), *arguments
+            )
+
+        module.SumSigner.state = state
+
+    return patch
+
+
+def _the_added_one(digests: Any, me: int, worker: Any, check: Any, reduction: Any) -> Any:
+    """State that what it added to the first element of its slice was in its own part."""
+    import numpy as np
+
+    from swarm_client.averaging.all_reduce.plan import slice_stops
+    from swarm_shared.identity.linear_digest import DigestKey
+
+    elements = worker.own_elements if reduction.part == "own" else worker.tied_elements
+    weights = reduction.weights or (1,) * len(reduction.members)
+    starts = (0, *slice_stops(elements, weights))
+    if len(weights) == 1 or starts[me] == starts[me + 1]:
+        return digests
+    one = DigestKey(check.seed, reduction.part).digest(np.ones(1), starts[me])
+    claimed = f"{(int(digests.part, 16) + one) % 2**64:016x}"
+    return digests.model_copy(update={"part": claimed})
+
+
+def _another_part(digests: Any, me: int, *_: Any) -> Any:
+    """Another part than was put in, in the slice of another member."""
+    update: dict[str, Any] = {"part": _shifted(digests.part)}
+    if digests.parts:
+        parts = list(digests.parts)
+        place = (me + 1) % len(parts)
+        parts[place] = _shifted(parts[place])
+        update["parts"] = tuple(parts)
+    return digests.model_copy(update=update)
+
+
+def _another_result(digests: Any, me: int, *_: Any) -> Any:
+    """Another result than was taken out, in the slice of another member."""
+    update: dict[str, Any] = {"result": _shifted(digests.result)}
+    if digests.results:
+        results = list(digests.results)
+        place = (me + 1) % len(results)
+        results[place] = _shifted(results[place])
+        update["results"] = tuple(results)
+    return digests.model_copy(update=update)
+
+
+def _another_received(digests: Any, me: int, *_: Any) -> Any:
+    """State that another member has put in what this one has added to the sum."""
+    if not digests.received:
+        return digests
+    received = list(digests.received)
+    place = (me + 1) % len(received)
+    others = sum(int(one, 16) for n, one in enumerate(received) if n != place)
+    received[place] = f"{(int(digests.results[me], 16) - others) % 2**64:016x}"
+    return digests.model_copy(update={"received": tuple(received)})
+
+
+def _sums_that_do_not_add_up(digests: Any, me: int, *_: Any) -> Any:
+    return digests.model_copy(update={"part": _shifted(digests.part)})
+
+
+def _no_statement(module: ModuleType) -> None:
+    """Do not answer a check of sums."""
+
+    async def state(self: Any, *arguments: Any) -> Any:
+        import trio
+
+        await trio.sleep_forever()
+
+    module.SumSigner.state = state
+
+
+Patch = Callable[[ModuleType], None]
+CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
+    "zeros": ((RUNNER, _scaled(0.0, ends=True)),),
+    "zero gradients, honest boundary": ((RUNNER, _scaled(0.0, ends=False)),),
+    "sign flipped": ((RUNNER, _scaled(-1.0, ends=False)),),
+    "sign flipped, eight times": ((RUNNER, _scaled(-8.0, ends=True)),),
+    "scaled by 1.01": ((RUNNER, _scaled(1.01, ends=False)),),
+    "huge": ((RUNNER, _scaled(1e20, ends=True)),),
+    "noise of 1 %": ((RUNNER, _noise),),
+    "one element": ((RUNNER, _one_element),),
+    "stale parameters": ((RUNNER, _stale),),
+    "outputs of zeros": ((RUNNER, _outputs(lambda output: output * 0.0)),),
+    "outputs scaled": ((RUNNER, _outputs(lambda output: output * 1.05)),),
+    "another output signed": ((RUNNER, _other_output_signed),),
+    "another gradient signed": ((RUNNER, _other_gradient_signed),),
+    "no inputs for auditors": ((EXCHANGE, _no_inputs),),
+    "wrong inputs for auditors": ((EXCHANGE, _wrong_inputs),),
+    "false statements": ((AUDITOR, _false_statements),),
+    "false claim of withheld inputs": ((AUDITOR, _false_withheld),),
+    "made-up loss": ((RECEIPTS, _made_up_loss),),
+    "other token ids": ((SAMPLES, _other_tokens),),
+    "sum doubled": ((REDUCE, _sum(_double)),),
+    "one added to a sum": ((REDUCE, _sum(_add_one)),),
+    "another sum for one member": ((LINK, _other_sum_for_one),),
+    "one added to a sum, and blamed on a member": (
+        (REDUCE, _sum(_add_one)),
+        (STATEMENTS, _stated(_another_received)),
+    ),
+    "one added to a sum, and stated as its own part": (
+        (REDUCE, _sum(_add_one)),
+        (STATEMENTS, _stated(_the_added_one)),
+    ),
+    "its part against its gradient": ((STEPS, _part(_add_minus_eight_times)),),
+    "zeros as its part": ((STEPS, _part(_zero)),),
+    "the largest numbers as its part": ((STEPS, _part(_largest)),),
+    "another part stated": ((STATEMENTS, _stated(_another_part)),),
+    "another result stated": ((STATEMENTS, _stated(_another_result)),),
+    "sums that do not add up": ((STATEMENTS, _stated(_sums_that_do_not_add_up)),),
+    "no statement of sums": ((STATEMENTS, _no_statement),),
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module and then changes it."""
+
+    def __init__(self, honest: importlib.abc.Loader, patch: Callable[[ModuleType], None]) -> None:
+        self._honest, self._patch = honest, patch
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._honest.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._honest.exec_module(module)
+        self._patch(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._patch)
+        return spec
+
+
+if CHEAT:
+    for name, patch in CHEATS[CHEAT]:
+        sys.meta_path.insert(0, _Finder(name, patch))

@@ -1,0 +1,117 @@
+"""Audits in the simulated world: what an auditor finds, and peers that lie.
+
+Gradients of unlike machines differ in their last bits; those of a liar differ in substance.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kits.swarm_world import sums
+from swarm_coordinator.core import events
+from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.work_statements import AuditStatement
+from swarm_shared.protocol import Audit, Drop, Dropped
+
+if TYPE_CHECKING:
+    from kits.swarm_world.peer import SimPeer
+    from kits.swarm_world.stage import Stage
+    from kits.swarm_world.world import World
+
+LIE = 9
+"""The variant of a transcript that an honest peer never gives."""
+
+FALSE_STATEMENT_SHARE = 0.5
+"""Share of a liar's statements that contradict an honest receipt."""
+
+
+def book(world: World) -> AuditBook:
+    """The audits of a world; a share of 0 audits none, so newcomers are established at once."""
+    options = world.options
+    settings = AuditSettings(
+        audit_share=options.audit_share,
+        probation_cells=0,
+        check_sums=options.check_sums,
+        rolls_back=options.rolls_back,
+    )
+    return AuditBook(settings, world.rng.random)
+
+
+def transcript(stage: Stage, step: int, microbatch: int, variant: int) -> Transcript:
+    last = StageIndex(stage.peer.world.options.stages - 1)
+    return simulated_transcript(Step(step), MicrobatchIndex(microbatch), stage.index, last, variant)
+
+
+def drop(peer: SimPeer, message: Drop) -> None:
+    """Take microbatches out of the step's sum, and answer."""
+    stage = peer.holding
+    dropped = Dropped(step=message.step, stage=message.stage, microbatches=message.microbatches)
+    if stage is None or stage.index != message.stage:
+        peer.send(dropped)
+        return
+    held = stage
+    held.account.removed(message.step, message.microbatches)
+
+    def remove() -> bool:
+        return held.worker.remove(message.step, message.microbatches)
+
+    def removed(done: bool) -> None:
+        if not done:
+            held.worker.empty(message.step)
+            held.account.emptied(message.step)
+        # What was computed meanwhile was of a sum that still had them.
+        held.account.removed(message.step, message.microbatches)
+        peer.send(dropped)
+
+    held.worker.request(0.01, remove, removed)
+
+
+def audit(peer: SimPeer, message: Audit) -> None:
+    """Compute the audited microbatch again, and state what came out."""
+    stage = peer.holding
+    if stage is None or stage.index != message.stage or not stage.account.works_on(message.step):
+        _answer(peer, message, None)
+        return
+    held = stage
+    stage.worker.request(
+        0.05, lambda: None, lambda _: _answer(peer, message, _state(held, message))
+    )
+
+
+def _answer(peer: SimPeer, message: Audit, statement: AuditStatement | None) -> None:
+    peer.deliver(
+        lambda session, name: events.AuditAnswered(
+            session, name, message.audit, statement, "statement" if statement else ""
+        )
+    )
+
+
+def _state(stage: Stage, message: Audit) -> AuditStatement:
+    peer, world = stage.peer, stage.peer.world
+    audited = world.peers[message.peer]
+    there = audited.holding
+    claimed = (
+        there.worker.transcript(message.step, message.microbatch)
+        if there is not None and there.index == message.stage and audited.alive and not audited.hung
+        else None
+    )
+    variant = peer.machine
+    lies = peer.lies and world.rng.random() < FALSE_STATEMENT_SHARE
+    computed = transcript(stage, message.step, message.microbatch, LIE if lies else variant)
+    distance = None
+    if message.claimed is not None and claimed == message.claimed:
+        distance = 1.0 if lies != (audited.lies and claimed_lie(stage, message)) else 1e-6
+    return AuditStatement(
+        run=RunId("run"), generation=peer.generation, audit=message.audit, step=message.step,
+        microbatch=message.microbatch, stage=message.stage, peer=message.peer, auditor=peer.id,
+        transcript=computed if claimed is not None else None,
+        loss_sum=stage.loss(message.step, message.microbatch), distance=distance,
+        sums=sums.of_cell(peer, message) if message.seed is not None else (),
+    )  # fmt: skip
+
+
+def claimed_lie(stage: Stage, message: Audit) -> bool:
+    return message.claimed == transcript(stage, message.step, message.microbatch, LIE)

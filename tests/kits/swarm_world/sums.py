@@ -1,0 +1,182 @@
+"""Checks of sums in the simulated world: digests of the gradients that are sums of cells.
+
+A gradient is a vector with one element per cell, and one per cell for what a liar adds; the members
+of an all-reduce cut it into slices of the same length. Digests are the ones that ship.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from swarm_coordinator.core import events
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.linear_digest import DigestKey, to_text
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
+from swarm_shared.protocol import Audit, Close, Reduction, SumCheck, SumsChecked
+
+if TYPE_CHECKING:
+    from kits.swarm_world.peer import SimPeer
+    from kits.swarm_world.worker import SimWorker
+    from kits.swarm_world.world import World
+
+Gradient = Counter[tuple[int, int]]
+
+
+class SumLie(StrEnum):
+    """What a peer does to the averages that it is part of."""
+
+    NONE = ""
+    CHANGES_SUM = "changes the sum of its slice, for all members"
+    CHANGES_SUM_AND_RECEIVED = "the same, and states that it received it from another member"
+    EQUIVOCATES = "sends a changed sum of its slice to one member"
+    STATES_OTHER_PART = "puts in what it has, and states something else for one slice"
+    STATES_OTHER_RESULT = "states that it took out something else"
+    STATES_NO_SUM = "its slices do not add up to its totals"
+    ADDS = "puts in more than what it counts, and states that it put it in"
+    FALSE_AUDITS = "states other digests of what it audits"
+    IDLE_ADDS = "puts something in although nothing of it counts"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An all-reduce that is over, at one member."""
+
+    members: tuple[PeerId, ...]
+    parts: Mapping[PeerId, Gradient]
+    """What each member put in."""
+    total: Gradient
+    """What the member took out."""
+
+
+def _cells(world: World) -> list[tuple[int, int]]:
+    """The cell of each element of a vector."""
+    options = world.options
+    true = [(s, m) for s in range(options.stages) for m in range(options.microbatches)]
+    return true + [(s, -1 - m) for s, m in true]
+
+
+def _bounds(world: World, size: int) -> list[tuple[int, int]]:
+    """The slices of a vector among so many members."""
+    elements = len(_cells(world))
+    cuts = [elements * place // size for place in range(size + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+def changed(
+    world: World, members: tuple[PeerId, ...], reducer: PeerId, total: Gradient
+) -> Gradient:
+    """The sum with one more in the slice of a reducer."""
+    start, stop = _bounds(world, len(members))[members.index(reducer)]
+    return total + Counter([_cells(world)[start]]) if stop > start else total
+
+
+def taken_out(world: World, members: tuple[PeerId, ...], total: Gradient, by: PeerId) -> Gradient:
+    """What a member takes out of an all-reduce in which reducers may lie."""
+    for reducer in members:
+        lie = world.peers[reducer].sum_lie
+        first = next((m for m in members if m != reducer), reducer)
+        if lie in (SumLie.CHANGES_SUM, SumLie.CHANGES_SUM_AND_RECEIVED) or (
+            lie is SumLie.EQUIVOCATES and by == first
+        ):
+            total = changed(world, members, reducer, total)
+    return total
+
+
+def put_in(peer: SimPeer, own: Gradient) -> Gradient:
+    """What a member puts into an all-reduce."""
+    adds = peer.sum_lie is (SumLie.ADDS if own else SumLie.IDLE_ADDS)
+    return own + Counter([(0, -1)]) if adds else own
+
+
+def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
+    """What an auditor states of a cell: digests of its own part and, at tied ends, the tied one."""
+    assert order.seed is not None
+    gradient = Counter([(int(order.stage), int(order.microbatch))])
+    if peer.sum_lie is SumLie.FALSE_AUDITS:
+        gradient[0, -1] += 1
+    last = peer.world.options.stages - 1
+    tied = peer.world.options.tied and last > 0 and order.stage in (0, last)
+    cells = _cells(peer.world)
+    return tuple(
+        (_digest(DigestKey(order.seed, part), gradient, cells, 0),)
+        for part in (("own", "tied") if tied else ("own",))
+    )
+
+
+def _digest(key: DigestKey, gradient: Gradient, cells: list[tuple[int, int]], start: int) -> str:
+    return to_text(key.digest(np.array([gradient[cell] for cell in cells], np.int64), start))
+
+
+def state(worker: SimWorker, order: SumCheck, close: Close) -> SumsChecked | None:
+    """The peer's statement of an averaged attempt; signing is left out. None for one that is gone,
+    because the stage was given up meanwhile."""
+    peer, world = worker.peer, worker.peer.world
+    lanes = [(worker, close.reductions)]
+    if close.moving and peer.prepared is not None:
+        lanes.append((peer.prepared.worker, close.moving))
+    at = (order.step, order.attempt)
+    if len(lanes) != 1 + bool(close.moving) or any(lane.averaged != at for lane, _ in lanes):
+        world.counts["sums gone"] += 1
+        return None
+    checks = [_digests(lane, one, order) for lane, reductions in lanes for one in reductions]
+    world.counts["sums stated"] += 1
+    world.counts["slices stated"] += order.details
+    statement = SumStatement(
+        run=RunId("run"), generation=peer.generation, step=order.step, attempt=order.attempt,
+        stage=worker.stage, peer=peer.id, seed=order.seed, checks=tuple(checks),
+    )  # fmt: skip
+    envelope = f"signed by {peer.id}, number {len(world.statements)}"
+    world.statements[envelope] = statement
+    return SumsChecked(
+        step=order.step, attempt=order.attempt, details=order.details, statement=envelope
+    )
+
+
+def send(peer: SimPeer, message: SumsChecked) -> None:
+    statement = peer.world.statements[message.statement]
+    peer.deliver(
+        lambda session, name: events.SumsStated(
+            session, name, message.attempt, message.details, statement, message.statement
+        )
+    )
+
+
+def _digests(worker: SimWorker, reduction: Reduction, order: SumCheck) -> SumDigests:
+    peer, world = worker.peer, worker.peer.world
+    key = DigestKey(order.seed, reduction.part)
+    exchange = worker.exchanges[reduction.part]
+    bounds = _bounds(world, len(exchange.members))
+    place = exchange.members.index(peer.id)
+    others = [member for member in exchange.members if member != peer.id]
+    lie = peer.sum_lie if others else SumLie.NONE
+    part, result = exchange.parts[peer.id], exchange.total
+    received = dict(exchange.parts)
+    if lie is SumLie.STATES_OTHER_PART:
+        part = changed(world, exchange.members, others[0], part)
+    elif lie is SumLie.STATES_OTHER_RESULT:
+        result = changed(world, exchange.members, others[0], result)
+    elif lie is SumLie.CHANGES_SUM_AND_RECEIVED:
+        received[others[0]] = changed(world, exchange.members, peer.id, received[others[0]])
+
+    def of(gradient: Gradient, bound: tuple[int, int]) -> str:
+        return _digest(key, gradient, _cells(world)[slice(*bound)], bound[0])
+
+    whole = (0, len(_cells(world)))
+    stated_part = (
+        changed(world, exchange.members, others[0], part) if (lie is SumLie.STATES_NO_SUM) else part
+    )
+    if not order.details:
+        return SumDigests(part=of(stated_part, whole), result=of(result, whole))
+    return SumDigests(
+        part=of(stated_part, whole), result=of(result, whole),
+        parts=tuple(of(part, bound) for bound in bounds),
+        results=tuple(of(result, bound) for bound in bounds),
+        received=tuple(of(received[m], bounds[place]) for m in exchange.members),
+    )  # fmt: skip
