@@ -64,7 +64,7 @@ def handicapped() -> Iterator[None]:
             )
         if os.environ.get(EQUAL_SHARES_VARIABLE):
             stack.enter_context(mock.patch.object(stage_links, "StageRouting", EqualShares))
-            stack.enter_context(wrapped([(GroupAverager, "reduce", _without_weights)]))
+            stack.enter_context(wrapped([(GroupAverager, GroupAverager.reduce, _without_weights)]))
         yield
 
 

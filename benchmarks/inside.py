@@ -20,21 +20,21 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-Wrapping = tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""A class, the name of its method, and the function that wraps the method."""
+Method = Callable[..., Any]
+Wrapping = tuple[type, Method, Callable[[Method], Method]]
+"""A class, its method, and the function that wraps the method."""
 
 
 @contextmanager
 def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
     """Replace the methods by their wrappers within the block."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
-    for owner, name, wrap in methods:
-        setattr(owner, name, wrap(getattr(owner, name)))
+    for owner, method, wrap in methods:
+        setattr(owner, method.__name__, wrap(method))
     try:
         yield
     finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+        for owner, method, _ in methods:
+            setattr(owner, method.__name__, method)
 
 
 def prefix_of(instrument: str, folder: Path | None = None) -> tuple[str, ...]:

@@ -41,9 +41,8 @@ def forward_share(result: object) -> float:
 def main() -> None:
     with wrapped(
         [
-            (StageRunner, "forward", paced(forward_share)),
-            (StageRunner, "backward", paced(lambda _: 1.0 - FORWARD_SHARE)),
-            (StageRunner, "evaluate", paced(lambda _: FORWARD_SHARE)),
+            (StageRunner, StageRunner.forward, paced(forward_share)),
+            (StageRunner, StageRunner.backward, paced(lambda _: 1.0 - FORWARD_SHARE)),
         ]
     ):
         run_module(WORKER_MODULE, sys.argv[1:])

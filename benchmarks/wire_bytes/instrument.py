@@ -84,10 +84,10 @@ class Instrument:
         """Count everything that this process sends; relayed connections have no own socket."""
         return wrapped(
             (
-                (BufferedTcpStream, "write_pieces", self._wrap_socket),
-                (NoiseChannel, "write", self._wrap_noise),
-                (YamuxConnection, "__init__", self._wrap_muxer),
-                (FramedStream, "send", self._wrap_frames),
+                (BufferedTcpStream, BufferedTcpStream.write_pieces, self._wrap_socket),
+                (NoiseChannel, NoiseChannel.write, self._wrap_noise),
+                (YamuxConnection, YamuxConnection.__init__, self._wrap_muxer),
+                (FramedStream, FramedStream.send, self._wrap_frames),
             )
         )
 

@@ -34,13 +34,13 @@ class Recorder:
     def recording(self) -> AbstractContextManager[None]:
         return wrapped(
             (
-                (StageWorker, "forward", self._wrap_forward),
-                (StageWorker, "backward", self._wrap_backward),
-                (StageWorker, "prepare_round", self._wrap_closing("prepare")),
-                (StageWorker, "norm", self._wrap_closing("norm")),
-                (StageWorker, "apply", self._wrap_closing("apply")),
-                (Downstream, "send", self._wrap_send),
-                (GroupAverager, "reduce", self._wrap_reduce),
+                (StageWorker, StageWorker.forward, self._wrap_forward),
+                (StageWorker, StageWorker.backward, self._wrap_backward),
+                (StageWorker, StageWorker.prepare_round, self._wrap_closing("prepare")),
+                (StageWorker, StageWorker.norm, self._wrap_closing("norm")),
+                (StageWorker, StageWorker.apply, self._wrap_closing("apply")),
+                (Downstream, Downstream.send, self._wrap_send),
+                (GroupAverager, GroupAverager.reduce, self._wrap_reduce),
             )
         )
 

@@ -38,6 +38,10 @@ MIN_PLANNED_PEERS = 3
 """Fewest peers of a stage for which there is a plan. Of two peers each sender sees most of the
 queue, and knows it better than a plan does."""
 
+PROBE_SHARE = 1 / 8
+"""Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that was
+measured in a slow moment would otherwise keep it without work, and so without a new measurement."""
+
 TIE = 1.2
 """Ratio of two expected delays up to which they count as equal; estimates are no more exact."""
 
@@ -85,6 +89,7 @@ class Generator(Protocol):
     """What routing needs of `random.Random`."""
 
     def choice(self, seq: Sequence[PeerId], /) -> PeerId: ...
+    def random(self) -> float: ...
 
 
 class StageRouting:
@@ -100,6 +105,8 @@ class StageRouting:
         """Seconds per microbatch of each peer as the roster gives them; empty if it gives none."""
         self._plan: tuple[PeerId, ...] | None = None
         """None: to be made with the next choice."""
+        self._left_out: list[PeerId] = []
+        """Peers to which the plan gives nothing."""
 
     @property
     def peers(self) -> Collection[PeerId]:
@@ -145,6 +152,10 @@ class StageRouting:
             return None
         if self._plan is None:
             self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
+            self._left_out = sorted(self._prior.keys() - set(self._plan))
+        # Of the first microbatch, which has the whole step, its only sender decides.
+        if self._left_out and microbatch == 0 and self._rng.random() < PROBE_SHARE:
+            return self._rng.choice(self._left_out)
         return self._plan[microbatch % len(self._plan)]
 
     def _keeps_to_plan(self, peer: PeerId, now: float) -> bool:

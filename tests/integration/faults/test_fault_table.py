@@ -62,7 +62,7 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.NAN, P.ALL_REDUCE, 0, says="is flagged: the sum of its gradients was not finite"),
         Case(A.NAN, P.NORM, 1, says="is flagged"),
         Case(A.NAN, P.APPLY, 0, says="is flagged: it could not apply"),
-        Case(A.CORRUPT, P.NORM, 1, peers=3, says="contradict each other in what one has sent"),
+        Case(A.CORRUPT, P.NORM, 1, peers=3, says="the sums of stage 1 are not those of"),
         Case(A.CORRUPT, P.APPLY, 0, peers=3, says="is flagged: its parameters"),
         Case(A.CORRUPT, P.CHECKPOINT, 0, anybody=True, says="is stored"),
         Case(A.DISK_FULL, P.RECEIPT, 0, 3.0),

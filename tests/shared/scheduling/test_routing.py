@@ -18,6 +18,7 @@ from swarm_shared.scheduling.routing import (
     FIRST_BAN_SECONDS,
     MAX_BAN_SECONDS,
     MIN_PLANNED_PEERS,
+    PROBE_SHARE,
     Observation,
     StageRouting,
 )
@@ -190,6 +191,18 @@ def test_a_sender_departs_from_the_plan_where_a_peer_is_banned_full_or_slower_fo
     for _ in range(3):
         routing.observe(A, Observation(1.0), 1.0)
     assert routing.choose(1.0, nothing(A, B), FIRST) == A
+
+
+def test_a_peer_that_the_plan_leaves_out_is_tried_with_the_first_microbatch_now_and_then() -> None:
+    routing = StageRouting(random.Random(1), 8)
+    routing.update({A: 1.0, B: 1.0, C: 0.01})
+    steps = [
+        [routing.choose(0.0, nothing(A, B, C), MicrobatchIndex(m)) for m in range(8)]
+        for _ in range(200)
+    ]
+    firsts = Counter(step[0] for step in steps)
+    assert firsts[C] == pytest.approx(200 * PROBE_SHARE, abs=20)
+    assert all(C not in step[1:] for step in steps)
 
 
 def test_of_two_peers_the_choice_is_by_the_shortest_delay_and_not_by_a_plan() -> None:
