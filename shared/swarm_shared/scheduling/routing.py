@@ -39,8 +39,8 @@ MIN_PLANNED_PEERS = 3
 queue, and knows it better than a plan does."""
 
 PROBE_SHARE = 1 / 8
-"""Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that was
-measured in a slow moment would otherwise keep it without work, and so without a new measurement."""
+"""Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that
+was measured in a slow moment would otherwise keep it without work, and so unmeasured."""
 
 TIE = 1.2
 """Ratio of two expected delays up to which they count as equal; estimates are no more exact."""
