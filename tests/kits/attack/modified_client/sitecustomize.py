@@ -2,7 +2,11 @@
 
 With this folder on PYTHONPATH, Python imports this module at its start, in the daemon and in its
 workers. Each cheat replaces a function of the client when the function's module is imported; the
-rest is the product.
+rest is the product. Three more variables:
+
+    SWARM_TEST_LIED          a file that is made when the cheat has been carried out
+    SWARM_TEST_UNWATCHED     a file; while it exists there are no audits, for the cheats that say so
+    SWARM_TEST_PACE_SECONDS  the least time of a forward pass
 """
 
 from __future__ import annotations
@@ -10,13 +14,18 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import os
+import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 CHEAT = os.environ.get("SWARM_TEST_CHEAT", "")
+PACE_SECONDS = float(os.environ.get("SWARM_TEST_PACE_SECONDS", "0"))
+UNWATCHED = Path(os.environ.get("SWARM_TEST_UNWATCHED", "/nowhere"))
 
 RUNNER = "swarm_client.stage.worker.stage_runner"
 EXCHANGE = "swarm_client.auditing.exchange"
@@ -28,9 +37,16 @@ REDUCE = "swarm_client.averaging.all_reduce.reduce"
 LINK = "swarm_client.averaging.all_reduce.member_link"
 RECEIVED = "swarm_client.averaging.all_reduce.received"
 STATEMENTS = "swarm_client.auditing.sum_statements"
+CLOSE = "swarm_client.pipeline.step_close"
 
 OTHER = "f" * 32
 """A digest of nothing."""
+
+
+def _lied() -> None:
+    """Leave the file that says that the cheat was carried out."""
+    if mark := os.environ.get("SWARM_TEST_LIED"):
+        Path(mark).touch()
 
 
 def _gradients(module: ModuleType, change: Callable[[Any, Any, int], Any], *, ends: bool) -> None:
@@ -39,6 +55,7 @@ def _gradients(module: ModuleType, change: Callable[[Any, Any, int], Any], *, en
 
     def differentiate(self: Any, graph: Any, output_gradient: Any, parameters: Any) -> Any:
         entry, gradients = honest(self, graph, output_gradient, parameters)
+        _lied()
         changed = [change(self, tensor, n) for n, tensor in enumerate(gradients)]
         if ends and entry is not None:
             entry = change(self, entry, -1)
@@ -86,6 +103,7 @@ def _outputs(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
             graph = honest(self, parameter_set, inputs, keep_graph, entry)
             if parameter_set.stage.is_last:
                 return graph
+            _lied()
             return replace(graph, output=change(graph.output))
 
         module.StageRunner._run = run
@@ -101,6 +119,7 @@ def _other_output_signed(module: ModuleType) -> None:
         transcript = honest(self, result, wire)
         if transcript is None or not transcript.output_gradient:
             return transcript
+        _lied()
         return transcript.model_copy(update={"output": OTHER})
 
     module.StageRunner.transcribe = transcribe
@@ -112,6 +131,8 @@ def _other_gradient_signed(module: ModuleType) -> None:
 
     def transcribe(self: Any, result: Any, wire: Any) -> Any:
         transcript = honest(self, result, wire)
+        if transcript is not None:
+            _lied()
         return transcript and transcript.model_copy(update={"gradient": OTHER})
 
     module.StageRunner.transcribe = transcribe
@@ -128,6 +149,8 @@ def _stale(module: ModuleType) -> None:
         parameters = parameter_set.parameters
         if id(self) not in first:
             first[id(self)] = [p.detach().clone() for p in parameters]
+        elif not all(map(torch.equal, first[id(self)], parameters)):
+            _lied()
         now = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for parameter, old in zip(parameters, first[id(self)], strict=True):
@@ -146,6 +169,7 @@ def _no_inputs(module: ModuleType) -> None:
     from swarm_shared.base.errors import AdmissionError
 
     async def refuse(self: Any, remote: Any, request: Any, path: Any) -> None:
+        _lied()
         raise AdmissionError("this peer does not like to be audited")
 
     module.KeptServer._write = refuse
@@ -157,6 +181,7 @@ def _wrong_inputs(module: ModuleType) -> None:
 
     async def write(self: Any, remote: Any, request: Any, path: Any) -> None:
         await honest(self, remote, request, path)
+        _lied()
         path.write_bytes(os.urandom(path.stat().st_size))
 
     module.KeptServer._write = write
@@ -170,6 +195,7 @@ def _false_statements(module: ModuleType) -> None:
         true = honest(self, order, done)
         if true.transcript is None:
             return true
+        _lied()
         lie = true.transcript.model_copy(update={"gradient": OTHER})
         return true.model_copy(update={"transcript": lie, "distance": 1.0})
 
@@ -179,7 +205,12 @@ def _false_statements(module: ModuleType) -> None:
 def _false_withheld(module: ModuleType) -> None:
     """Say of every audited peer that it gave no inputs."""
     honest = module.Auditor._statement
-    module.Auditor._statement = lambda self, order, done: honest(self, order, None)
+
+    def statement(self: Any, order: Any, _done: Any) -> Any:
+        _lied()
+        return honest(self, order, None)
+
+    module.Auditor._statement = statement
 
 
 def _made_up_loss(module: ModuleType) -> None:
@@ -188,9 +219,14 @@ def _made_up_loss(module: ModuleType) -> None:
 
     def signer(*arguments: Any) -> Any:
         sign = honest(*arguments)
-        return lambda counted: sign(
-            counted if counted.loss_sum is None else replace(counted, loss_sum=0.008)
-        )
+
+        def lie(counted: Any) -> Any:
+            if counted.loss_sum is None:
+                return sign(counted)
+            _lied()
+            return sign(replace(counted, loss_sum=0.008))
+
+        return lie
 
     setattr(module, "receipt_signer", signer)  # noqa: B010
 
@@ -200,6 +236,7 @@ def _other_tokens(module: ModuleType) -> None:
     honest = module.RunSamples.training
 
     def training(self: Any, step: Any, index: Any) -> Any:
+        _lied()
         return honest(self, step, index + 1 if index == 0 else index - 1)
 
     module.RunSamples.training = training
@@ -216,6 +253,7 @@ def _part(change: Callable[[Any], None]) -> Callable[[ModuleType], None]:
 
         def prepare_round(self: Any, step: Any, gradients: Any) -> Any:
             found = honest(self, step, gradients)
+            _lied()
             change(gradients)
             return found
 
@@ -244,6 +282,7 @@ def _sum(change: Callable[[Any], None]) -> Callable[[ModuleType], None]:
 
         def reduce_piece(own: Any, inputs: Any, codec: Any, out: Any) -> Any:
             honest(own, inputs, codec, out)
+            _lied()
             change(out)
             return module.encode_piece(out, codec)
 
@@ -270,6 +309,7 @@ def _other_sum_for_one(module: ModuleType) -> None:
         members = self._state.spec.members
         victim = next(m for m in members if m != self._state.spec.me)
         if kind is module.FrameKind.SUM and self.peer == victim:
+            _lied()
             elements = self._summed_elements(fields.get("piece", 0))
             counts = exact_codec.decode(payload, elements)
             counts[0] += 1
@@ -306,6 +346,7 @@ def _stated(change: Callable[..., Any]) -> Callable[[ModuleType], None]:
             async def digest(self, worker: Any, check: Any, reduction: Any) -> Any:
                 found = await self._digester.digest(worker, check, reduction)
                 me = reduction.members.index(self._me)
+                _lied()
                 return change(found, me, worker, check, reduction)
 
         async def state(self: Any, *arguments: Any) -> Any:
@@ -379,9 +420,110 @@ def _no_statement(module: ModuleType) -> None:
     async def state(self: Any, *arguments: Any) -> Any:
         import trio
 
+        _lied()
         await trio.sleep_forever()
 
     module.SumSigner.state = state
+
+
+# ---- the close of a step
+
+
+def _false_norm(module: ModuleType) -> None:
+    """Report another norm than that of the average."""
+    honest = module.StepRunner.norm
+
+    def norm(self: Any, *arguments: Any) -> Any:
+        found = honest(self, *arguments)
+        _lied()
+        return replace(found, own=found.own * 1.00001)
+
+    module.StepRunner.norm = norm
+
+
+def _other_work(kind: str, other: Callable[[ModuleType, Any], Any]) -> Callable[[ModuleType], None]:
+    """Do something else in place of one kind of a close's work."""
+
+    def patch(module: ModuleType) -> None:
+        honest = module.StepCloser._perform
+
+        async def perform(self: Any, work: Any, worker: Any) -> None:
+            if type(work).__name__ == kind:
+                _lied()
+                await other(module, work)
+            await honest(self, work, worker)
+
+        module.StepCloser._perform = perform
+
+    return patch
+
+
+async def _for_ever(_: ModuleType, __: Any) -> None:
+    import trio
+
+    await trio.sleep_forever()
+
+
+async def _accuse(module: ModuleType, work: Any) -> None:
+    """Say that the last member of the average has failed it."""
+    raise module.AveragingFailed("it sent nothing", work.reduction.members[-1], False)
+
+
+def _other_state(module: ModuleType) -> None:
+    """Give another state to those that join and to checkpoints."""
+    honest = module.StepRunner.save
+
+    def save(self: Any, path: Path, version: Any) -> Any:
+        size = honest(self, path, version)
+        content = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(content[:8], "little")
+        struct.pack_into("<f", content, begin, 0.125)
+        path.write_bytes(content)
+        _lied()
+        return size
+
+    module.StepRunner.save = save
+
+
+# ---- parts of experiments, no cheats by themselves
+
+
+def _paced(module: ModuleType) -> None:
+    """Make a slow machine of its own of each volunteer, however many processes share the
+    processor; what it audits takes as long as what it counts."""
+    honest = module.StageRunner._run
+
+    def run(self: Any, *arguments: Any, **named: Any) -> Any:
+        due = time.monotonic() + PACE_SECONDS
+        graph = honest(self, *arguments, **named)
+        time.sleep(max(0.0, due - time.monotonic()))
+        return graph
+
+    module.StageRunner._run = run
+
+
+def _audits_nothing_unwatched(module: ModuleType) -> None:
+    """Audit nothing as long as the run is unwatched, as a machine that is paused."""
+    honest = module.Auditor._able
+
+    def able(self: Any, order: Any) -> Any:
+        if UNWATCHED.exists():
+            raise module.CannotAudit("this peer audits nothing at present")
+        return honest(self, order)
+
+    module.Auditor._able = able
+
+
+def _flips_once_unwatched(module: ModuleType) -> None:
+    """Count honestly until the run is unwatched, and lie from then on."""
+    lies = False
+
+    def change(_: Any, tensor: Any, __: int) -> Any:
+        nonlocal lies
+        lies = lies or UNWATCHED.exists()
+        return -tensor if lies else tensor
+
+    _gradients(module, change, ends=False)
 
 
 Patch = Callable[[ModuleType], None]
@@ -423,26 +565,38 @@ CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
     "another result stated": ((STATEMENTS, _stated(_another_result)),),
     "sums that do not add up": ((STATEMENTS, _stated(_sums_that_do_not_add_up)),),
     "no statement of sums": ((STATEMENTS, _no_statement),),
+    "another norm": ((STEPS, _false_norm),),
+    "accusations": ((CLOSE, _other_work("Reduce", _accuse)),),
+    "no averages": ((CLOSE, _other_work("Reduce", _for_ever)),),
+    "no updates": ((CLOSE, _other_work("ApplyStep", _for_ever)),),
+    "another state for others": ((STEPS, _other_state),),
+    "outputs that overflow": ((RUNNER, _outputs(lambda output: output * 0.0 + 3e38)),),
+    "no audits while unwatched": ((AUDITOR, _audits_nothing_unwatched),),
+    "sign flipped once unwatched": (
+        (AUDITOR, _audits_nothing_unwatched),
+        (RUNNER, _flips_once_unwatched),
+    ),
 }
 
 
 class _Loader(importlib.abc.Loader):
     """Loads a module and then changes it."""
 
-    def __init__(self, honest: importlib.abc.Loader, patch: Callable[[ModuleType], None]) -> None:
-        self._honest, self._patch = honest, patch
+    def __init__(self, honest: importlib.abc.Loader, patches: Sequence[Patch]) -> None:
+        self._honest, self._patches = honest, patches
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._honest.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._honest.exec_module(module)
-        self._patch(module)
+        for patch in self._patches:
+            patch(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
-        self._name, self._patch = name, patch
+    def __init__(self, name: str, patches: Sequence[Patch]) -> None:
+        self._name, self._patches = name, patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -451,10 +605,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._patch)
+            spec.loader = _Loader(spec.loader, self._patches)
         return spec
 
 
-if CHEAT:
-    for name, patch in CHEATS[CHEAT]:
-        sys.meta_path.insert(0, _Finder(name, patch))
+patches = CHEATS.get(CHEAT, ())
+if PACE_SECONDS:
+    patches += ((RUNNER, _paced),)
+for name in {name for name, _ in patches}:
+    sys.meta_path.insert(0, _Finder(name, [patch for at, patch in patches if at == name]))
