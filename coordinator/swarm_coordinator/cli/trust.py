@@ -12,10 +12,11 @@ import click
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.configuration.run_settings import parse_run_toml
 from swarm_coordinator.core.events import StandingRecord, VerdictRecord
+from swarm_coordinator.core.trust.classes import Machine, groups
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import database_exists, open_for_reading
-from swarm_coordinator.storage.records import read_standings, read_verdicts
+from swarm_coordinator.storage.records import read_agreements, read_standings, read_verdicts
 from swarm_shared.base.errors import FrameError, ProtocolError, SignatureError, UsageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import RunId
@@ -31,7 +32,8 @@ from swarm_shared.trust.votes import Finding
 @click.option("--verdict", type=int, metavar="N", help="Show the evidence of verdict N.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with evidence.")
 def trust_command(run_dir: Path, verdict: int | None, as_json: bool) -> None:
-    """Show which owners have passed audits, and which have lost some and why.
+    """Show which owners have passed audits, which machines compute alike, and which owners have
+    lost an audit and why.
 
     The coordinator of the run in RUN_DIR may keep running. The evidence of a lost audit is the
     signed receipt of the audited peer and the signed statements of its auditors: `--verdict` shows
@@ -44,16 +46,20 @@ def trust_command(run_dir: Path, verdict: int | None, as_json: bool) -> None:
         raise UsageError(f"the run in {run_dir} has not been started yet, so nothing was audited")
     with open_for_reading(location) as connection:
         standings, verdicts = read_standings(connection), read_verdicts(connection)
+        classes = groups(read_agreements(connection))
     if as_json:
         document = {
             "probation_cells": probation,
             "owners": [dataclasses.asdict(one) for one in standings],
+            "classes": [[machine._asdict() for machine in group] for group in classes],
             "verdicts": [_as_json(one) for one in verdicts],
         }
         click.echo(json.dumps(document, indent=2))
         return
     if verdict is None:
-        lines = [*_owner_lines(standings, probation), *_verdict_lines(verdicts)]
+        lines = [
+            *_owner_lines(standings, probation), *_class_lines(classes), *_verdict_lines(verdicts)
+        ]  # fmt: skip
     elif 1 <= verdict <= len(verdicts):
         lines = _evidence_lines(run_id_of(load_manifest(folder)), verdicts[verdict - 1])
     else:
@@ -81,6 +87,15 @@ def _owner_lines(standings: tuple[StandingRecord, ...], probation: int) -> list[
             f"{one.owner:<54} {one.passed:>13} {one.lost:>5} {one.audited_work:>6}  {standing}"
         )
     return lines
+
+
+def _class_lines(classes: list[list[Machine]]) -> list[str]:
+    """Machines of one class have agreed to the bit in enough audited cells."""
+    return [
+        f"class {number}, stage {group[0].stage}: "
+        + ", ".join(f"{machine.peer} ({machine.device})" for machine in group)
+        for number, group in enumerate(classes, start=1)
+    ]
 
 
 def _verdict_lines(verdicts: tuple[VerdictRecord, ...]) -> list[str]:

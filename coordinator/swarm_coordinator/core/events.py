@@ -304,6 +304,27 @@ class StandingsRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class AgreementRecord:
+    """Two machines of a stage that computed the same bits (`swarm_coordinator.core.trust.classes`);
+    the lesser one by peer and device comes first."""
+
+    stage: StageIndex
+    peer: PeerId
+    device: str
+    other: PeerId
+    other_device: str
+    cells: int
+    """Number of audited cells; 0: what was known is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementsRecord:
+    """Agreements that have changed since the last record of this kind."""
+
+    agreements: tuple[AgreementRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HeldAccountRecord:
     """The held seconds of one account (`swarm_coordinator.core.state.held_time`), as times that are
     left: clocks of two starts have nothing in common."""
@@ -393,7 +414,7 @@ class Persist:
 class Remember:
     """Store a record without waiting for it: if a crash loses it, no decision is lost."""
 
-    record: HeldTimeRecord | StateDigestsRecord
+    record: AgreementsRecord | HeldTimeRecord | StateDigestsRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,3 +480,4 @@ class Restored:
     state_digests: tuple[StateDigest, ...] = ()
     """Of the version, as its holders have reported them."""
     held_time: tuple[HeldAccountRecord, ...] = ()
+    agreements: tuple[AgreementRecord, ...] = ()

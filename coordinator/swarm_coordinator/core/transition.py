@@ -92,6 +92,7 @@ from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress, StepState
 from swarm_coordinator.core.state.utilisation import UtilisationStats
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
+from swarm_coordinator.core.trust.classes import restored_classes
 from swarm_coordinator.core.trust.standing import restored_standings
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
@@ -146,6 +147,7 @@ def begin(
     stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
     audits = audits or no_audits()
     audits.standings = restored_standings(restored.standings)
+    audits.classes = restored_classes(restored.agreements)
     audits.last_audit = restored.generation * NUMBERS_PER_GENERATION
     history = RunHistory(
         version=restored.version,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 from swarm_coordinator.admission.book import AdmissionRecord
 from swarm_coordinator.core.events import (
+    AgreementRecord,
+    AgreementsRecord,
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
@@ -69,8 +71,8 @@ in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | StandingsRecord | HeldTimeRecord | StateDigestsRecord | VerdictRecord | Note | PeerSeen
-    | LinksReported | RowsPruned | AdmissionRecord
+    | StandingsRecord | AgreementsRecord | HeldTimeRecord | StateDigestsRecord | VerdictRecord
+    | Note | PeerSeen | LinksReported | RowsPruned | AdmissionRecord
 )  # fmt: skip
 
 
@@ -127,6 +129,8 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             journal.append(connection, "finish", row, generation, record)
         case StandingsRecord(standings):
             _write_standings(connection, standings)
+        case AgreementsRecord(agreements):
+            _write_agreements(connection, agreements)
         case HeldTimeRecord(accounts):
             _write_held_time(connection, accounts, now)
         case StateDigestsRecord():
@@ -262,6 +266,16 @@ def _write_standings(connection: Connection, standings: Iterable[StandingRecord]
     )
 
 
+def _write_agreements(connection: Connection, agreements: Iterable[AgreementRecord]) -> None:
+    connection.executemany(
+        "INSERT INTO agreements (stage, peer, device, other, other_device, cells) "
+        "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (stage, peer, device, other, other_device) "
+        "DO UPDATE SET cells = excluded.cells",
+        [(a.stage, a.peer, a.device, a.other, a.other_device, a.cells) for a in agreements],
+    )
+    connection.execute("DELETE FROM agreements WHERE cells = 0")
+
+
 def _write_held_time(
     connection: Connection, accounts: Iterable[HeldAccountRecord], now: float
 ) -> None:
@@ -350,6 +364,7 @@ def read_restored(connection: Connection) -> Restored:
         recomputed=Version(recomputed[0]),
         on_current_history=frozenset(PeerId(peer) for (peer,) in on_current_history),
         standings=read_standings(connection),
+        agreements=read_agreements(connection),
         state_digests=tuple(
             StateDigest(StageIndex(stage), digest)
             for stage, digest in connection.execute(
@@ -357,6 +372,18 @@ def read_restored(connection: Connection) -> Restored:
                 (version,),
             )
         ),
+    )
+
+
+def read_agreements(connection: Connection) -> tuple[AgreementRecord, ...]:
+    """Return the pairs of machines that have computed the same bits, in the order of their keys."""
+    rows = connection.execute(
+        "SELECT stage, peer, device, other, other_device, cells FROM agreements "
+        "ORDER BY stage, peer, device, other, other_device"
+    )
+    return tuple(
+        AgreementRecord(StageIndex(stage), PeerId(p), device, PeerId(o), other_device, cells)
+        for stage, p, device, o, other_device, cells in rows
     )
 
 

@@ -204,6 +204,18 @@ CREATE TABLE held_accounts (
     forgotten_at REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
 
+-- Audited cells in which two machines of a stage computed the same bits. A peer with another device
+-- is another machine.
+CREATE TABLE agreements (
+    stage INTEGER NOT NULL,
+    peer TEXT NOT NULL,
+    device TEXT NOT NULL,
+    other TEXT NOT NULL,
+    other_device TEXT NOT NULL,
+    cells INTEGER NOT NULL,
+    PRIMARY KEY (stage, peer, device, other, other_device)
+) STRICT, WITHOUT ROWID;
+
 -- Of the newest version only.
 CREATE TABLE state_digests (
     stage INTEGER NOT NULL,
@@ -232,7 +244,7 @@ TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
     "allowances", "bans", "journal", "teams", "owners", "step_attempts",
-    "standings", "held_accounts", "state_digests", "verdicts",
+    "standings", "agreements", "held_accounts", "state_digests", "verdicts",
 )  # fmt: skip
 """All tables, each after those that it refers to."""
 

@@ -11,7 +11,14 @@ from click.testing import CliRunner
 from kits import lost_audit
 from kits.peer_names import named
 from swarm_coordinator.cli.main import cli
-from swarm_coordinator.core.events import StandingRecord, StandingsRecord, VerdictRecord
+from swarm_coordinator.core.events import (
+    AgreementRecord,
+    AgreementsRecord,
+    StandingRecord,
+    StandingsRecord,
+    VerdictRecord,
+)
+from swarm_coordinator.core.trust.classes import AGREED_CELLS
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -65,6 +72,20 @@ async def test_owners_and_verdicts_are_listed_with_their_evidence(tmp_path: Path
     document = json.loads(shown(str(run), "--json"))
     assert document["verdicts"][0]["evidence"] == VERDICT.evidence.model_dump(mode="json")
     assert [owner["passed"] for owner in document["owners"]] in ([60, 0], [0, 60])
+
+
+async def test_machines_that_compute_alike_are_listed_by_class(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    one, other = sorted((HONEST, LIAR))
+    agreed = AgreementRecord(StageIndex(1), one, "cpu", other, "cuda: Some GPU", AGREED_CELLS)
+    store = SqliteStore.open(run / "coordinator.sqlite")
+    store.next_generation()
+    await store.write(AgreementsRecord((agreed, replace(agreed, stage=StageIndex(0), cells=1))))
+    store.close()
+    lines = [text for text in shown(str(run)).splitlines() if text.startswith("class")]
+    assert lines == [f"class 1, stage 1: {one} (cpu), {other} (cuda: Some GPU)"]
+    (group,) = json.loads(shown(str(run), "--json"))["classes"]
+    assert group[0] == {"stage": 1, "peer": one, "device": "cpu"}
 
 
 async def test_the_evidence_of_a_verdict_is_shown_in_sentences(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import trio
 
 from kits.peer_names import named
 from swarm_coordinator.core.events import (
+    AgreementRecord,
+    AgreementsRecord,
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
@@ -270,6 +272,20 @@ def test_held_seconds_age_while_no_coordinator_runs(place: DatabaseLocation) -> 
         assert {o.refused_because for o in found} <= {"it lies"}
         if now[0] == 1010.0:
             assert found[0].disputes == ((named("y"), 85.0),)
+    store.close()
+
+
+def test_agreements_are_restored_until_they_are_forgotten(place: DatabaseLocation) -> None:
+    def agreement(other: str, cells: int, device: str = "cpu") -> AgreementRecord:
+        return AgreementRecord(StageIndex(0), named("a"), device, named(other), "cpu", cells)
+
+    write_all(
+        place,
+        AgreementsRecord((agreement("b", 1), agreement("c", 2), agreement("b", 4, "cuda"))),
+        AgreementsRecord((agreement("b", 3), agreement("c", 0))),
+    )
+    store = open_store(place)
+    assert store.restore().agreements == (agreement("b", 3), agreement("b", 4, "cuda"))
     store.close()
 
 

@@ -81,6 +81,7 @@ class SimStore:
     base: int = 0
     standings: dict[PeerId, events.StandingRecord] = field(default_factory=dict)
     digests: events.StateDigestsRecord | None = None
+    agreements: dict[tuple[object, ...], events.AgreementRecord] = field(default_factory=dict)
     held_time: dict[PeerId, tuple[float, events.HeldAccountRecord]] = field(default_factory=dict)
     """By account: when it was written, and what."""
     rolled_back: bool = False
@@ -113,10 +114,19 @@ class SimStore:
             self.digests = None
 
     def remember(
-        self, record: events.HeldTimeRecord | events.StateDigestsRecord, now: float
+        self,
+        record: events.AgreementsRecord | events.HeldTimeRecord | events.StateDigestsRecord,
+        now: float,
     ) -> None:
         if isinstance(record, events.StateDigestsRecord):
             self.digests = record
+        elif isinstance(record, events.AgreementsRecord):
+            for one in record.agreements:
+                pair = (one.stage, one.peer, one.device, one.other, one.other_device)
+                if one.cells:
+                    self.agreements[pair] = one
+                else:
+                    self.agreements.pop(pair, None)
         else:
             self.held_time |= {one.account: (now, one) for one in record.accounts}
 
@@ -133,6 +143,7 @@ class SimStore:
             rolled_back=self.rolled_back,
             recomputed=Version(max((n for gone in self.given_up for n in gone), default=0)),
             standings=tuple(self.standings.values()),
+            agreements=tuple(self.agreements.values()),
             state_digests=self.digests.digests
             if self.digests is not None and self.digests.version == self.version else (),
             held_time=tuple(aged(one, now - at) for at, one in self.held_time.values()),

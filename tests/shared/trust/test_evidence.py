@@ -46,6 +46,14 @@ def test_an_auditor_that_contradicts_the_majority_is_the_loser() -> None:
     assert "has lost it" in refused(of=of, peer=second, owner=second)
 
 
+@pytest.mark.parametrize(("tolerance", "follows"), [(0.0, True), (1e-4, False)])
+def test_within_a_class_any_difference_is_one(tolerance: float, follows: bool) -> None:
+    """Evidence of auditors that had computed like the audited peer has no tolerance."""
+    near = [kit.statement(RUN, auditor, distance=1e-6) for auditor in (kit.FIRST, kit.SECOND)]
+    found = judge(RUN, kit.evidence(RUN, near, tolerance=tolerance))
+    assert found.outcome is (Outcome.LOST if follows else Outcome.PASSED)
+
+
 def test_too_few_statements_are_no_verdict() -> None:
     assert "the audit is open" in refused(of=kit.evidence(RUN, [kit.statement(RUN, kit.FIRST)]))
     assert "the audit is open" in refused(of=kit.evidence(RUN, entitled=5))

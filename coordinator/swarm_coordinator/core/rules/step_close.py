@@ -14,6 +14,7 @@ import math
 from collections import Counter
 
 from swarm_coordinator.core.events import (
+    AgreementsRecord,
     AppliedStep,
     Persist,
     Remember,
@@ -476,6 +477,8 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
         run.audits.standings.applied({owner_of(peer) for peer in counted if peer}, applied.step)
     if standings := run.audits.standings.take_changed():
         run.commands.append(Persist(StandingsRecord(standings)))
+    if agreements := run.audits.classes.take_changed():
+        run.commands.append(Remember(AgreementsRecord(agreements)))
     run.history.apply(applied)
     enter_phase(run, RunPhase.APPLYING)
     closing.decided_at = now

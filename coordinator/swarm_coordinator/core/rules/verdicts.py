@@ -28,7 +28,14 @@ from swarm_coordinator.core.state.step_table import CellKey
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
-from swarm_coordinator.core.trust.audits import MAX_IN_HAND, OpenAudit, Order
+from swarm_coordinator.core.trust.audits import (
+    ALIKE_FIRST_SHARE,
+    MAX_IN_HAND,
+    Exactly,
+    OpenAudit,
+    Order,
+)
+from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import AuditStatement
@@ -139,7 +146,7 @@ def open_audit(
     counted_cell = step.table[cell]
     peer = run.peers[counted_cell.peer]
     audit = OpenAudit(
-        stage, microbatch, peer.peer, owner_of(peer),
+        _machine(peer, stage), microbatch, owner_of(peer),
         Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding, seed=seed,
         asked=set() if asked is None else asked, confirms=asked is not None,
     )  # fmt: skip
@@ -148,6 +155,10 @@ def open_audit(
         step.audits.open[cell] = audit
         _ask_one_of(run, step, audit, candidates, now)
     return bool(candidates)
+
+
+def _machine(peer: PeerState, stage: StageIndex) -> Machine:
+    return Machine(stage, peer.peer, peer.profile.device)
 
 
 def electorate(run: RunState, stage: StageIndex, owner: PeerId) -> frozenset[PeerId]:
@@ -164,8 +175,16 @@ def _candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
     return [
         peer
         for peer in run.peers.ready(audit.stage)
-        if owner_of(peer) in entitled and not peer.paused and not peer.leaving
+        if owner_of(peer) in entitled
+        and not peer.paused
+        and not peer.leaving
+        and (not audit.within_class or _is_alike(run, audit, peer))
     ]
+
+
+def _is_alike(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
+    """Whether a peer is known to compute like the audited one."""
+    return run.audits.classes.alike(audit.machine, _machine(peer, audit.stage))
 
 
 def _ask_one_of(
@@ -177,6 +196,14 @@ def _ask_one_of(
     if not free:
         return
     trusted = run.audits.settings.trusted_owners
+    alike = [
+        peer
+        for peer in free
+        if owner_of(peer) in trusted
+        or run.audits.classes.has_agreed(audit.machine, _machine(peer, audit.stage))
+    ]
+    if 0 < len(alike) < len(free) and run.audits.draw() < ALIKE_FIRST_SHARE:
+        free = alike
     lots = {peer.peer: run.audits.draw() for peer in free}
     chosen = min(
         free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
@@ -262,6 +289,7 @@ def _record(
             _ask(run, step, audit, run.peers[order.auditor], now, compares=True)
             return
         _keep_sums(run, step, audit, order, statement, event.envelope)
+        _compare_bits(run, audit, order, statement, found)
         audit.votes.append(
             Vote(
                 order.owner, order.auditor, found, event.envelope, statement.distance, order.binding
@@ -288,13 +316,32 @@ def _keep_sums(
         whole.add(audit.microbatch, order.owner, stated)
 
 
+def _compare_bits(
+    run: RunState, audit: OpenAudit, order: Order, statement: AuditStatement, found: Finding
+) -> None:
+    """Note what a statement says to the bit, and let its class decide where it contradicts it.
+
+    All owners decide as ever once one finds more than a tolerance allows.
+    """
+    auditor = run.peers[order.auditor]
+    exact = finding(audit.claim, statement, 0.0, compared=True)
+    assert exact is not None, "only a comparison is missing"
+    alike = _is_alike(run, audit, auditor)
+    audit.exactly[order.auditor] = Exactly(_machine(auditor, audit.stage), exact, alike)
+    if found is not Finding.AGREES:
+        audit.within_class = False
+    elif alike and exact is not Finding.AGREES and not audit.disputed:
+        audit.within_class = True
+
+
 def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
     """Conclude an audit, or ask the next auditor."""
-    judges = electorate(run, audit.stage, audit.owner)
+    votes = audit.ballot
     trusted = run.audits.settings.trusted_owners
     # Owners that have voted and left still count.
-    audit.entitled = len(judges | {vote.owner for vote in audit.votes}) + 1
-    found = outcome(audit.votes, audit.entitled, trusted)
+    judges = electorate(run, audit.stage, audit.owner)
+    audit.entitled = len(judges | {vote.owner for vote in votes}) + 1
+    found = outcome(votes, audit.entitled, trusted)
     if found is Outcome.OPEN:
         candidates = _candidates(run, audit)
         if candidates:
@@ -309,7 +356,11 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
 
 
 def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, now: float) -> None:
-    if found is Outcome.PASSED:
+    if audit.within_class and found is Outcome.LOST:
+        _deviates(run, step, audit, now)
+    elif audit.within_class and found is Outcome.OPEN:
+        _passed(run, step, audit, now)  # as within the tolerance
+    elif found is Outcome.PASSED:
         _passed(run, step, audit, now)
     elif found is Outcome.LOST:
         reason = f"what it signed for {_cell_text(step, audit)} is not what the microbatch gives"
@@ -320,6 +371,24 @@ def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, 
         _undecided(run, step, audit, now)
     else:
         run.audits.unanswered += 1
+
+
+def _deviates(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    """Take a peer out of its class whose bits most owners contradict that computed like it before.
+
+    The second time within half a day it has lost an audit.
+    """
+    reason = (
+        f"what it computed of {_cell_text(step, audit)} is not to the bit what others compute that "
+        f"have computed like it before{_by(audit)}"
+    )
+    if run.audits.classes.deviates_again(audit.owner, now):
+        reason += ", the second time within half a day"
+        _lost(run, step, audit.peer, audit.owner, audit, reason, now)
+    else:
+        run.audits.classes.forget(audit.peer)
+        run.note(f"{short(audit.peer)} has left its class: {reason}", audit.peer)
+        clear_cell(run, step, (audit.microbatch, audit.stage))
 
 
 def _cell_text(step: StepState, audit: OpenAudit) -> str:
@@ -339,6 +408,11 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
     standing.withheld = 0
     standing.vested_step = max(standing.vested_step, step.step)
     standing.unvested_since = NO_STEP
+    for said in audit.exactly.values():
+        if said.finding is Finding.AGREES:
+            run.audits.classes.agreed(audit.machine, said.machine)
+        elif said.finding is Finding.DIFFERS:
+            run.audits.classes.differed(audit.machine, said.machine)
     for vote in audit.votes:
         if vote.finding is Finding.DIFFERS:
             _lost(
@@ -418,6 +492,7 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
     if run.audits.settings.rolls_back and standing.unvested_since:
         since = run.audits.unverified_since or standing.unvested_since
         run.audits.unverified_since = min(since, standing.unvested_since)
+    run.audits.classes.forget(found.peer)
     standing.lost += 1
     standing.passed = standing.withheld = 0
     standing.unvested_since = NO_STEP

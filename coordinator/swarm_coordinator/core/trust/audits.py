@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarm_coordinator.core.events import VerdictRecord
+from swarm_coordinator.core.trust.classes import Classes, Machine
 from swarm_coordinator.core.trust.majority import Decision, Statement, ValueT, decide
 from swarm_coordinator.core.trust.samples import TrainingTokens
 from swarm_coordinator.core.trust.standing import Standings
@@ -27,6 +28,10 @@ SHOWN_VERDICTS = 100
 PROBATION_SHARE = 0.25
 """Probability that a cell of an owner on probation is audited: computing each one twice would halve
 the rate of a new run, and a constant cheat is found after four cells on average."""
+
+ALIKE_FIRST_SHARE = 0.5
+"""Share of the audits that go to machines which have agreed with the audited one to the bit, where
+there are some: they give exact answers. If all did, two liars would only audit each other."""
 
 MAX_IN_HAND = 4
 """Most audits that one auditor is asked for at a time; others wait until it has answered."""
@@ -64,14 +69,23 @@ class Order:
     """The signed binding of `auditor` to `owner`, in base64; empty if it is its own owner."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """What an auditor's statement says without any tolerance."""
+
+    machine: Machine
+    finding: Finding
+    alike: bool
+    """Whether it had computed like the audited machine before."""
+
+
 @dataclass(slots=True)
 class OpenAudit:
     """The audit of one cell, from the draw to its outcome."""
 
-    stage: StageIndex
+    machine: Machine
+    """The audited peer's, at the audited stage."""
     microbatch: MicrobatchIndex
-    peer: PeerId
-    """The audited peer."""
     owner: PeerId
     claim: Claim
     opened_at: float
@@ -87,11 +101,38 @@ class OpenAudit:
     """Whether it is repeated to confirm what another auditor has stated."""
     entitled: int = 0
     """Number of owners that could vote at the last count, the audited one included."""
+    exactly: dict[PeerId, Exactly] = field(default_factory=dict)
+    """By auditor that has voted."""
+    within_class: bool = False
+    """Whether a machine of the same class computed other bits, within the tolerance. Then only this
+    class votes, and without a tolerance; but a majority is one of all the stage's owners. Anyone can
+    seem like a peer by stating what that has signed."""
+
+    @property
+    def stage(self) -> StageIndex:
+        return self.machine.stage
+
+    @property
+    def peer(self) -> PeerId:
+        """The audited peer."""
+        return self.machine.peer
 
     @property
     def disputed(self) -> bool:
         """Whether an auditor has found something else than the receipt or the member says."""
-        return self.confirms or any(vote.finding is not Finding.AGREES for vote in self.votes)
+        differs = any(vote.finding is not Finding.AGREES for vote in self.votes)
+        return self.confirms or self.within_class or differs
+
+    @property
+    def ballot(self) -> list[Vote]:
+        """The votes that decide."""
+        if not self.within_class:
+            return self.votes
+        return [
+            replace(vote, finding=said.finding)
+            for vote in self.votes
+            if (said := self.exactly[vote.peer]).alike
+        ]
 
     def evidence(self, settings: AuditSettings) -> Evidence:
         """What the outcome follows from, without the receipt's signature."""
@@ -100,9 +141,9 @@ class OpenAudit:
             binding=self.binding,
             statements=tuple(
                 SignedStatement(statement=vote.statement, binding=vote.binding)
-                for vote in self.votes
+                for vote in self.ballot
             ),
-            tolerance=settings.tolerance,
+            tolerance=0.0 if self.within_class else settings.tolerance,
             trusted_owners=tuple(sorted(settings.trusted_owners)),
             entitled=self.entitled,
         )
@@ -143,6 +184,7 @@ class AuditBook:
     tokens: TrainingTokens | None = None
     """The token ids that receipts of the ends of the pipeline must have; None: any."""
     standings: Standings = field(default_factory=Standings)
+    classes: Classes = field(default_factory=Classes)
     verdicts: deque[VerdictRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_VERDICTS))
     """The newest verdicts, oldest first."""
     last_audit: int = 0
