@@ -21,6 +21,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
+        bench-strangers \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -32,7 +33,7 @@ help:
 	@echo "make test-process real programs: runs under churn, injected faults, attacks, killed coordinators"
 	@echo "make test-lab real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-nightly what not each run needs: more runs and faults, all labs, the .deb under a real systemd"
-	@echo "make test-strangers modified clients in real runs, each kind of cheat by itself"
+	@echo "make test-strangers every known attack, with modified clients in real runs (an hour)"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   apply the formatting"
@@ -51,6 +52,7 @@ help:
 	@echo "make bench-views start time and load of the terminal views"
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
 	@echo "make bench-trust tokens/s with audits over tokens/s without"
+	@echo "make bench-strangers tokens/s of honest volunteers beside a third of liars over that of them alone"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
@@ -86,9 +88,9 @@ test: setup-dev
 test-process: setup-dev
 	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
 
-# Volunteers with modified clients in real runs, each kind of cheat by itself.
+# Every known attack (tests/kits/attack/attacks.toml), modified clients in real runs first.
 test-strangers: setup-dev
-	@$(PYTEST) $(TWO) loadgroup tests/integration/test_strangers.py $(ARGS)
+	@$(PYTEST) --tier all $(TWO) loadgroup $$(PYTHONPATH=tests $(PY) -m kits.attack.catalogue) $(ARGS)
 
 # One worker: two labs cannot run at once.
 test-lab: setup-dev
@@ -161,6 +163,10 @@ bench-yielding: setup-dev
 
 bench-trust: setup-dev
 	@$(PY) -m benchmarks.trust_overhead $(ARGS)
+
+# The runs with modified clients lie with the tests.
+bench-strangers: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.strangers $(ARGS)
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)
