@@ -136,7 +136,7 @@ class Serving:
     nursery: trio.Nursery
 
 
-_WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved"})
+_WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved", "SumsStated"})
 
 
 @asynccontextmanager

@@ -1,8 +1,9 @@
 """Simulated volunteers that send real control messages and compute nothing.
 
-Each drives the rules that ship, as the simulator's volunteers do (`stage_holder`), and signs its
-receipts. It runs on the measured core; parsing, counting and signing are excluded from the measured
-time, and rosters are not read.
+Each drives the rules that ship, as the simulator's volunteers do (`stage_holder`,
+`pipeline_peer`), and signs its receipts. It runs on the measured core; parsing and the way of the
+microbatches from peer to peer, with counting and signing, are excluded from the measured time. A
+roster of thousands is not read by each of them: `World.members` is what it would show.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import base64
 import heapq
 import random
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 import trio
@@ -22,6 +22,8 @@ import trio
 from benchmarks.coordinator_heartbeats import Heart, hearts
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
+from swarm_coordinator.simulator.event_heap import Action
+from swarm_coordinator.simulator.pipeline_peer import Members, PipelinePeer, Request
 from swarm_coordinator.simulator.stage_holder import StageHolder, first_request
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
@@ -37,8 +39,9 @@ from swarm_shared.protocol import (
     Close,
     Hello,
     Lease,
-    LeasedMicrobatch,
     LeaseResult,
+    Mask,
+    MaskRequest,
     Receipts,
     Refused,
     SaveSnapshot,
@@ -51,15 +54,21 @@ from swarm_shared.protocol import (
 from swarm_shared.protocol.framing import Frame
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
-from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
+from swarm_shared.scheduling.routing import StageRouting
+from swarm_shared.volunteer_rules.stage_account import Computation
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, Work
 
 ROSTER = re.compile(rb'{"kind":"roster')
 MEMORY_BYTES = 2**34
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
-AGAIN_SHARE = 0.1
 APPLY_SECONDS = 0.3
+ROSTER_SECONDS = 0.5
+"""Seconds until senders know that a stage has won or lost a peer."""
+AGAIN_SHARE = 0.1
+"""Duration of a repeated microbatch over that of others: it is alone, they had many beside them."""
+PACES = 16
+"""Number of durations of a microbatch, which spread over a step."""
 
 
 class Times(Protocol):
@@ -72,6 +81,9 @@ class Times(Protocol):
 
 class MemoryStream:
     """Control stream whose other end is in the same process."""
+
+    remote_address: str | None = None
+    """Not known, as that of a peer behind a relay."""
 
     def __init__(self, remote: PeerId, take: Callable[[bytes], None]) -> None:
         self.remote = remote
@@ -138,20 +150,60 @@ class World:
         self.sizes = stage_sizes(manifest)
         self.step_seconds = step_seconds
         self.rng = random.Random(1)
-        self.ready: list[dict[PeerId, SimulatedVolunteer]] = [{} for _ in manifest.stages]
+        self.now = 0.0
+        """The time of the volunteer whose turn it is."""
+        self._arriving: deque[Action] = deque()
+        self.peers: dict[PeerId, _Peer] = {}
+        """Those that serve a stage."""
+        self._rates: defaultdict[StageIndex, dict[PeerId, float]] = defaultdict(dict)
+        self.members = Members(self.peers, self._rates)
+        self._changed: set[StageIndex] = set()
         self.applied = 0
         self.refused = 0
         self.said = 0
+        self._masks_requested = 0
 
-    def server(self, stage: StageIndex, step: Step) -> SimulatedVolunteer | None:
-        """Return a peer that works on the step in this stage, if there is one."""
-        peers = self.ready[stage].values()
-        able = [peer for peer in peers if peer.held and peer.held.account.works_on(step)]
-        return self.rng.choice(able) if able else None
+    def elsewhere(self, action: Action) -> None:
+        """Do what costs the measured core nothing, in no time."""
+        self.now = self.clock.current_time()
+        with self.clock.elsewhere():
+            action()
+            while self._arriving:
+                self._arriving.popleft()()
+
+    def arrives(self, action: Action) -> None:
+        """Do it when the present action is over, in the same `elsewhere`."""
+        self._arriving.append(action)
+
+    def serves(self, peer: _Peer) -> None:
+        self.peers[peer.volunteer.peer] = peer
+        self._rates[peer.stage][peer.volunteer.peer] = 1.0
+        self._stage_changed(peer.stage)
+
+    def stops(self, peer: PeerId) -> None:
+        stopped = self.peers.pop(peer, None)
+        if stopped is not None:
+            del self._rates[stopped.stage][peer]
+            self._stage_changed(stopped.stage)
+
+    def _stage_changed(self, stage: StageIndex) -> None:
+        if not self._changed:
+            self.later(ROSTER_SECONDS, lambda: self.elsewhere(self._spread_roster))
+        self._changed.add(stage)
+
+    def _spread_roster(self) -> None:
+        changed, self._changed = self._changed, set()
+        for peer in list(self.peers.values()):
+            for stage in changed & peer.downstreams.keys():
+                peer.downstreams[stage].learn(self.members)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._number += 1
         heapq.heappush(self._agenda, (trio.current_time() + seconds, self._number, action))
+
+    def next_mask(self) -> int:
+        self._masks_requested += 1
+        return self._masks_requested
 
     async def act(self) -> None:
         """Execute scheduled actions one at a time until cancelled."""
@@ -160,6 +212,72 @@ class World:
                 heapq.heappop(self._agenda)[2]()
                 await trio.lowlevel.checkpoint()
             await trio.sleep(0.005)
+
+
+class _Peer(PipelinePeer[str]):
+    """A volunteer while it holds a stage. Links take no time, and its device computes any number of
+    microbatches at once. Messages to the coordinator are sent in measured time."""
+
+    def __init__(self, world: World, volunteer: SimulatedVolunteer) -> None:
+        assert volunteer.held is not None
+        seconds = world.step_seconds / world.manifest.stage_count
+        super().__init__(world.manifest, world.sizes, volunteer.held, world.members, seconds)
+        self.volunteer = volunteer
+        self._world = world
+        self._reporting = False
+
+    @property
+    def now(self) -> float:
+        return self._world.now
+
+    @property
+    def is_up(self) -> bool:
+        return self._world.peers.get(self.volunteer.peer) is self
+
+    def later(self, seconds: float, action: Action) -> None:
+        world = self._world
+        world.later(seconds, lambda: world.elsewhere(action) if self.is_up else None)
+
+    def find(self, peer: PeerId) -> _Peer | None:
+        return self._world.peers.get(peer)
+
+    def routing(self) -> StageRouting:
+        return StageRouting(self._world.rng, self.manifest.training.microbatches_per_step)
+
+    def uplink_seconds(self) -> float:
+        return 0.0
+
+    def transfer(self, receiver: PipelinePeer[str], size: int, arrive: Action) -> None:
+        self._world.arrives(arrive)
+
+    def compute(self, share: float, request: Request[str], done: Action) -> None:
+        microbatch = request.microbatch
+        pace = (1 + microbatch.index % PACES) / PACES
+        if len(microbatch.accumulate) < self.manifest.stage_count - self.stage:
+            pace *= AGAIN_SHARE
+        seconds = share * pace * self.microbatch_seconds
+        self.later(seconds, lambda: request.ended or done())
+
+    def count(self, computation: Computation) -> str | None:
+        """Count a microbatch, and report it within an interval, with all others until then."""
+        if not self._reporting:
+            self._reporting = True
+            interval = self.manifest.limits.receipt_interval_seconds
+            self._world.later(self._world.rng.uniform(0, interval), self._report_receipts)
+        return super().count(computation)
+
+    def _report_receipts(self) -> None:
+        self._reporting = False
+        if self.is_up and (receipts := self.account.take_unreported()):
+            self.volunteer.send(Receipts(receipts=receipts))
+
+    def resolve(self, result: LeaseResult, receipts: tuple[str, ...] = ()) -> None:
+        self.volunteer.send_later(result.model_copy(update={"receipts": receipts}))
+
+    def request_mask(self, step: Step, microbatch: MicrobatchIndex) -> int:
+        number = self._world.next_mask()
+        self.volunteer.send_later(MaskRequest(request=number, step=step, microbatch=microbatch))
+        return number
 
 
 class SimulatedVolunteer(StageHolder[str]):
@@ -177,8 +295,6 @@ class SimulatedVolunteer(StageHolder[str]):
         self.heart: Heart = world.rng.choice(world.hearts)
         self.beaten = 0
         self._world = world
-        self._leases = LeaseQueue()
-        self._reporting = False
         self.stream: Any = MemoryStream(self.peer, self.hear)
 
     def attach(self) -> None:
@@ -210,6 +326,9 @@ class SimulatedVolunteer(StageHolder[str]):
             self.words.append(self._world.clock.current_time())
             self._push(encode(message))
 
+    def send_later(self, message: FrozenModel) -> None:
+        self.later(0.0, lambda: self.send(message))
+
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._world.later(seconds, lambda: self.alive and action())
 
@@ -230,17 +349,20 @@ class SimulatedVolunteer(StageHolder[str]):
         return self._world.rng.uniform(0.5, 1.0) * most
 
     def serves(self, *, switched: bool) -> None:
-        if self.stage is not None:
-            self._world.ready[self.stage][self.peer] = self
+        self._world.serves(_Peer(self._world, self))
 
     def stops(self) -> None:
-        if self.stage is not None:
-            self._world.ready[self.stage].pop(self.peer, None)
+        self._world.stops(self.peer)
 
     def step_applied(self) -> None:
         if self.held is not None:
             self._world.applied = max(self._world.applied, self.held.account.version)
-        self._start_leased()
+        self._in_pipeline(lambda peer: peer.step_changed())
+
+    def _in_pipeline(self, action: Callable[[_Peer], None]) -> None:
+        peer = self._world.peers.get(self.peer)
+        if peer is not None:
+            self._world.elsewhere(lambda: action(peer))
 
     def rejoin(self) -> None:
         self.die()
@@ -256,9 +378,9 @@ class SimulatedVolunteer(StageHolder[str]):
             case Close() | SumCheck() | Apply() | AbortRound() | SaveSnapshot():
                 self.ordered(message)
             case Lease():
-                for refused in self._leases.take(message):
-                    self.send(refused)
-                self._start_leased()
+                self._in_pipeline(lambda peer: peer.lease(message))
+            case Mask():
+                self._in_pipeline(lambda peer: peer.masked(message))
             case AssignStage():
                 self.assigned(message)
             case Welcome():
@@ -266,53 +388,6 @@ class SimulatedVolunteer(StageHolder[str]):
                 self.send(first_request(message, MEMORY_BYTES))
             case Refused():
                 self._world.refused += 1
-
-    # ---- microbatches
-
-    def _start_leased(self) -> None:
-        world, held = self._world, self.held
-        now, step = world.clock.current_time(), None if held is None else held.account.step
-        for started in self._leases.start(step, now):
-            wait = world.rng.uniform(0.1, 1.0) * world.step_seconds
-            if len(started.leased.accumulate) < world.manifest.stage_count:
-                wait *= AGAIN_SHARE  # a repeated item is alone, the first lease had many
-            self.later(wait, partial(self._drive, started))
-
-    def _drive(self, started: StartedMicrobatch) -> None:
-        """Complete a microbatch: its peers send their receipts and its trainer the result."""
-        world, lease, leased = self._world, started.lease, started.leased
-        counting = [world.server(stage, lease.step) for stage in leased.accumulate]
-        ok = None not in counting
-        self._leases.finished(started, world.clock.current_time(), ok=ok)
-        if ok:
-            receipts = (peer.count(lease.step, leased) for peer in counting if peer is not None)
-            self.send(
-                LeaseResult(
-                    step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
-                    receipts=tuple(filter(None, receipts)),
-                )
-            )  # fmt: skip
-        else:
-            self.send(handed_back(lease, leased, "a stage has no peer"))
-        self._start_leased()
-
-    def count(self, step: Step, leased: LeasedMicrobatch) -> str | None:
-        """Count a microbatch, and report it within an interval, with all others until then."""
-        if self.held is None:
-            return None
-        with self._world.clock.elsewhere():
-            account = self.held.account
-            receipt = self.held.count(account.begin(step, leased.microbatch, leased.accumulate))
-        if not self._reporting:
-            self._reporting = True
-            interval = self._world.manifest.limits.receipt_interval_seconds
-            self.later(self._world.rng.uniform(0, interval), self._report_receipts)
-        return receipt
-
-    def _report_receipts(self) -> None:
-        self._reporting = False
-        if self.held is not None and (receipts := self.held.account.take_unreported()):
-            self.send(Receipts(receipts=receipts))
 
 
 async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:

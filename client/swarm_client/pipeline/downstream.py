@@ -8,17 +8,18 @@ streams and the timer, and keeps each tensor until its gradient is back.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import trio
 
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer, Stream, open_edge
+from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer
 from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
+from swarm_client.pipeline.mask_client import MaskClient
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.protocol import Forward, PeerRecord, StageHello
+from swarm_shared.protocol import Forward, PeerRecord
 from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,
@@ -33,10 +34,12 @@ from swarm_shared.volunteer_rules.delivery import (
 )
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
-Ask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...] | None]]
-"""Returns the stages that have not counted the microbatch; None when there is no answer."""
 
-OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
+class EdgeOpener(Protocol):
+    """The links of a volunteer to other peers' stages."""
+
+    async def open_edge(self, record: PeerRecord) -> Edge:
+        """Open an edge to a peer. NetworkError, ProtocolError or EdgeRefused if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,8 @@ class Downstream:
         self,
         stage: StageIndex,
         roster: RosterView,
-        hello: Callable[[], StageHello],
-        open_stream: OpenStream,
-        ask_mask: Ask,
+        links: EdgeOpener,
+        masks: MaskClient,
         nursery: trio.Nursery,
         routing: StageRouting,
         depth: int = 1,
@@ -88,9 +90,8 @@ class Downstream:
         self.stage = stage
         self._dispatcher = Dispatcher(stage, routing, depth, latency)
         self._roster = roster
-        self._hello = hello
-        self._open_stream = open_stream
-        self._ask_mask = ask_mask
+        self._links = links
+        self._masks = masks
         self._nursery = nursery
         self._edges: dict[PeerId, Edge] = {}
         """Edges that take requests."""
@@ -230,7 +231,7 @@ class Downstream:
         self._carry_out()
 
     async def _ask(self, action: AskMask) -> None:
-        missing = await self._ask_mask(action.step, action.microbatch)
+        missing = await self._masks.ask(action.step, action.microbatch)
         self._dispatcher.masked(action.query, missing, trio.current_time())
         self._carry_out()
 
@@ -249,13 +250,7 @@ class Downstream:
         record = self._roster.get(peer)
         if record is None:
             raise LinkClosed(f"{peer} has left the roster")
-        stream = await self._open_stream(record)
-        try:
-            return await open_edge(stream, self._hello())
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await stream.reset()
-            raise
+        return await self._links.open_edge(record)
 
     async def _run_edge(self, edge: Edge) -> None:
         reason = await edge.run()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
 
+from swarm_client.membership.coordinator_link import CoordinatorLink
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import Mask, MaskRequest
 
@@ -21,9 +21,8 @@ class _MaskQuery:
 class MaskClient:
     """Matches mask requests and answers of one volunteer."""
 
-    def __init__(self, send: Callable[[MaskRequest], bool]) -> None:
-        """`send` returns whether there was a session to send over."""
-        self._send = send
+    def __init__(self, coordinator: CoordinatorLink) -> None:
+        self._coordinator = coordinator
         self._numbers = itertools.count(1)
         self._queries: dict[int, _MaskQuery] = {}
 
@@ -33,7 +32,8 @@ class MaskClient:
         number = next(self._numbers)
         query = self._queries[number] = _MaskQuery()
         try:
-            if self._send(MaskRequest(request=number, step=step, microbatch=microbatch)):
+            request = MaskRequest(request=number, step=step, microbatch=microbatch)
+            if self._coordinator.send(request):
                 await query.ended.wait()
         finally:
             del self._queries[number]

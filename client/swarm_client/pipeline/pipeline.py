@@ -31,11 +31,11 @@ class Pipeline:
         all_reduce: AllReduceTraffic,
         nursery: trio.Nursery,
     ) -> None:
-        self.masks = MaskClient(coordinator.send)
+        self.masks = MaskClient(coordinator)
         self.trainer = Trainer(coordinator, nursery)
         self._uplink = UplinkShare(node.bandwidth, all_reduce)
         self.server = StageServer(membership, gate, self._uplink, coordinator)
-        self.links = StageLinks(node, roster, self.server, membership, self.masks.ask, nursery)
+        self.links = StageLinks(node, roster, self.server, membership, self.masks, nursery)
 
     @property
     def holding(self) -> Holding | None:

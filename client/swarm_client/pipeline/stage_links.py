@@ -10,9 +10,10 @@ import trio
 
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.downstream import Ask, Downstream
-from swarm_client.pipeline.edge import Stream
+from swarm_client.pipeline.downstream import Downstream
+from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
+from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
@@ -30,14 +31,14 @@ class StageLinks:
         roster: RosterView,
         own_server: StageServer,
         membership: CurrentMembership,
-        ask_mask: Ask,
+        masks: MaskClient,
         nursery: trio.Nursery,
     ) -> None:
         self._node = node
         self._roster = roster
         self._own_server = own_server
         self._membership = membership
-        self._ask_mask = ask_mask
+        self._masks = masks
         self._nursery = nursery
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
@@ -45,7 +46,7 @@ class StageLinks:
         manifest = self._membership.now.manifest
         routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
-            stage, self._roster, self.hello, self._open, self._ask_mask, nursery, routing,
+            stage, self._roster, self, self._masks, nursery, routing,
             depth=manifest.stage_count - stage,
         )  # fmt: skip
 
@@ -53,7 +54,17 @@ class StageLinks:
         membership = self._membership.now
         return StageHello(run=membership.run, certificate=membership.certificate)
 
-    async def _open(self, record: PeerRecord) -> Stream:
+    async def open_edge(self, record: PeerRecord) -> Edge:
+        """Open an edge to a peer, or to this volunteer's own stage."""
+        stream = await self._open_stream(record)
+        try:
+            return await open_edge(stream, self.hello())
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+            raise
+
+    async def _open_stream(self, record: PeerRecord) -> Stream:
         if record.peer == self._node.peer_id:
             ours, served = local_pair(record.peer)
             self._nursery.start_soon(self._serve_locally, served)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import anyio.to_thread
 import trio
 
+from swarm_client.membership.membership import CurrentMembership
 from swarm_client.training_data.fetch_plan import LeafQueue, Need
 from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.training_data.mirrors import Mirrors
@@ -28,7 +29,6 @@ from swarm_shared.base.errors import (
 from swarm_shared.data.sample_ranges import LeafId, check_leaf
 from swarm_shared.network import Node
 from swarm_shared.protocol import MAX_LEAVES_ASKED, TransferHello
-from swarm_shared.run.manifest import Manifest
 from swarm_shared.transfer.leaf_transfer import FetchedLeaf, LeafStream
 from swarm_shared.transfer.source import TransferSource
 
@@ -69,17 +69,16 @@ class LeafFetcher:
     def __init__(
         self,
         node: Node,
-        manifest: Manifest,
+        membership: CurrentMembership,
         coordinator: TransferSource,
-        hello: Callable[[], TransferHello],
         cache: LeafCache,
         claim_disk: Callable[[int], None],
         mirrors: Mirrors,
     ) -> None:
         self._node = node
-        self._manifest = manifest
+        self._membership = membership
+        self._manifest = membership.now.manifest
         self._coordinator = coordinator
-        self._hello = hello
         self._cache = cache
         self._claim_disk = claim_disk
         self._mirrors = mirrors
@@ -89,6 +88,10 @@ class LeafFetcher:
         self._waiting: dict[LeafId, list[_Waiting]] = {}
         self._work = trio.Event()
         self._failure = "no answer so far"
+
+    def _hello(self) -> TransferHello:
+        membership = self._membership.now
+        return TransferHello(run=membership.run, certificate=membership.certificate)
 
     # ---- requests
 

@@ -37,7 +37,6 @@ from swarm_shared.protocol import (
     SaveSnapshot,
     StageRequest,
     SumCheck,
-    TransferHello,
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
@@ -81,9 +80,7 @@ class Member:
         )  # fmt: skip
         invite = context.invite
         self._fetcher = LeafFetcher(
-            context.node, membership.manifest,
-            TransferSource(invite.coordinator, invite.addresses),
-            lambda: TransferHello(run=invite.run_id, certificate=self.membership.certificate),
+            context.node, current, TransferSource(invite.coordinator, invite.addresses),
             context.data_cache, context.disk.claim,
             Mirrors(membership.manifest, WebClient(context.options.private_web_downloads)),
         )  # fmt: skip

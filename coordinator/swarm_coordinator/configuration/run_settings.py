@@ -112,9 +112,11 @@ class DataSection(FrozenModel):
     )
     shards_url: str = Field(
         default="",
-        pattern=r"^(https?://\S+( +https?://\S+){0,7})?$",
+        pattern=r"^((https?|s3|gs|hf)://\S+( +(https?|s3|gs|hf)://\S+){0,7})?$",
         description="Web folder with copies of the files in data/, or up to 8 with spaces between, "
-        'so that the coordinator sends proofs only; "" for none. They must answer Range requests. '
+        'so that the coordinator sends proofs only; "" for none. They must answer Range requests, '
+        "as public buckets (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER) and data sets "
+        "(hf://datasets/OWNER/NAME/FOLDER) do. "
         "Volunteers follow https to public addresses only, unless they allow more.",
     )
 

@@ -304,6 +304,43 @@ class StandingsRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldAccountRecord:
+    """The held seconds of one account (`swarm_coordinator.core.state.held_time`), as times that are
+    left: clocks of two starts have nothing in common."""
+
+    account: PeerId
+    """A peer, or an owner."""
+    leaks_for_seconds: float
+    """Until its held seconds have leaked away."""
+    refused_for_seconds: float = 0.0
+    refused_because: str = ""
+    disputes: tuple[tuple[PeerId, float], ...] = ()
+    """Peers in a dispute with it, and the seconds until that has leaked away."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTimeRecord:
+    """Accounts that have changed since the last record of this kind."""
+
+    accounts: tuple[HeldAccountRecord, ...]
+
+
+class StateDigest(NamedTuple):
+    """The digest of a stage's state. Holders on unlike devices may have several."""
+
+    stage: StageIndex
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigestsRecord:
+    """The digests of all stages at a version; those of other versions are forgotten."""
+
+    version: Version
+    digests: tuple[StateDigest, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictRecord:
     """A lost audit or check of sums, with its evidence."""
 
@@ -353,6 +390,13 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
+class Remember:
+    """Store a record without waiting for it: if a crash loses it, no decision is lost."""
+
+    record: HeldTimeRecord | StateDigestsRecord
+
+
+@dataclass(frozen=True, slots=True)
 class FetchSnapshot:
     """Fetch one stage's snapshot for a checkpoint from the holders that announced it.
 
@@ -389,7 +433,9 @@ class ShutDown:
     """Everything is durable and every peer has its Goodbye in its outbox; the shell may exit."""
 
 
-Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | Ban | ShutDown
+Command = (
+    Send | Broadcast | Persist | Remember | Note | FetchSnapshot | CloseSession | Ban | ShutDown
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,3 +456,6 @@ class Restored:
     standings: tuple[StandingRecord, ...] = ()
     recomputed: Version = INITIALISATION
     """The last version that a roll-back has left: the steps up to it are computed again already."""
+    state_digests: tuple[StateDigest, ...] = ()
+    """Of the version, as its holders have reported them."""
+    held_time: tuple[HeldAccountRecord, ...] = ()

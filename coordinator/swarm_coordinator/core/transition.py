@@ -80,7 +80,8 @@ from swarm_coordinator.core.rules import (
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.checkpoints import CheckpointState
-from swarm_coordinator.core.state.history import RunHistory
+from swarm_coordinator.core.state.held_time import restored_held_time
+from swarm_coordinator.core.state.history import RunHistory, restored_digests
 from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.core.state.peer_table import PeerTable
 from swarm_coordinator.core.state.peers import PeerState, display
@@ -154,6 +155,7 @@ def begin(
         rolled_back=restored.rolled_back,
         members=set(restored.on_current_history),
         recomputed=restored.recomputed,
+        fingerprints=restored_digests(restored.state_digests),
     )
     # Messages of earlier generations may still arrive, so numbers are never reused.
     last_number = restored.generation * NUMBERS_PER_GENERATION
@@ -171,6 +173,7 @@ def begin(
         ),
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
         audits=audits,
+        held_time=restored_held_time(restored.held_time, now),
         statistics=RunStatistics(UtilisationStats(manifest.stage_count)),
     )
 
@@ -233,6 +236,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         for refused in held_up.take_refusals(run, now):
             _refuse(run, refused, now)
         roster.drop_expired_revocations(run, now)
+        held_up.store_changed(run, now)
     elif isinstance(event, PeerAttached):
         older = run.peers.get(event.peer)
         if older is not None:

@@ -22,6 +22,7 @@ from swarm_coordinator.run_creation.corpus import (
     sampled,
     split_documents,
 )
+from swarm_coordinator.run_creation.mirror_addresses import web_address
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically
@@ -241,7 +242,7 @@ def _data_config(
     data = DataConfig(
         token_bytes=token_bytes,
         shards=tuple(shards),
-        mirrors=tuple(url.rstrip("/") for url in settings.data.shards_url.split()),
+        mirrors=tuple(map(web_address, settings.data.shards_url.split())),
         tokenizer=settings.data.tokenizer,
         tokenizer_sha256=tokenizer_sha256,
         unigram_entropy_nats=0.0,

@@ -34,6 +34,7 @@ from swarm_coordinator.core.events import (
     PeerAttached,
     PeersRevoked,
     Persist,
+    Remember,
     RolledBack,
     Send,
     SessionLost,
@@ -350,6 +351,8 @@ class Coordinator:
                 self._nursery.start_soon(self._prune_checkpoints, command.record.version)
             elif isinstance(command.record, RolledBack | VerdictRecord):
                 await self._count_contributions()
+        elif isinstance(command, Remember):
+            self._service.store.post(command.record)
         elif isinstance(command, Ban):
             self._nursery.start_soon(self._ban, command)
         elif isinstance(command, Note):

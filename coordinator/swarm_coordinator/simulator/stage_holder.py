@@ -15,8 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from swarm_coordinator.core.trust.samples import SampledTokens
-from swarm_coordinator.simulator.sums import simulated_sums
-from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_coordinator.simulator.transcripts import simulated_sums, simulated_transcript
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (

@@ -22,6 +22,7 @@ from swarm_coordinator.core.events import (
     FetchSnapshot,
     Note,
     Persist,
+    Remember,
     Restored,
     RolledBack,
     Send,
@@ -243,7 +244,7 @@ class Swarm:
                 self.counts["roll-back"] += 1
             elif isinstance(command.record, VerdictRecord):
                 self.audit_log.judged(command.record)
-        elif isinstance(command, Note):
+        elif isinstance(command, Note | Remember):
             pass
         elif isinstance(command, CloseSession):
             closed = self.volunteers.get(command.peer)

@@ -6,6 +6,7 @@ to the callers: `storage.store` writes, `storage.history` reads.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +16,8 @@ from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
+    HeldAccountRecord,
+    HeldTimeRecord,
     Note,
     Restored,
     RolledBack,
@@ -22,6 +25,8 @@ from swarm_coordinator.core.events import (
     StageShare,
     StandingRecord,
     StandingsRecord,
+    StateDigest,
+    StateDigestsRecord,
     StoredStage,
     VerdictRecord,
 )
@@ -64,8 +69,8 @@ in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | StandingsRecord | VerdictRecord | Note | PeerSeen | LinksReported | RowsPruned
-    | AdmissionRecord
+    | StandingsRecord | HeldTimeRecord | StateDigestsRecord | VerdictRecord | Note | PeerSeen
+    | LinksReported | RowsPruned | AdmissionRecord
 )  # fmt: skip
 
 
@@ -122,6 +127,10 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             journal.append(connection, "finish", row, generation, record)
         case StandingsRecord(standings):
             _write_standings(connection, standings)
+        case HeldTimeRecord(accounts):
+            _write_held_time(connection, accounts, now)
+        case StateDigestsRecord():
+            _write_digests(connection, record)
         case VerdictRecord():
             values = {one.name: getattr(record, one.name) for one in fields(record)}
             del values["claim"]
@@ -221,6 +230,7 @@ def _insert_rollback(
             f"UPDATE {table} SET superseded_by = ? WHERE {column} > ? AND superseded_by IS NULL",
             (row, record.version),
         )
+    connection.execute("DELETE FROM state_digests")
     return row
 
 
@@ -249,6 +259,34 @@ def _write_standings(connection: Connection, standings: Iterable[StandingRecord]
             (s.owner, s.passed, s.lost, s.vested_step, s.audited_work, s.unvested_since)
             for s in standings
         ],
+    )
+
+
+def _write_held_time(
+    connection: Connection, accounts: Iterable[HeldAccountRecord], now: float
+) -> None:
+    connection.executemany(
+        "INSERT INTO held_accounts (account, leaks_for, refused_for, refused_because, disputes, "
+        "written_at, forgotten_at) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (account) DO UPDATE "
+        "SET leaks_for = excluded.leaks_for, refused_for = excluded.refused_for, "
+        "refused_because = excluded.refused_because, disputes = excluded.disputes, "
+        "written_at = excluded.written_at, forgotten_at = excluded.forgotten_at",
+        [
+            (
+                one.account, one.leaks_for_seconds, one.refused_for_seconds, one.refused_because,
+                json.dumps(dict(one.disputes)), now,
+                now + max(one.leaks_for_seconds, one.refused_for_seconds),
+            )
+            for one in accounts
+        ],
+    )  # fmt: skip
+
+
+def _write_digests(connection: Connection, record: StateDigestsRecord) -> None:
+    connection.execute("DELETE FROM state_digests")
+    connection.executemany(
+        "INSERT INTO state_digests (version, stage, digest) VALUES (?, ?, ?)",
+        [(record.version, stage, digest) for stage, digest in record.digests],
     )
 
 
@@ -312,7 +350,33 @@ def read_restored(connection: Connection) -> Restored:
         recomputed=Version(recomputed[0]),
         on_current_history=frozenset(PeerId(peer) for (peer,) in on_current_history),
         standings=read_standings(connection),
+        state_digests=tuple(
+            StateDigest(StageIndex(stage), digest)
+            for stage, digest in connection.execute(
+                "SELECT stage, digest FROM state_digests WHERE version = ? ORDER BY stage, digest",
+                (version,),
+            )
+        ),
     )
+
+
+def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecord, ...]:
+    """Return what is left of the held seconds of peers and owners, in the order of their keys."""
+    found: list[HeldAccountRecord] = []
+    for account, leaks_for, refused_for, because, disputes, written_at in connection.execute(
+        "SELECT account, leaks_for, refused_for, refused_because, disputes, written_at "
+        "FROM held_accounts ORDER BY account"
+    ):
+        age = max(0.0, now - written_at)
+        if age < max(leaks_for, refused_for):
+            left = tuple(
+                (PeerId(other), seconds - age)
+                for other, seconds in json.loads(disputes).items()
+                if seconds > age
+            )
+            leaks_for, refused_for = max(0.0, leaks_for - age), max(0.0, refused_for - age)
+            found.append(HeldAccountRecord(PeerId(account), leaks_for, refused_for, because, left))
+    return tuple(found)
 
 
 def read_standings(connection: Connection) -> tuple[StandingRecord, ...]:

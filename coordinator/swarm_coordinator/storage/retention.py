@@ -1,4 +1,5 @@
-"""How many rows a run keeps of what any admitted peer can add to: links, notes and idle peers.
+"""How many rows a run keeps of what any admitted peer can add to: links, notes, idle peers and held
+seconds.
 
 In mode `open` one machine makes any number of identities. Each leaves a row of `peers`, and each of
 them can report links and cause notes. Owns the limits and the deletion of the oldest rows beyond
@@ -15,6 +16,8 @@ MAX_LINK_ROWS = 200_000
 MAX_NOTES = 20_000
 MAX_IDLE_PEERS = 10_000
 """Peers in no applied step that are remembered; those not seen for longest are deleted."""
+MAX_HELD_ACCOUNTS = 10_000
+"""Accounts of held seconds; those that are forgotten first are deleted."""
 
 
 def prune(
@@ -24,6 +27,7 @@ def prune(
     links: int = MAX_LINK_ROWS,
     notes: int = MAX_NOTES,
     idle_peers: int = MAX_IDLE_PEERS,
+    held_accounts: int = MAX_HELD_ACCOUNTS,
 ) -> None:
     """Delete the oldest rows beyond the limits."""
     (rows,) = connection.execute("SELECT count(*) FROM links").fetchone()
@@ -31,6 +35,11 @@ def prune(
         _prune_links(connection, "PARTITION BY reporter", links_per_reporter)
         _prune_links(connection, "", links)
     connection.execute("DELETE FROM notes WHERE id <= (SELECT max(id) FROM notes) - ?", (notes,))
+    connection.execute(
+        "DELETE FROM held_accounts WHERE account NOT IN (SELECT account FROM held_accounts "
+        "ORDER BY forgotten_at DESC, account LIMIT ?)",
+        (held_accounts,),
+    )
     _prune_peers(connection, idle_peers)
 
 

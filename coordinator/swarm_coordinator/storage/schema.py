@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
 
@@ -192,6 +192,26 @@ CREATE TABLE standings (
     unvested_since INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
+-- What peers and owners have held up. Durations are seconds from `written_at` on, so that a clock
+-- that is set back prolongs none of them.
+CREATE TABLE held_accounts (
+    account TEXT PRIMARY KEY,
+    leaks_for REAL NOT NULL,
+    refused_for REAL NOT NULL,
+    refused_because TEXT NOT NULL,
+    disputes TEXT NOT NULL, -- JSON: the other peer and the seconds until it has leaked away
+    written_at REAL NOT NULL,
+    forgotten_at REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- Of the newest version only.
+CREATE TABLE state_digests (
+    stage INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    PRIMARY KEY (stage, digest) -- its columns first: older quick_checks misread other orders
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE verdicts (
     id INTEGER PRIMARY KEY,
     step INTEGER NOT NULL,
@@ -212,7 +232,7 @@ TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
     "allowances", "bans", "journal", "teams", "owners", "step_attempts",
-    "standings", "verdicts",
+    "standings", "held_accounts", "state_digests", "verdicts",
 )  # fmt: skip
 """All tables, each after those that it refers to."""
 

@@ -19,7 +19,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -35,6 +35,7 @@ from swarm_coordinator.storage.records import (
     insert,
     insert_generation,
     read_checkpoints,
+    read_held_time,
     read_restored,
 )
 from swarm_coordinator.storage.sqlite import open_for_writing, translate
@@ -120,7 +121,12 @@ class Store:
 
     def restore(self) -> Restored:
         """Return the progress of the run, from which the pure core begins."""
-        return self._call(read_restored)
+        now = self._clock()
+        return self._call(
+            lambda connection: replace(
+                read_restored(connection), held_time=read_held_time(connection, now)
+            )
+        )
 
     def checkpoints(self) -> list[CheckpointRecord]:
         """Return the checkpoints of the run's history, the newest first."""

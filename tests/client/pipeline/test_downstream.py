@@ -18,6 +18,7 @@ from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.trainer import Trainer
 from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import (
     Lease,
@@ -25,7 +26,6 @@ from swarm_shared.protocol import (
     LeaseResult,
     Mask,
     MaskRequest,
-    PeerRecord,
 )
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
@@ -144,14 +144,10 @@ async def test_when_a_send_returns_no_request_reads_its_tensor_any_more() -> Non
     async with world() as w, w.peer(0) as sender, w.peer(1) as one, w.peer(1) as other:
         w.missing = (1,)
         one.worker.hold = other.worker.hold = trio.Event()
-        downstream = w.downstream(sender, 1, latency=impatient())
         reading: list[object] = []
-        open_stream = downstream._open_stream
-
-        async def open_slowly(record: PeerRecord) -> SlowStream:
-            return SlowStream(await open_stream(record), reading)
-
-        downstream._open_stream = open_slowly  # type: ignore[assignment]
+        downstream = w.downstream(
+            sender, 1, latency=impatient(), wrap=lambda stream: SlowStream(stream, reading)
+        )
         async with trio.open_nursery() as nursery:
 
             async def send() -> None:
@@ -268,14 +264,22 @@ class WithoutData(OneSample):
 # Questions to the coordinator
 
 
+class Session:
+    """A link to the coordinator, or none."""
+
+    def __init__(self, *, attached: bool = True) -> None:
+        self.attached = attached
+        self.sent: list[MaskRequest] = []
+
+    def send(self, message: FrozenModel) -> bool:
+        assert isinstance(message, MaskRequest)
+        self.sent.append(message)
+        return self.attached
+
+
 def ask_one() -> tuple[MaskClient, list[MaskRequest]]:
-    sent: list[MaskRequest] = []
-
-    def send(request: MaskRequest) -> bool:
-        sent.append(request)
-        return True
-
-    return MaskClient(send), sent
+    session = Session()
+    return MaskClient(session), session.sent
 
 
 async def test_a_mask_goes_to_the_question_that_it_answers() -> None:
@@ -327,4 +331,5 @@ async def test_a_question_ends_without_an_answer_when_its_session_does() -> None
 
 
 async def test_a_question_without_a_session_has_no_answer() -> None:
-    assert await MaskClient(lambda request: False).ask(Step(3), MicrobatchIndex(0)) is None
+    masks = MaskClient(Session(attached=False))
+    assert await masks.ask(Step(3), MicrobatchIndex(0)) is None

@@ -9,7 +9,7 @@ import base64
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,11 +25,14 @@ from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
+from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
 from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.identity.credentials import MembershipCertificate, open_receipt, sign_certificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
@@ -37,6 +40,8 @@ from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Backward,
     Forward,
+    Mask,
+    MaskRequest,
     NotFinite,
     PeerRecord,
     RefusalReason,
@@ -192,29 +197,52 @@ class World:
         stage: int,
         certificate: str | None = None,
         latency: LatencyEstimate | None = None,
+        wrap: Callable[[Stream], Stream] = lambda stream: stream,
     ) -> Downstream:
-        async def ask(step: int, microbatch: int) -> tuple[int, ...]:
-            self.masks.append((step, microbatch))
-            return self.missing
-
-        async def open_stream(record: PeerRecord) -> object:
-            return await sender.node.open_stream(
-                record.peer, STAGE_PROTOCOL, LIMITS, record.addresses
-            )
-
         hello = StageHello(run=RUN, certificate=certificate or sender.membership.certificate)
         sending = Downstream(
             stage,
             self.roster,
-            lambda: hello,
-            open_stream,  # type: ignore[arg-type]
-            ask,
+            Links(sender.node, hello, wrap),
+            Masks(self).client,
             self.nursery,
             StageRouting(random.Random(1), 8),
             latency=latency,
         )
         self.senders.append(sending)
         return sending
+
+
+@dataclass
+class Links:
+    """Streams of one peer to the others' stages."""
+
+    node: Node
+    hello: StageHello
+    wrap: Callable[[Stream], Stream]
+
+    async def open_edge(self, record: PeerRecord) -> Edge:
+        stream = await self.node.open_stream(record.peer, STAGE_PROTOCOL, LIMITS, record.addresses)
+        return await open_edge(self.wrap(stream), self.hello)
+
+
+class Masks:
+    """A coordinator that answers every question about a mask at once, as the world says."""
+
+    def __init__(self, world: World) -> None:
+        self.client = MaskClient(self)
+        self._world = world
+
+    def send(self, message: FrozenModel) -> bool:
+        assert isinstance(message, MaskRequest)
+        self._world.masks.append((message.step, message.microbatch))
+        self.client.answer(
+            Mask(
+                request=message.request, step=message.step, microbatch=message.microbatch,
+                accumulate=self._world.missing,
+            )
+        )  # fmt: skip
+        return True
 
 
 @asynccontextmanager

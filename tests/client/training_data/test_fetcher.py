@@ -14,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from kits.client.held_stage import member_of
 from kits.range_server import range_server
 from shared.data.test_sample_ranges import written
 from swarm_client.connectivity.web_download import WebClient
@@ -32,7 +33,7 @@ from swarm_shared.data.shards import open_shards
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.protocol import Lease, LeasedMicrobatch, TransferHello
+from swarm_shared.protocol import Lease, LeasedMicrobatch
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import certificate_check, serve_transfers
@@ -78,8 +79,8 @@ class World:
         shown = base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
         node = await self.stack.enter_async_context(open_node(identity, []))
         fetcher = LeafFetcher(
-            node, self.manifest, TransferSource(self.holder.peer_id, self.holder.addresses),
-            lambda: TransferHello(run=RUN, certificate=shown),
+            node, member_of(RUN, self.manifest, shown),
+            TransferSource(self.holder.peer_id, self.holder.addresses),
             LeafCache(home, budget_leaves * LEAF_BYTES), self.claimed.append,
             Mirrors(self.manifest, WebClient(allow_private=True)),
         )  # fmt: skip

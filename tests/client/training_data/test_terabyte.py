@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 
+from kits.client.held_stage import member_of
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.training_data.fetcher import LeafFetcher
@@ -29,7 +30,7 @@ from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import SHARD_TOKENS, open_shards, tree_path
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
-from swarm_shared.protocol import Lease, LeasedMicrobatch, TransferHello, Welcome
+from swarm_shared.protocol import Lease, LeasedMicrobatch, Welcome
 from swarm_shared.run.manifest import Manifest, ShardInfo
 from swarm_shared.transfer.source import TransferSource
 
@@ -119,8 +120,8 @@ async def test_a_terabyte_starts_at_once_with_the_bytes_of_its_first_microbatche
             assert isinstance(welcome, Welcome)
             before = sum(link.received for link in one.node.link_bytes())
             fetcher = LeafFetcher(
-                one.node, manifest, TransferSource(run.invite.coordinator, run.invite.addresses),
-                lambda: TransferHello(run=run.invite.run_id, certificate=welcome.certificate),
+                one.node, member_of(run.invite.run_id, manifest, welcome.certificate),
+                TransferSource(run.invite.coordinator, run.invite.addresses),
                 LeafCache(home, 2**30), lambda size_bytes: None, Mirrors(manifest, WebClient()),
             )  # fmt: skip
             nursery.start_soon(fetcher.run)

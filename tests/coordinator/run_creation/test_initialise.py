@@ -319,9 +319,13 @@ def test_a_relative_path_is_written_down_so_that_it_is_found_from_everywhere(
 
 
 def test_the_manifest_names_the_mirrors_of_its_shards(tmp_path: Path, text: Path):
-    urls = "https://example.org/run/data/ https://example.net/copy"
+    urls = "https://example.org/run/data/ https://example.net/copy s3://corpus/data"
     _, manifest = initialised(tmp_path / "run", text, data__shards_url=urls)
-    assert manifest.data.mirrors == ("https://example.org/run/data", "https://example.net/copy")
+    assert manifest.data.mirrors == (
+        "https://example.org/run/data",
+        "https://example.net/copy",
+        "https://corpus.s3.amazonaws.com/data",
+    )
 
 
 def test_the_standard_library_is_the_tiny_presets_text(tmp_path: Path):

@@ -30,7 +30,13 @@ from kits.coordinator.shell_world import (
     snapshot_content,
     train_to_the_end,
 )
-from swarm_coordinator.core.events import Command, Event, PeerAttached
+from swarm_coordinator.core.events import (
+    Command,
+    Event,
+    HeldAccountRecord,
+    HeldTimeRecord,
+    PeerAttached,
+)
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
@@ -385,6 +391,45 @@ async def test_the_run_goes_on_after_ctrl_c_where_it_stopped(folder: RunFolder) 
     found = history(folder.database)
     assert found.restored.finished
     assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
+
+
+async def test_a_restarted_coordinator_knows_the_states_digests_and_who_is_refused(
+    folder: RunFolder,
+) -> None:
+    refused = Identity.generate()
+
+    async def no_further(step: Step) -> None:
+        if step == 3:
+            await trio.sleep_forever()
+
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+
+        async def end_after_two_steps() -> None:
+            # What the members have reported follows the step by some milliseconds.
+            while not (found := run.store.restore()).state_digests or found.version < 2:
+                await trio.sleep(0.02)
+            account = HeldAccountRecord(refused.peer_id, 0.0, 1800.0, "it lost an audit")
+            await run.store.write(HeldTimeRecord((account,)))
+            run.scope.cancel()
+
+        volunteers[0].before_closing = no_further
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end_after_two_steps)
+            await train_to_the_end(volunteers)
+    async with served(folder) as run:
+        version = run.store.restore().version
+        claim = {"stage": 0, "version": version}
+        for digest, kept in (("made up", False), ("d", True)):
+            answer = await welcomed(run.invite, **claim, digest=digest)
+            assert isinstance(answer, Welcome)
+            assert answer.keep is kept
+        async with client(run.invite, refused) as one:
+            await one.send(hello_for(run.invite))
+            answer = await one.receive()
+        assert isinstance(answer, Refused)
+        assert "it lost an audit" in answer.reason
+        assert 1700.0 < (answer.retry_seconds or 0.0) <= 1800.0
 
 
 async def test_a_run_whose_database_was_lost_continues_from_its_checkpoint(

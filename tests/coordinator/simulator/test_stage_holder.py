@@ -11,7 +11,7 @@ from kits.coordinator.shell_world import make_run
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder
-from swarm_coordinator.simulator.sums import simulated_sums
+from swarm_coordinator.simulator.transcripts import simulated_sums
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.linear_digest import digest_sum, from_text

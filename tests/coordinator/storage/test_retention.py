@@ -8,7 +8,13 @@ import pytest
 import trio
 
 from kits.peer_names import named
-from swarm_coordinator.core.events import AppliedStep, Note, StageShare
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    HeldAccountRecord,
+    HeldTimeRecord,
+    Note,
+    StageShare,
+)
 from swarm_coordinator.storage import records, retention
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
@@ -57,7 +63,7 @@ def counts(place: DatabaseLocation) -> dict[str, int]:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a test reaches."""
-    small = {"links_per_reporter": 5, "links": 8, "notes": 7, "idle_peers": 3}
+    small = {"links_per_reporter": 5, "links": 8, "notes": 7, "idle_peers": 3, "held_accounts": 3}
 
     def prune_early(connection: retention.Connection) -> None:
         retention.prune(connection, **small)
@@ -101,6 +107,21 @@ def test_links_without_end_leave_the_newest_rows_of_each_reporter(place: Databas
     assert {peer: sorted(sent) for peer, sent in of.items()} == {
         ANNA: [17, 18, 19], OWNER: [15, 16, 17, 18, 19],
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("few")
+def test_held_seconds_of_identities_without_end_leave_those_that_are_forgotten_last(
+    place: DatabaseLocation,
+) -> None:
+    held = [
+        HeldAccountRecord(named(letters(number)), 1000.0 + 10.0 * (number % 17))
+        for number in range(17)
+    ]
+    write_all(place, HeldTimeRecord(tuple(held)), RowsPruned())
+    store = open_store(place)
+    left = {one.account for one in store.restore().held_time}
+    store.close()
+    assert left == {named(letters(number)) for number in (14, 15, 16)}
 
 
 def test_what_an_ordinary_run_writes_is_kept(place: DatabaseLocation) -> None:

@@ -7,14 +7,19 @@ from dataclasses import replace
 import pytest
 import trio
 
+from kits.peer_names import named
 from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
+    HeldAccountRecord,
+    HeldTimeRecord,
     Note,
     RolledBack,
     RunFinished,
     StageShare,
+    StateDigest,
+    StateDigestsRecord,
     StoredStage,
 )
 from swarm_coordinator.storage.database import open_for_reading
@@ -238,6 +243,56 @@ def test_history_reads_beside_a_running_writer(place: DatabaseLocation) -> None:
     trio.run(main)
     store.close()
     assert len(history(place).steps) == 2
+
+
+def account(name: str, seconds: float) -> HeldAccountRecord:
+    return HeldAccountRecord(
+        named(name), seconds, seconds / 2, "it lies", ((named("x"), 5.0), (named("y"), 95.0))
+    )
+
+
+def test_held_seconds_age_while_no_coordinator_runs(place: DatabaseLocation) -> None:
+    """A clock that was set back prolongs nothing."""
+    now = [1000.0]
+    store = open_store(place, lambda: now[0])
+    store.next_generation()
+    for record in (account("a", 10.0), account("a", 100.0), account("b", 40.0)):
+        store.post(HeldTimeRecord((record,)))
+    for now[0], left in (
+        (990.0, {"a": (100.0, 50.0), "b": (40.0, 20.0)}),
+        (1010.0, {"a": (90.0, 40.0), "b": (30.0, 10.0)}),
+        (1060.0, {"a": (40.0, 0.0)}),
+        (1100.0, {}),
+    ):
+        found = store.restore().held_time
+        ages = {o.account: (o.leaks_for_seconds, o.refused_for_seconds) for o in found}
+        assert ages == {named(name): seconds for name, seconds in left.items()}
+        assert {o.refused_because for o in found} <= {"it lies"}
+        if now[0] == 1010.0:
+            assert found[0].disputes == ((named("y"), 85.0),)
+    store.close()
+
+
+def test_the_digests_of_the_runs_version_are_restored(place: DatabaseLocation) -> None:
+    def digests(version: int) -> StateDigestsRecord:
+        found = ((0, f"a{version}"), (0, f"b{version}"), (1, f"c{version}"))
+        return StateDigestsRecord(
+            Version(version),
+            tuple(StateDigest(StageIndex(stage), digest) for stage, digest in found),
+        )
+
+    store = open_store(place)
+    store.next_generation()
+    for number in (1, 2):
+        store.post(step(number))
+        store.post(digests(number))
+    assert store.restore().state_digests == digests(2).digests
+    store.post(step(3))
+    assert store.restore().state_digests == (), "no holder has reported those of version 3"
+    store.post(digests(3))
+    store.post(RolledBack(Version(3), "to where it is"))
+    assert store.restore().state_digests == (), "they may be of the history that was given up"
+    store.close()
 
 
 def test_a_run_that_was_never_started_has_no_history(place: DatabaseLocation) -> None:

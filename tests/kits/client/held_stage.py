@@ -26,9 +26,12 @@ from swarm_shared.volunteer_rules.stage_account import StageAccount
 def membership_in(run: str, sequences_per_microbatch: int = 1) -> CurrentMembership:
     """A membership of a run whose manifest has only this number."""
     training = SimpleNamespace(sequences_per_microbatch=sequences_per_microbatch)
-    manifest: Any = SimpleNamespace(training=training)
+    return member_of(run, SimpleNamespace(training=training))
+
+
+def member_of(run: str, manifest: Any, certificate: str = "") -> CurrentMembership:
     return CurrentMembership(
-        Membership(RunId(run), PeerId("organiser"), "", manifest, Generation(1))
+        Membership(RunId(run), PeerId("organiser"), certificate, manifest, Generation(1))
     )
 
 

@@ -274,7 +274,7 @@ class KilledWorld(World):
         self.store = SimStore()
         for decision in found:
             self.store.write(decision)
-        remembered = self.store.restore(restored.generation)
+        remembered = self.store.restore(restored.generation, self.now)
         if _comparable(restored) != _comparable(remembered):
             raise Violation(f"{restored} is not {remembered}")
 

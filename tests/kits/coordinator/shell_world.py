@@ -22,8 +22,7 @@ from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.coordinator import serve
-from swarm_coordinator.simulator.sums import simulated_sums
-from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_coordinator.simulator.transcripts import simulated_sums, simulated_transcript
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import LinkClosed

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
+from kits.swarm_world.world import SimStore
 from swarm_coordinator.core import events
 from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.phases import RunPhase
@@ -67,12 +68,19 @@ class Bench:
         self.paused: set[str] = set()
         self.last: Commands = []
         self.log: Commands = []
+        self.store = SimStore()
+        """What the run has made durable, for `restart`."""
 
     # ---- events in
 
     def event(self, event: events.Event) -> Commands:
         self.last = one_by_one(transition(self.run, event, self.now))
         self.log.extend(self.last)
+        for command in self.last:
+            if isinstance(command, events.Persist):
+                self.store.write(command.record)
+            elif isinstance(command, events.Remember):
+                self.store.remember(command.record, self.now)
         return self.last
 
     def event_tick(self) -> Commands:
@@ -354,6 +362,12 @@ class Bench:
         for _ in range(steps_done):
             bench.one_step()
         return bench
+
+    def restart(self, away_seconds: float = 1.0, audits: AuditBook | None = None) -> None:
+        """The coordinator has ended, and starts again from its store."""
+        self.now += away_seconds
+        restored = self.store.restore(self.run.start.generation + 1, self.now)
+        self.run = begin(self.manifest, "manifest", COORDINATOR, restored, self.now, audits=audits)
 
     @classmethod
     def restarted(

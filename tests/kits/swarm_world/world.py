@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kits.swarm_world import audits
 from kits.swarm_world.checks import (
@@ -59,6 +59,16 @@ LONGEST_EFFECT = 4
 """Multiple of a fault's seconds that its effect lasts."""
 
 
+def aged(account: events.HeldAccountRecord, seconds: float) -> events.HeldAccountRecord:
+    """What is left of an account after a time."""
+    return replace(
+        account,
+        leaks_for_seconds=max(0.0, account.leaks_for_seconds - seconds),
+        refused_for_seconds=max(0.0, account.refused_for_seconds - seconds),
+        disputes=tuple((other, left - seconds) for other, left in account.disputes),
+    )
+
+
 @dataclass
 class SimStore:
     """The durable records, and what a restart reads from them (`storage.records.read_restored`)."""
@@ -70,6 +80,9 @@ class SimStore:
     finished: int | None = None
     base: int = 0
     standings: dict[PeerId, events.StandingRecord] = field(default_factory=dict)
+    digests: events.StateDigestsRecord | None = None
+    held_time: dict[PeerId, tuple[float, events.HeldAccountRecord]] = field(default_factory=dict)
+    """By account: when it was written, and what."""
     rolled_back: bool = False
     given_up: list[dict[int, events.AppliedStep]] = field(default_factory=list)
     """Histories that the run has rolled back from."""
@@ -97,8 +110,17 @@ class SimStore:
                 for number in [n for n in table if n > record.version]:
                     del table[number]
             self.heldout_loss, self.finished = None, None
+            self.digests = None
 
-    def restore(self, generation: int) -> events.Restored:
+    def remember(
+        self, record: events.HeldTimeRecord | events.StateDigestsRecord, now: float
+    ) -> None:
+        if isinstance(record, events.StateDigestsRecord):
+            self.digests = record
+        else:
+            self.held_time |= {one.account: (now, one) for one in record.accounts}
+
+    def restore(self, generation: int, now: float) -> events.Restored:
         newest = max(self.checkpoints, default=None)
         since = [step for number, step in self.applied.items() if number > self.base]
         return events.Restored(
@@ -111,6 +133,9 @@ class SimStore:
             rolled_back=self.rolled_back,
             recomputed=Version(max((n for gone in self.given_up for n in gone), default=0)),
             standings=tuple(self.standings.values()),
+            state_digests=self.digests.digests
+            if self.digests is not None and self.digests.version == self.version else (),
+            held_time=tuple(aged(one, now - at) for at, one in self.held_time.values()),
             on_current_history=frozenset(share.peer for step in since for share in step.shares)
             if self.rolled_back else frozenset(),
         )  # fmt: skip
@@ -221,7 +246,7 @@ class World:
         if self.run_state is not None and not self.stopped:
             return
         self.generation += 1
-        restored = self.store.restore(self.generation)
+        restored = self.store.restore(self.generation, self.now)
         revoked = {peer: since + CERTIFICATE_SECONDS for peer, since in self.banned.items()}
         self.run_state = begin(
             self.manifest, "manifest", COORDINATOR, restored, self.now, revoked,
@@ -284,6 +309,8 @@ class World:
             check_record(self, command.record)
             self.store.write(command.record)
             self.progressed_at = self.now
+        elif isinstance(command, events.Remember):
+            self.store.remember(command.record, self.now)
         elif isinstance(command, events.Note):
             self.notes.append(f"{self.now:8.2f} {command.text}")
         elif isinstance(command, events.CloseSession):

@@ -8,7 +8,7 @@ accuser and accused are charged alike.
 
 from __future__ import annotations
 
-from swarm_coordinator.core.events import CloseSession
+from swarm_coordinator.core.events import CloseSession, HeldTimeRecord, Remember
 from swarm_coordinator.core.state.held_time import (
     HELD_BUDGET_SECONDS,
     MAX_SECONDS_PER_CHARGE,
@@ -67,7 +67,7 @@ def pace(step: StepState) -> float:
 def charge(run: RunState, peer: PeerState, since: float, until: float, now: float) -> None:
     """Charge an interval that a peer alone has held up."""
     for key in _keys(peer):
-        run.held_time.of(key, now).charge(since, until, MAX_SECONDS_PER_CHARGE, now)
+        run.held_time.change(key, now).charge(since, until, MAX_SECONDS_PER_CHARGE, now)
     _judge(run, peer, now)
 
 
@@ -77,7 +77,7 @@ def dispute(
     """Charge an interval to two peers, of which either may be the one that held up the run."""
     for peer, against in ((one, other), (other, one)):
         for key in _keys(peer):
-            run.held_time.of(key, now).dispute(against.peer, since, until, now)
+            run.held_time.change(key, now).dispute(against.peer, since, until, now)
     _judge(run, one, now)
     _judge(run, other, now)
 
@@ -121,6 +121,12 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
     return False
 
 
+def store_changed(run: RunState, now: float) -> None:
+    """Store what has been charged since the last tick."""
+    if run.held_time.changed and (accounts := run.held_time.take_changed(now)):
+        run.commands.append(Remember(HeldTimeRecord(accounts)))
+
+
 # ---------------------------------------------------------------- results that are not finite
 
 
@@ -128,13 +134,13 @@ def record_not_finite(run: RunState, receiver: PeerState, sender: PeerState, now
     """Count a result that is not finite against both ends alike."""
     for peer, other in ((receiver, sender), (sender, receiver)):
         for key in _keys(peer):
-            run.held_time.of(key, now).record_not_finite(_keys(other)[-1], now)
+            run.held_time.change(key, now).record_not_finite(_keys(other)[-1], now)
 
 
 def sends_what_overflows(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> bool:
     """Whether the sender is part of such results with more different peers than the receiver."""
     of_sender, of_receiver = (
-        max(run.held_time.of(key, now).partners(now) for key in _keys(peer))
+        max(run.held_time.change(key, now).partners(now) for key in _keys(peer))
         for peer in (sender, receiver)
     )
     return of_sender >= MIN_PARTNERS and of_sender > of_receiver
@@ -170,7 +176,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         run.held_time.refusals_due.discard(peer_id)
         if peer is not None:
             for key in _keys(peer):
-                account = run.held_time.of(key, now)
+                account = run.held_time.change(key, now)
                 if account.held.at(now) >= REFUSED_AT_SECONDS:
                     account.refused_until = now + REFUSED_FOR_SECONDS
                     account.refused_because = ""
@@ -212,7 +218,7 @@ def refuse_until(
 ) -> None:
     """Refuse a peer and its owner until a time, with a reason."""
     for key in keys:
-        account = run.held_time.of(key, now)
+        account = run.held_time.change(key, now)
         account.refused_until, account.refused_because = until, reason
 
 

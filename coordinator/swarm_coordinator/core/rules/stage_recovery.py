@@ -50,7 +50,11 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     for stage_index in overdue:
         _staff(run, stage_index, now)
     if run.checkpoints.stored_version == run.history.version:
-        return  # joining peers get the stage from the seed or the checkpoint; nothing is lost
+        # Joining peers get the stage from the seed or the checkpoint; nothing is lost. Whatever its
+        # holders have reported, no other state is left.
+        for stage_index in overdue:
+            run.history.fingerprints.pop(stage_index, None)
+        return
     held = {p.stage for p in run.peers.values() if p.stage is not None}
     if all(stage in held for stage in run.stage_indices):
         _roll_back(run, f"every peer of {stage_names(overdue)} is gone", now)

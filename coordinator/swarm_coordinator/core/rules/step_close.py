@@ -16,8 +16,10 @@ from collections import Counter
 from swarm_coordinator.core.events import (
     AppliedStep,
     Persist,
+    Remember,
     StageShare,
     StandingsRecord,
+    StateDigestsRecord,
     SumsStated,
 )
 from swarm_coordinator.core.rules import (
@@ -558,6 +560,7 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
     run.history.fingerprints.clear()
     for stage, of_stage in sorted(fingerprints.items()):
         _compare_replicas(run, stage, of_stage, now)
+    run.commands.append(Remember(StateDigestsRecord(run.history.version, run.history.digests())))
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):
         claimed, peer.claimed_digest = peer.claimed_digest, None

@@ -8,10 +8,11 @@ owner hold up at the same time counts once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from swarm_coordinator.core.events import HeldAccountRecord
 from swarm_shared.base.types import PeerId
 
 HELD_BUDGET_SECONDS = 120.0
@@ -23,8 +24,8 @@ REFUSED_AT_SECONDS = 180.0
 REFUSED_FOR_SECONDS = 3600.0
 """Duration of a refusal in seconds."""
 
-LEAK_PER_SECOND = HELD_BUDGET_SECONDS / 3600.0
-"""Held seconds that are forgotten per second: the budget within an hour."""
+LEAK_SECONDS = 3600.0 / HELD_BUDGET_SECONDS
+"""Seconds in which one held second is forgotten: the budget within an hour."""
 
 MAX_SECONDS_PER_CHARGE = 40.0
 """Held seconds that a single event can cost: an accident within a large step is one accident."""
@@ -50,14 +51,14 @@ ValueT = TypeVar("ValueT")
 class Leaking:
     """A number of seconds that are forgotten over time."""
 
-    seconds: float = 0.0
-    as_of: float = 0.0
+    empty_at: float = -math.inf
+    """When all of them are forgotten."""
 
     def at(self, now: float) -> float:
-        return max(0.0, self.seconds - (now - self.as_of) * LEAK_PER_SECOND)
+        return max(0.0, self.empty_at - now) / LEAK_SECONDS
 
     def add(self, seconds: float, now: float) -> None:
-        self.seconds, self.as_of = self.at(now) + seconds, now
+        self.empty_at = max(self.empty_at, now) + seconds * LEAK_SECONDS
 
 
 @dataclass(slots=True)
@@ -101,16 +102,32 @@ class HeldAccount:
         seconds = self.charge(since, until, min(room, MAX_SECONDS_PER_CHARGE), now)
         known.add(seconds, now)
 
+    def record(self, account: PeerId, now: float) -> HeldAccountRecord:
+        return HeldAccountRecord(
+            account,
+            leaks_for_seconds=max(0.0, self.held.empty_at - now),
+            refused_for_seconds=max(0.0, self.refused_until - now),
+            refused_because=self.refused_because,
+            disputes=tuple(
+                (other, one.empty_at - now)
+                for other, one in sorted(self.disputes.items())
+                if one.empty_at > now
+            ),
+        )
+
 
 @dataclass(slots=True)
 class HeldTime:
-    """The accounts of all peers and owners since this start of the coordinator."""
+    """The accounts of all peers and owners, and which have changed since they were stored."""
 
     accounts: dict[PeerId, HeldAccount] = field(default_factory=dict)
     refusals_due: set[PeerId] = field(default_factory=set)
     """Attached peers that are to be refused at the next tick."""
+    changed: set[PeerId] = field(default_factory=set)
 
-    def of(self, key: PeerId, now: float) -> HeldAccount:
+    def change(self, key: PeerId, now: float) -> HeldAccount:
+        """An account to be changed: it is stored at the next tick."""
+        self.changed.add(key)
         found = self.accounts.get(key)
         if found is None:
             _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.held.at(now))
@@ -133,6 +150,27 @@ class HeldTime:
     def refused_until(self, key: PeerId) -> float:
         found = self.accounts.get(key)
         return -math.inf if found is None else found.refused_until
+
+    def take_changed(self, now: float) -> tuple[HeldAccountRecord, ...]:
+        """The accounts to be stored, in the order of their keys; most charges are of no seconds."""
+        changed, self.changed = sorted(self.changed & self.accounts.keys()), set()
+        records = (self.accounts[key].record(key, now) for key in changed)
+        return tuple(r for r in records if r.leaks_for_seconds or r.refused_for_seconds)
+
+
+def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> HeldTime:
+    """The accounts of an earlier start of the coordinator."""
+    return HeldTime(
+        {
+            one.account: HeldAccount(
+                Leaking(now + one.leaks_for_seconds),
+                disputes={other: Leaking(now + seconds) for other, seconds in one.disputes},
+                refused_until=now + one.refused_for_seconds,
+                refused_because=one.refused_because,
+            )
+            for one in records
+        }
+    )
 
 
 def _make_room(table: dict[KeyT, ValueT], most: int, worth: Callable[[ValueT], float]) -> None:

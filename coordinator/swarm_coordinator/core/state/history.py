@@ -5,9 +5,10 @@ Part of the pure core. The durable part is in the store.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from swarm_coordinator.core.events import INITIALISATION, AppliedStep
+from swarm_coordinator.core.events import INITIALISATION, AppliedStep, StateDigest
 from swarm_shared.base.types import PeerId, StageIndex, Version
 
 
@@ -36,6 +37,14 @@ class RunHistory:
         known = self.fingerprints.get(stage)
         return known is None or digest in known
 
+    def digests(self) -> tuple[StateDigest, ...]:
+        """The digests of the version, to be stored."""
+        return tuple(
+            StateDigest(stage, digest)
+            for stage, digests in sorted(self.fingerprints.items())
+            for digest in sorted(digests)
+        )
+
     def apply(self, step: AppliedStep) -> None:
         """Advance to the version that a durable step leads to."""
         self.version, self.last_applied = Version(step.step), step
@@ -49,3 +58,11 @@ class RunHistory:
         self.members.clear()
         self.fingerprints.clear()
         self.lost_since.clear()
+
+
+def restored_digests(digests: Iterable[StateDigest]) -> dict[StageIndex, frozenset[str]]:
+    """The digests of each stage from before a restart of the coordinator."""
+    found: dict[StageIndex, frozenset[str]] = {}
+    for stage, digest in digests:
+        found[stage] = found.get(stage, frozenset()) | {digest}
+    return found

@@ -14,6 +14,7 @@ from swarm_coordinator.core.state.held_time import (
     REFUSED_FOR_SECONDS,
     HeldAccount,
     HeldTime,
+    restored_held_time,
 )
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -230,9 +231,9 @@ def test_the_budget_returns_within_an_hour() -> None:
 
 def test_the_number_of_accounts_is_bounded_and_the_worst_are_kept() -> None:
     held_time = HeldTime()
-    held_time.of(PeerId("worst"), 0.0).charge(0.0, 40.0, 40.0, 40.0)
+    held_time.change(PeerId("worst"), 0.0).charge(0.0, 40.0, 40.0, 40.0)
     for number in range(2 * MAX_ACCOUNTS):
-        held_time.of(PeerId(f"peer{number}"), 40.0)
+        held_time.change(PeerId(f"peer{number}"), 40.0)
     assert len(held_time.accounts) <= MAX_ACCOUNTS
     assert held_time.seconds(PeerId("worst"), 40.0) == 40.0
 
@@ -366,3 +367,62 @@ def test_who_does_not_join_the_all_reduce_is_remembered_across_steps() -> None:
     assert attempts <= 12
     assert held(bench, LIAR) > 2 * max(held(bench, peer) for peer in accusers)
     assert not any(refusals(bench, peer) for peer in accusers)
+
+
+# ---------------------------------------------------------------- restarts of the coordinator
+
+
+def test_held_seconds_go_on_leaking_across_a_restart_whatever_the_clocks_say() -> None:
+    before = HeldTime()
+    before.change(PeerId("a0"), 5000.0).charge(4900.0, 5000.0, 40.0, 5000.0)
+    before.change(PeerId("b0"), 5000.0).dispute(PeerId("a0"), 4900.0, 5000.0, 5000.0)
+    records = before.take_changed(5300.0)
+    assert not before.take_changed(5300.0)
+    after = restored_held_time(records, 7.0)
+    for key in ("a0", "b0"):
+        assert after.seconds(PeerId(key), 7.0) == before.seconds(PeerId(key), 5300.0) == 30.0
+        assert after.seconds(PeerId(key), 307.0) == 20.0
+    assert after.disputed_seconds(PeerId("b0"), PeerId("a0"), 7.0) == 30.0
+
+
+def test_a_restart_of_the_coordinator_gives_no_new_budget() -> None:
+    bench = collecting()
+    for _ in range(3):
+        step_without_applied(bench, LIAR)
+    bench.tick(1.0)
+    before = held(bench, LIAR)
+    assert before > 10.0
+    bench.restart(away_seconds=60.0)
+    assert held(bench, LIAR) == pytest.approx(before - 2.0)
+    assert held(bench, "a0") == 0.0
+
+
+def test_who_is_refused_stays_so_across_a_restart_with_the_reason() -> None:
+    bench = collecting()
+    keys = (PeerId(LIAR), PeerId("owner"))
+    held_up.refuse_until(bench.run, keys, bench.now + 3600.0, "it lost an audit", bench.now)
+    bench.tick(1.0)
+    bench.restart(away_seconds=1799.0)
+    bench.attach("its other device", owner=PeerId("owner"))
+    (refused,) = bench.sent("its other device", Refused)
+    assert "it lost an audit" in refused.reason
+    assert refused.retry_seconds == 1800.0
+    bench.tick(1801.0)
+    bench.attach(LIAR)
+    assert bench.sent(LIAR, Welcome)
+
+
+def test_two_that_name_each_other_cannot_do_so_anew_after_a_restart() -> None:
+    """A single accuser would otherwise spend the budget of the accused by and by."""
+    bench = collecting("a0", "b0", LIAR, "a1")
+    for _ in range(4):
+        to_close(bench)
+        fail_by(bench, LIAR, "a0", seconds=25.0)
+    bench.tick(0.25)
+    before = held(bench, "a0")
+    assert before > 30.0
+    bench.restart()
+    accused, accuser = PeerId("a0"), PeerId(LIAR)
+    account = bench.run.held_time.change(accused, bench.now)
+    account.dispute(accuser, bench.now, bench.now + 100.0, bench.now)
+    assert held(bench, "a0") <= MAX_DISPUTED_SECONDS

@@ -529,6 +529,27 @@ def test_a_peer_that_claims_a_stage_without_its_digest_has_to_download_it() -> N
     assert bench.run.peers[PeerId("replica")].phase is PeerPhase.READY
 
 
+def test_a_claim_after_a_restart_is_checked_at_once() -> None:
+    """The digests of the version are in the store."""
+    bench = training()
+    bench.restart()
+    bench.attach("ghost", stage=0, version=1, digest="made up")
+    assert not bench.sent("ghost", Welcome)[0].keep
+    bench.attach("replica", stage=0, version=1, digest="d")
+    assert bench.sent("replica", Welcome)[0].keep
+
+
+def test_digests_of_the_version_before_say_nothing_about_a_claim_after_a_restart() -> None:
+    """The coordinator ended before its members had applied the step."""
+    bench = training()
+    bench.fill()
+    bench.average_all()
+    assert bench.run.history.version == 2
+    bench.restart()
+    bench.attach("replica", stage=0, version=2, digest="d2")
+    assert bench.sent("replica", Welcome)[0].keep
+
+
 def test_a_claim_during_the_apply_is_checked_when_the_holders_have_reported() -> None:
     """Until then the digest of the new version is not known."""
     bench = training()

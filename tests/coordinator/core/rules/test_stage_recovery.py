@@ -86,6 +86,35 @@ def test_after_a_restart_peers_have_longer_to_come_back() -> None:
     assert [r.version for r in bench.records(RolledBack)] == [2]
 
 
+def test_digests_are_those_of_the_history_that_counts_after_a_roll_back_and_a_restart() -> None:
+    bench = lost_stage()
+    bench.join("c1", 1)
+    assert [r.version for r in bench.records(RolledBack, bench.tick(11.0))] == [2]
+    bench.restart()
+    bench.run.history.members.add(PeerId("a0"))
+    bench.attach("a0", stage=0, version=2, digest="of the checkpoint")
+    assert bench.sent("a0", Welcome)[0].keep
+
+
+def test_a_stage_of_which_only_the_checkpoint_is_left_is_what_the_checkpoint_says() -> None:
+    """Holders that were in the majority have reported a digest that their file does not have."""
+    bench = Bench(checkpoint_steps=1, steps=9)
+    bench.join_all("a0", "a1", "b1")
+    bench.one_step()
+    bench.checkpoint()
+    bench.restart()
+    bench.attach("a0", stage=0, version=1)
+    bench.attach("c1", wanted_stage=1)
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.tick(5.0)
+    loaded = Ready(stage=StageIndex(1), version=Version(1), digest="of the file")
+    bench.send("c1", loaded)
+    assert bench.run.peers[PeerId("c1")].phase is PeerPhase.SYNCING
+    bench.tick(20.0)
+    bench.send("c1", loaded)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
 def test_a_mask_that_was_asked_before_a_roll_back_is_answered_after_it() -> None:
     bench = lost_stage()
     bench.join("c1", 1)
