@@ -21,7 +21,6 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
-        bench-strangers \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -52,7 +51,6 @@ help:
 	@echo "make bench-views start time and load of the terminal views"
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
 	@echo "make bench-trust tokens/s with audits over tokens/s without"
-	@echo "make bench-strangers tokens/s of honest volunteers beside a third of liars over that of them alone"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
@@ -163,10 +161,6 @@ bench-yielding: setup-dev
 
 bench-trust: setup-dev
 	@$(PY) -m benchmarks.trust_overhead $(ARGS)
-
-# The runs with modified clients lie with the tests.
-bench-strangers: setup-dev
-	@PYTHONPATH=tests $(PY) -m benchmarks.strangers $(ARGS)
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)

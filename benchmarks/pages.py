@@ -116,9 +116,6 @@ GENERATED = (
     GeneratedTable("docs/simulator.md", "growth figures", ("simulator",), tables.growth_markdown),
     GeneratedTable("docs/benchmarks.md", "trust figures", ("trust-overhead",), overhead_markdown),
     GeneratedTable(
-        "docs/benchmarks.md", "strangers figures", ("strangers",), tables.strangers_markdown
-    ),
-    GeneratedTable(
         "docs/simulator.md", "detection figures", ("trust-detection",), detection_markdown
     ),
     GeneratedTable("docs/tensor-path.md", "copies figures", ("copies",), copies_markdown),

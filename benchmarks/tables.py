@@ -234,33 +234,6 @@ def yielding_markdown(document: Mapping[str, Any]) -> str:
     )
 
 
-def strangers_markdown(document: Mapping[str, Any]) -> str:
-    """Throughput of honest volunteers among liars over that of the same ones alone."""
-    honest = document["honest_per_stage"]
-    names = {
-        "alone": f"{honest} honest volunteers in each stage, alone",
-        "strangers": f"the same, and up to {document['liars_per_stage']} liars in each stage",
-    }
-    rows = []
-    for name, text in names.items():
-        measured = document[name]
-        counts = [sum(one[key] for one in measured) for key in ("liars", "kinds", "verdicts")]
-        share = statistics.fmean(one["share_of_liars"] for one in measured)
-        rate = statistics.median(one["tokens_per_second"] for one in measured)
-        over = ratio(1.0 if name == "alone" else document["over_alone"])
-        rows.append((text, f"{share:.2f}", *map(str, counts), f"{rate:,.0f}", over))
-    head = (
-        f"{document['repetitions']} run(s) of {document['steps']} steps each, {_where(document)}, "
-        f"load average {document['load_before']:.1f} before. {document['stages']} stages; a "
-        f"forward pass takes {document['pace_seconds']:g} s or more; every cell is audited."
-    )
-    columns = (
-        "volunteers", "share of liars", "liars in all", "kinds", "lost audits", "tokens/s",
-        "over alone",
-    )  # fmt: skip
-    return _page(head, markdown_table(columns, "lrrrrrr", rows))
-
-
 def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 

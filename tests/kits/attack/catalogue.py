@@ -3,8 +3,7 @@
     python -m kits.attack.catalogue            the tests, as arguments of pytest
     python -m kits.attack.catalogue --table    the table
 
-A kind of modified client is carried out in real runs: alone by tests/integration/test_strangers.py,
-and among all others by test_strangers_mixed.py.
+A kind of modified client is carried out in a real run by tests/integration/test_strangers.py.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-STRANGERS = (
-    "integration/test_strangers.py",
-    "integration/test_strangers_late.py",
-    "integration/test_strangers_mixed.py",
-)
+STRANGERS = ("integration/test_strangers.py", "integration/test_strangers_late.py")
 """Files of real runs with modified clients; whole."""
 
 
