@@ -32,7 +32,7 @@ help:
 	@echo "make test-process real programs: runs under churn, injected faults, attacks, killed coordinators"
 	@echo "make test-lab real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-nightly what not each run needs: more runs and faults, all labs, the .deb under a real systemd"
-	@echo "make test-strangers modified clients in real runs, each kind of cheat by itself"
+	@echo "make test-strangers every known attack, with modified clients in real runs (an hour)"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   apply the formatting"
@@ -86,9 +86,9 @@ test: setup-dev
 test-process: setup-dev
 	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
 
-# Volunteers with modified clients in real runs, each kind of cheat by itself.
+# Every known attack (tests/kits/attack/attacks.toml), modified clients in real runs first.
 test-strangers: setup-dev
-	@$(PYTEST) $(TWO) loadgroup tests/integration/test_strangers.py $(ARGS)
+	@$(PYTEST) --tier all $(TWO) loadgroup $$(PYTHONPATH=tests $(PY) -m kits.attack.catalogue) $(ARGS)
 
 # One worker: two labs cannot run at once.
 test-lab: setup-dev

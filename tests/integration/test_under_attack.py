@@ -16,7 +16,11 @@ import trio
 from kits.attack import raw
 from kits.attack.insider import Insider, attached
 from kits.attack.raw import Target, connect, multistream, muxed
+from kits.attack.strangers import counted
+from kits.runs.fault_run import TINY
+from kits.runs.real_run import Run
 from swarm_coordinator.demo.subprocesses import Subprocess
+from swarm_shared.base.types import PeerId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
@@ -270,3 +274,39 @@ def test_a_run_under_attack_equals_its_reference(make_run) -> None:
     logs += [swarm.home(child.name) / "log" / "client.log" for child in swarm.volunteers]
     for log in (one for one in logs if one.exists()):
         assert "Traceback" not in log.read_text(), log
+
+
+# ---------------------------------------------------------------- without a model
+
+CLAIMED_STEPS = 3
+"""Steps that each ghost signs receipts for."""
+
+
+async def haunt(run: Run, invite: Invite, stage: int) -> PeerId:
+    """Claim a stage at the run's version, and every microbatch of the steps to come."""
+    began = run.version()
+    claims = {"stage": stage, "version": began, "digest": "0" * 32, "memory_bytes": 2**40}
+    async with attached(invite, **claims) as ghost, trio.open_nursery() as nursery:
+        nursery.start_soon(ghost.beat)
+        with trio.fail_after(PATIENCE_SECONDS):
+            while (version := run.version()) < began + CLAIMED_STEPS:
+                await ghost.claim(stage, version)
+                peers = run.swarm.status()["peers"]
+                phases = {one["phase"] for one in peers if one["peer"] == ghost.identity.peer_id}
+                assert "ready" not in phases
+                await trio.sleep(0.2)
+        nursery.cancel_scope.cancel()
+    return ghost.identity.peer_id
+
+
+def test_a_member_without_a_model_counts_nothing(make_run) -> None:
+    """It is first with every receipt, as it computes nothing."""
+    run = make_run(2, STEPS, **TINY, limits__starting_peers_per_stage=1)
+    invite = Invite.decode(text := run.swarm.start_coordinator())
+    for stage in (0, 1):
+        run.swarm.start_volunteer(text, stage=stage)
+    run.wait_for_version(2)
+    ghosts = {trio.run(haunt, run, invite, stage) for stage in (0, 1)}
+    run.assert_equals_reference(run.stop())
+    assert len(ghosts) == 2
+    assert ghosts.isdisjoint(counted(run))

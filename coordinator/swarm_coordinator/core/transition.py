@@ -184,8 +184,8 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
     phase = run.phase
     _dispatch(run, event, now)
-    if run.audits.expelled:
-        _expel(run, now)
+    if run.audits.expelled or run.audits.withholding:
+        _carry_out_verdicts(run, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most events report finished microbatches; they change only the table and the leases.
         _advance_step(run, now)
@@ -329,12 +329,14 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
-def _expel(run: RunState, now: float) -> None:
-    """Remove the peers whose owners have lost an audit."""
+def _carry_out_verdicts(run: RunState, now: float) -> None:
+    """Remove the peers whose owners have lost an audit, and let those without inputs sit out."""
     for peer, reason in verdicts.take_expelled(run):
         seconds = held_up.refused_seconds(run, peer, run.peers[peer].profile.owner, now)
         held_up.refuse_for_now(run, peer, reason, seconds)
         _drop(run, peer, "it lost an audit", now)
+    for withholding in verdicts.take_withholding(run):
+        release(run, withholding, Release.STEP, now)
 
 
 def _refuse(run: RunState, peer: PeerState, now: float) -> None:
@@ -377,8 +379,8 @@ def _advance(run: RunState, now: float) -> None:
     step_close.advance_close(run, now)
     verdicts.advance(run, now)
     _advance_step(run, now)
-    if run.audits.expelled:
-        _expel(run, now)
+    if run.audits.expelled or run.audits.withholding:
+        _carry_out_verdicts(run, now)
     if run.stop_requested_at is not None:
         _stop(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:

@@ -13,7 +13,7 @@ import trio
 
 from kits.transcripts import TRANSCRIPT
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.identity.credentials import (
     MembershipCertificate,
     Receipt,
@@ -37,6 +37,8 @@ from swarm_shared.protocol import (
     Hello,
     LeafRequest,
     PeerRecord,
+    Ready,
+    Receipts,
     Refused,
     Roster,
     StageHello,
@@ -250,6 +252,20 @@ class Insider:
         receipt = Receipt(**values)  # type: ignore[arg-type]
         return base64.b64encode(sign_receipt(signer, receipt)).decode()
 
+    async def claim(self, stage: int, version: int) -> None:
+        """Say that the stage is held at this version, and sign all microbatches of its step."""
+        numbers = range(self.manifest.training.microbatches_per_step)
+        signed = tuple(
+            self.receipt(
+                self.identity, step=version + 1, microbatch=number, stage=stage,
+                loss_sum=0.008 if stage == self.manifest.stage_count - 1 else None,
+            )
+            for number in numbers
+        )  # fmt: skip
+        ready = Ready(stage=StageIndex(stage), version=Version(version), digest="0" * 32)
+        await self.stream.send(encode(ready))
+        await self.stream.send(encode(Receipts(receipts=signed)))
+
     async def ask_and_never_read(self, seconds: float) -> int:
         """Leaves of the data, on as many streams as can be had; how many of them were served."""
         streams: list[FramedStream] = []
@@ -284,7 +300,8 @@ class Insider:
 
 
 @asynccontextmanager
-async def attached(invite: Invite) -> AsyncIterator[Insider]:
+async def attached(invite: Invite, **claims: object) -> AsyncIterator[Insider]:
+    """`claims`: fields of the hello, which claims nothing otherwise."""
     identity = Identity.generate()
     async with open_node(identity) as node:
         stream = await node.open_stream(
@@ -294,7 +311,7 @@ async def attached(invite: Invite) -> AsyncIterator[Insider]:
             run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token, addresses=(),
             device="none", memory_bytes=1,
         )  # fmt: skip
-        await stream.send(encode(hello))
+        await stream.send(encode(hello.model_copy(update=claims)))
         welcome = parse(coordinator_messages, (await stream.receive(20)).header)
         assert isinstance(welcome, Welcome)
         manifest = open_manifest(base64.b64decode(welcome.manifest), invite.organiser)

@@ -145,17 +145,17 @@ def check(run: Run, liars: Mapping[str, str]) -> None:
     `liars`: kinds of lies, by the liar's name.
     """
     run.assert_equals_reference()
-    check_names(run, liars)
+    check_names(run, liars, liars)
     check_ledger(run)
 
 
-def check_names(run: Run, liars: Mapping[str, str]) -> None:
-    """All that lost are liars, all kinds of which the liar loses have lost, and all honest
+def check_names(run: Run, liars: Mapping[str, str], lied: Iterable[str]) -> None:
+    """All that lost are liars, those that `lied` in a way that loses have lost, and all honest
     volunteers have passed audits and lost none."""
     named, stand = names(run), standings(run)
     lost = {named[verdict.peer] for verdict in verdicts(run)}
     assert lost <= set(liars), f"honest volunteers have lost: {lost - set(liars)}"
-    assert {name for name, cheat in liars.items() if CHEATS[cheat] == LOSES} <= lost
+    assert {name for name in lied if CHEATS[liars[name]] == LOSES} <= lost
     honest = [child.name for child in run.swarm.volunteers if child.name not in liars]
     assert all(name in stand and stand[name].lost == 0 for name in honest)
     assert sum(stand[name].passed for name in honest) > 0

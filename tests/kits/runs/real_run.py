@@ -200,7 +200,7 @@ class Run:
             for name, tensor in expected.parameters.items()
         )
         norm = sum(float(t.double().square().sum()) for t in expected.parameters.values())
-        return (difference / norm) ** 0.5
+        return float((difference / norm) ** 0.5)
 
 
 _cache: dict[str, Trained] = {}

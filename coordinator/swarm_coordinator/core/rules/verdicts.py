@@ -425,7 +425,8 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
 
 
 def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
-    """Clear all that a peer has counted in the step when it gave no tensors that fit its receipt.
+    """Clear all that a peer has counted in the step when it gave no tensors that fit its receipt,
+    and go on without it: it may be the fastest, and would get the same microbatches again.
 
     Its memory may have been short or its connection slow; but if only the audited cell were
     cleared, a liar would lose no more than what is found.
@@ -439,6 +440,7 @@ def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> N
         held_up.charge(run, peer, audit.opened_at, now, now)
     for cell in step.table.held_by(audit.peer):
         clear_cell(run, step, cell)
+    run.audits.withholding.add(audit.peer)
     if standing.withheld > MAX_WITHHELD:
         reason = (
             f"its audits failed in {standing.withheld} steps: it gave no inputs to its auditors"
@@ -524,6 +526,18 @@ def take_expelled(run: RunState) -> list[tuple[PeerId, str]]:
     """The attached peers to be removed, with the reason; the caller removes them."""
     expelled, run.audits.expelled = run.audits.expelled, {}
     return [(peer, reason) for peer, reason in expelled.items() if peer in run.peers]
+
+
+def take_withholding(run: RunState) -> list[PeerState]:
+    """The peers that are to sit the step out, where another one holds their stage; the caller
+    releases them."""
+    found, run.audits.withholding = run.audits.withholding, set()
+    peers = [run.peers[peer] for peer in sorted(found) if peer in run.peers]
+    return [
+        peer
+        for peer in peers
+        if peer.stage is not None and any(p is not peer for p in run.peers.ready(peer.stage))
+    ]
 
 
 # ---------------------------------------------------------------- cleared cells

@@ -194,6 +194,8 @@ class AuditBook:
     go back before it."""
     expelled: dict[PeerId, str] = field(default_factory=dict)
     """Attached peers to be removed, with the reason."""
+    withholding: set[PeerId] = field(default_factory=set)
+    """Peers that are to sit the step out, as they gave their auditors nothing."""
     passed: int = 0
     """Audits of this start of the coordinator that passed."""
     unanswered: int = 0

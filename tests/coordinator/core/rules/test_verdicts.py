@@ -330,7 +330,7 @@ def test_a_made_up_loss_is_a_lie() -> None:
     assert [record.peer for record in bench.records(VerdictRecord)] == ["a1"]
 
 
-def test_a_peer_without_inputs_loses_what_it_counted_in_the_step_and_stays() -> None:
+def test_a_peer_without_inputs_loses_what_it_counted_and_sits_the_step_out() -> None:
     bench = audited(draw=draws(0.0, 0.5))
     bench.report("a0", 0, 1)
     for _ in range(2):
@@ -341,6 +341,9 @@ def test_a_peer_without_inputs_loses_what_it_counted_in_the_step_and_stays() -> 
     dropped = {m for drop in bench.sent("a0", Drop, bench.log) for m in drop.microbatches}
     assert dropped == {0, 1}
     assert not bench.records(VerdictRecord)
+    # Otherwise the same microbatch would be leased to it again, and the step would not end.
+    assert bench.run.peers.excluded == {PeerId("a0")}
+    assert "a0" not in {peer.peer for peer in bench.run.peers.ready(StageIndex(0))}
 
 
 def test_an_answer_that_was_not_asked_for_is_ignored() -> None:
