@@ -63,17 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse to run where pytest-xdist has not put the groups into the node ids."""
-    if getattr(session.config.option, "loadgroup", False) and not all(
-        "@" in item.nodeid for item in session.items
-    ):
-        raise pytest.UsageError(
-            "pytest-xdist does not group these tests, so that both workers would start the same "
-            "runs; install the versions that pyproject.toml names (make setup-dev)"
-        )
-
-
 def _named_files(config: pytest.Config) -> set[Path]:
     """Return the files that the command line names, alone or in a node id."""
     paths = (config.invocation_params.dir / arg.split("::")[0] for arg in config.args)
