@@ -105,8 +105,8 @@ class OpenAudit:
     """By auditor that has voted."""
     within_class: bool = False
     """Whether a machine of the same class computed other bits, within the tolerance. Then only this
-    class votes, and without a tolerance; but a majority is one of all the stage's owners. Anyone can
-    seem like a peer by stating what that has signed."""
+    class votes, and without a tolerance; but a majority is one of all the stage's owners, as anyone
+    can seem like a peer by stating what that has signed."""
 
     @property
     def stage(self) -> StageIndex:
