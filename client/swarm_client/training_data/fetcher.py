@@ -100,6 +100,8 @@ class LeafFetcher:
         had in PATIENCE_SECONDS."""
         wanted = list(dict.fromkeys(leaves))
         found = await _in_thread(self._cache.read, wanted)
+        if written := [one for one in wanted if one not in found and self._cache.holds(one)]:
+            found |= await _in_thread(self._cache.read, written)  # meanwhile
         missing = {leaf for leaf in wanted if leaf not in found}
         if not missing:
             return found
@@ -234,18 +236,20 @@ class LeafFetcher:
             await self._deliver(await stream.ask(rest, content=True))
 
     async def _deliver(self, fetched: Sequence[FetchedLeaf]) -> None:
-        """Check leaves, and give them to what waits for them and to the disk."""
+        """Check leaves, and give them to the disk and then to what waits for them: a request in
+        between finds them on their way."""
         for one in fetched:
             check_leaf(self._manifest, one.leaf, one.content, one.proof)
-            self._queue.arrived(one.leaf)
-            for waiting in self._waiting.pop(one.leaf, ()):
-                waiting.arrived(one.leaf, one.content)
         try:
             self._make_room()
             await _in_thread(self._cache.write, [(one.leaf, one.content) for one in fetched])
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
             self._cache.stop_growing()
+        for one in fetched:
+            self._queue.arrived(one.leaf)
+            for waiting in self._waiting.pop(one.leaf, ()):
+                waiting.arrived(one.leaf, one.content)
 
     def _make_room(self) -> None:
         more_bytes = self._cache.growth_bytes()
