@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission.book import AdmissionMode
 from swarm_coordinator.configuration.http_address import parse_address
+from swarm_coordinator.configuration.mirror_addresses import ADDRESS_PATTERN
 from swarm_coordinator.configuration.trust_section import TrustSection
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
@@ -112,7 +113,7 @@ class DataSection(FrozenModel):
     )
     shards_url: str = Field(
         default="",
-        pattern=r"^((https?|s3|gs|hf)://\S+( +(https?|s3|gs|hf)://\S+){0,7})?$",
+        pattern=f"^({ADDRESS_PATTERN}( +{ADDRESS_PATTERN}){{0,7}})?$",
         description="Web folder with copies of the files in data/, or up to 8 with spaces between, "
         'so that the coordinator sends proofs only; "" for none. They must answer Range requests, '
         "as public buckets (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER) and data sets "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from swarm_coordinator.configuration.mirror_addresses import web_address
 from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.run_creation.corpus import (
     ReadyShards,
@@ -22,7 +23,6 @@ from swarm_coordinator.run_creation.corpus import (
     sampled,
     split_documents,
 )
-from swarm_coordinator.run_creation.mirror_addresses import web_address
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically

@@ -48,7 +48,8 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "string_too_short": lambda context: f"must have at least {context['min_length']} character",
     "string_too_long": lambda context: f"must have at most {context['max_length']} characters",
     "string_pattern_mismatch": lambda _: (
-        "must be an address that begins with https://, http://, s3://, gs:// or hf://"
+        "must be an address that begins with https://, http://, s3://, gs:// or "
+        "hf://datasets/OWNER/NAME"
     ),
     "too_long": lambda context: f"must have at most {context['max_length']} parts",
     "value_error": lambda context: f"{context['error']}",

@@ -143,6 +143,7 @@ def test_defaults_follow_the_preset_and_the_warm_up_follows_the_steps():
             "each part of [network] announce must be text in quotes, not 3",
         ),
         ("[data]\nshards_url = 'ftp://x'", "[data] shards_url must be an address that begins with"),
+        ("[data]\nshards_url = 'hf://corpus'", "or hf://datasets/OWNER/NAME, not 'hf://corpus'"),
         ("[model]\npreset = 3", "[model] preset must be text in quotes, not 3"),
         ("[model]\npreset = 'huge'", "there is no preset 'huge'; choose one of tiny, small"),
         ("[model]\nlayers = 'x'", "[model] layers must be a whole number, not 'x'"),

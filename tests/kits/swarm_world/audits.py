@@ -29,7 +29,7 @@ FALSE_STATEMENT_SHARE = 0.5
 
 
 def book(world: World) -> AuditBook:
-    """The audits of a world; a share of 0 audits none, so newcomers are established at once."""
+    """The audits of a world; a share of 0 audits none, so each owner is established at once."""
     options = world.options
     settings = AuditSettings(
         audit_share=options.audit_share,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from swarm_coordinator.run_creation.mirror_addresses import web_address
-from swarm_shared.base.errors import ConfigurationError
+from swarm_coordinator.configuration.mirror_addresses import ADDRESS_PATTERN, web_address
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,12 @@ from swarm_shared.base.errors import ConfigurationError
     ],
 )
 def test_a_bucket_or_data_set_is_found_where_it_is_served(address: str, expected: str) -> None:
+    assert re.fullmatch(ADDRESS_PATTERN, address)
     assert web_address(address) == expected
 
 
-@pytest.mark.parametrize("address", ["hf://someone/model/data", "hf://datasets/corpus", "hf://"])
-def test_a_hub_address_without_a_data_set_is_one_clear_sentence(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="names no data set; write hf://datasets/"):
-        web_address(address)
+@pytest.mark.parametrize(
+    "address", ["hf://someone/model/data", "hf://datasets/corpus", "hf://", "s3://", "ftp://x"]
+)
+def test_an_address_of_another_form_is_refused(address: str) -> None:
+    assert re.fullmatch(ADDRESS_PATTERN, address) is None
