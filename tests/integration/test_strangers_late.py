@@ -69,6 +69,8 @@ def lie_unwatched(run: Run, unwatched: Path) -> LateVerdict:
     before = counted(run)[peer]
     wait(run, lambda: counted(run)[peer] > before, "the liar to count in an applied step")
     credit = counted(run)[peer]
+    # A lie changes the losses of the steps after its own: one of them is to be unwatched, too.
+    run.wait_for_version(run.version() + 1)
     assert verdicts(run) == ()
     unwatched.unlink()
     wait(run, lambda: verdicts(run) != (), "a verdict")
