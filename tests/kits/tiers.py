@@ -21,6 +21,9 @@ TIERS = ("unit", "process", "lab", "nightly", "all")
 LAB_GROUP = "network lab"
 """The group of tests that build networks of namespaces; two of them cannot run at once."""
 
+GROUP_MARK = "@"
+"""What pytest-xdist puts between a node id and the name of its group."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("swarmtrain")
@@ -58,9 +61,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept.sort(key=_time_limit, reverse=True)
     for item in kept:
         if item.get_closest_marker("xdist_group") is None:
-            lab = item.get_closest_marker("lab") is not None
-            item.add_marker(pytest.mark.xdist_group(LAB_GROUP if lab else item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a worker without groups: it would carry out runs that another worker shares out."""
+    wanted = session.config.getoption("loadgroup", False)
+    if wanted and not all(GROUP_MARK in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            "pytest-xdist has not put each test into a group: the two versions installed do not go "
+            "together; install those of pyproject.toml with `make setup-dev`"
+        )
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Return the tests that must share a worker: those of a lab, or of a fixture of their file."""
+    if item.get_closest_marker("lab") is not None:
+        return LAB_GROUP
+    fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (typed nowhere)
+    shared = any(one.scope == "module" for known in fixtures.values() for one in known)
+    return item.path.stem if shared else item.nodeid
 
 
 def _named_files(config: pytest.Config) -> set[Path]:

@@ -28,11 +28,11 @@ def lab(namespaces: None) -> Iterator[Lab]:
 
 @pytest.fixture
 def nat_run(lab: Lab, make_run: Callable[..., Any]) -> Callable[..., NatRun]:
-    """A run of two stages with its coordinator on a public host, not yet started."""
+    """A run with its coordinator on a public host, not yet started."""
 
-    def make(peers_per_stage: int, **overrides: object) -> NatRun:
+    def make(peers_per_stage: int, stages: int = 2, **overrides: object) -> NatRun:
         settings = {**TINY, "limits__starting_peers_per_stage": peers_per_stage, **overrides}
-        return NatRun(make_run(2, steps=STEPS, **settings), lab.public_host("organiser"))
+        return NatRun(make_run(stages, steps=STEPS, **settings), lab.public_host("organiser"))
 
     return make
 

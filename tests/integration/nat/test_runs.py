@@ -141,12 +141,15 @@ def test_two_volunteers_behind_one_router_use_their_own_network(lab: Lab, nat_ru
 
 
 def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: MakeRun) -> None:
-    """Two public volunteers relay, the coordinator does not; the one that carries is killed."""
-    run = nat_run(2, **LONGER_STEPS, network__relay=False)
+    """Two public volunteers relay, the coordinator does not; the one that carries is killed.
+
+    The two hidden ones are alone in their stages, so that every microbatch crosses their link.
+    """
+    run = nat_run(1, stages=3, **LONGER_STEPS, network__relay=False)
     public = [lab.public_host(f"public-{number}") for number in (1, 2)]
     hidden = [lab.home(name, Nat.SYMMETRIC)[1] for name in "ab"]
     run.start_coordinator()
-    relays = [*run.join(public[0], stage=0), *run.join(public[1], stage=1)]
+    relays = run.join(*public, stage=2)
     one, other = *run.join(hidden[0], stage=0), *run.join(hidden[1], stage=1)
     run.wait_until_joined()
     run.wait_for_kind(one, other, "relayed", COME_BACK_SECONDS)

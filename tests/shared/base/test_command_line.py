@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -36,7 +37,6 @@ def shell(error: BaseException | None = None) -> click.Group:
         (KeyboardInterrupt(), 130, ""),
         (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
         (click.BadParameter("seven is needed"), 2, "seven is needed"),
-        (BrokenPipeError(), 0, ""),
     ],
 )
 def test_an_error_is_one_sentence_and_its_exit_code(
@@ -46,6 +46,17 @@ def test_an_error_is_one_sentence_and_its_exit_code(
     written = capfd.readouterr().err
     assert sentence in written
     assert written.count("program: error:") == bool(sentence)
+
+
+def test_a_reader_that_has_ended_is_no_error_and_is_written_to_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert run_command_line(shell(BrokenPipeError()), "program", ["work"]) == 0
+        out.write("the rest")
+    assert (tmp_path / "out").read_text() == ""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
