@@ -6,7 +6,8 @@
 PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
-# Two workers, each with whole files or the groups that tests name; the longest tests first.
+# Two workers, each with whole files, or (loadgroup) with single tests and with whole groups of tests
+# that share a fixture; the longest first.
 TWO = -n 2 --no-loadscope-reorder --dist
 RECORD = --durations=30 --durations-min=2 --junitxml=build/junit/$@.xml
 PYTEST = $(PY) -m pytest $(RECORD)

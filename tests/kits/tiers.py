@@ -60,28 +60,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # The longest first: no worker is left with a whole run when the other one has ended.
     kept.sort(key=_time_limit, reverse=True)
     for item in kept:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+        group = _group_of(item)
+        if group is not None and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
     items[:] = kept
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse a worker without groups: it would carry out runs that another worker shares out."""
     wanted = session.config.getoption("loadgroup", False)
-    if wanted and not all(GROUP_MARK in item.nodeid for item in session.items):
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
+    if wanted and not all(GROUP_MARK in item.nodeid for item in grouped):
         raise pytest.UsageError(
-            "pytest-xdist has not put each test into a group: the two versions installed do not go "
+            "pytest-xdist has formed no groups of tests: the two versions installed do not go "
             "together; install those of pyproject.toml with `make setup-dev`"
         )
 
 
-def _group_of(item: pytest.Item) -> str:
-    """Return the tests that must share a worker: those of a lab, or of a fixture of their file."""
+def _group_of(item: pytest.Item) -> str | None:
+    """Return the group of tests that share a worker: those of a lab, or of a fixture of their file.
+    None for a test that either worker may take."""
     if item.get_closest_marker("lab") is not None:
         return LAB_GROUP
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009 (typed nowhere)
     shared = any(one.scope == "module" for known in fixtures.values() for one in known)
-    return item.path.stem if shared else item.nodeid
+    return item.path.stem if shared else None
 
 
 def _named_files(config: pytest.Config) -> set[Path]:
