@@ -47,10 +47,23 @@ def credit(home: Path | None, as_json: bool) -> None:
     "--device", default="auto", show_default=True, help="Device to check: cpu, cuda:0, … or auto."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
+@click.option(
+    "--self-test",
+    is_flag=True,
+    help="Also test whether the device computes the same each time and its memory keeps its "
+    "content: uses all cores but one, and half of the memory on offer.",
+)
+@click.option(
+    "--self-test-seconds", type=click.FloatRange(1.0, 86_400.0), default=60.0, show_default=True,
+    help="Duration of the self-test; a fault that is rare takes longer to show.",
+)  # fmt: skip
+def doctor(
+    invite: str | None, home: Path | None, device: str, as_json: bool, self_test: bool,
+    self_test_seconds: float,
+) -> None:  # fmt: skip
     """Check this machine and the path to the run that INVITE names, within half a minute.
 
-    With - as INVITE it is read from standard input.
+    With - as INVITE it is read from standard input. With --self-test it takes that much longer.
 
     Downloads nothing and changes nothing in the home. The exit code is 0 if no check failed
     (warnings do not fail a check), otherwise that of the first failed check.
@@ -59,14 +72,19 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
 
     from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
     from swarm_client.doctor.report import table
+    from swarm_shared.base.text import duration_text
 
     # What a person needs is in the table.
     for name in ("swarm_client", "swarm_shared"):
         logging.getLogger(name).addHandler(logging.NullHandler())
         logging.getLogger(name).propagate = False
+    test_seconds = self_test_seconds if self_test else 0.0
     if sys.stderr.isatty():
-        click.echo("checking this machine; this takes half a minute at most …", err=True)
-    options = DoctorOptions(invite, home, device, total_seconds=seconds_left())
+        longest = duration_text(30.0 + test_seconds)
+        click.echo(f"checking this machine; this takes {longest} at most …", err=True)
+    options = DoctorOptions(
+        invite, home, device, total_seconds=seconds_left(), self_test_seconds=test_seconds
+    )
     report = trio.run(check_up, options)
     columns = shutil.get_terminal_size().columns
     click.echo(report.model_dump_json(indent=2) if as_json else table(report, min(columns, 110)))

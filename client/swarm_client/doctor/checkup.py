@@ -45,6 +45,8 @@ class DoctorOptions:
     device: str = "auto"
     wall_clock: Clock = wall
     total_seconds: float = TOTAL_SECONDS
+    self_test_seconds: float = 0.0
+    """Duration of the self-test, which is added to `total_seconds`; 0 for none."""
 
 
 def seconds_left() -> float:
@@ -73,7 +75,7 @@ async def check_up(options: DoctorOptions) -> Report:
                     nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch_for_interrupt)
-            with trio.move_on_after(options.total_seconds):
+            with trio.move_on_after(options.total_seconds + options.self_test_seconds):
                 await checkup.run()
             nursery.cancel_scope.cancel()
     if interrupted:
@@ -99,7 +101,7 @@ class Checkup:
         results.put(home)
         async with trio.open_nursery() as nursery:
             start = partial(nursery.start_soon, self._isolated)
-            start(("torch", "gpu", "device"), self.probe_torch)
+            start(("torch", "gpu", "device", "self-test"), self.probe_torch)
             start(("p2pd",), self.check_p2pd)
             if self._options.invite is None:
                 results.skip(("invite", *NETWORK_CHECKS), "no invite was given")
@@ -141,6 +143,14 @@ class Checkup:
         device, self._device = machine.check_device(found, self._options.device)
         gpu = machine.check_gpu(found, self._options.device)
         self.results.put(machine.check_torch(found, seconds), gpu, device)
+        if not self._options.self_test_seconds:
+            self.results.skip(("self-test",), "not asked for; --self-test computes for a minute")
+        elif self._device is None or "error" in found:
+            self.results.skip(("self-test",), "there is no device to test")
+        else:
+            self.results.put(
+                await machine.check_self_test(self._device, self._options.self_test_seconds)
+            )
 
     async def check_p2pd(self) -> None:
         self.results.put(await machine.check_p2pd())

@@ -25,9 +25,11 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
 from swarm_client.machine.devices import Device, choose_device
 from swarm_client.machine.home import Home
+from swarm_client.stage.handle.self_test import ADVICE, passed_text, run_self_test
 from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,
+    MachineError,
     StorageError,
     SwarmError,
     UsageError,
@@ -167,6 +169,20 @@ def fit_device(check: Check, device: Device | None, smallest_stage_bytes: int) -
             **details,
         )  # fmt: skip
     return ok("device", f"{check.seen}; {needed}", **details)
+
+
+async def check_self_test(device: Device, seconds: float) -> Check:
+    """Test the device with all cores but one, as joining does."""
+    threads = max(1, (os.cpu_count() or 2) - 1)
+    with tempfile.TemporaryDirectory(prefix="swarmtrain-doctor-") as folder:
+        found = await run_self_test(device, threads, seconds, Path(folder))
+    details: dict[str, Detail] = {
+        "rounds": found.rounds, "test_seconds": round(found.seconds, 2),
+        "memory_bytes": found.memory_bytes,
+    }  # fmt: skip
+    if found.fault:
+        return problem("self-test", MachineError, found.fault, f"{ADVICE}.", **details)
+    return ok("self-test", passed_text(found), **details)
 
 
 # ---------------------------------------------------------------- the home folder

@@ -10,6 +10,7 @@ coordinator that cannot be reached with it. The codes are those of `swarm_shared
     4   the invite                                 11  the coordinator breaks the protocol
     6   memory or the device
     7   the disk, the home folder, another client in it
+    14  the device computes wrongly, or its memory does not keep its content
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ CHECKS = {
     "torch": "PyTorch",
     "gpu": "GPU and driver",
     "device": "Device and memory",
+    "self-test": "Self-test",
     "home": "Home folder",
     "disk": "Disk space",
     "p2pd": "hivemind's p2pd",

@@ -22,6 +22,10 @@ LONG_PAUSE_SECONDS: Final = 600.0
 averaging in every step costs more uplink than a download does."""
 
 
+SELF_TEST_SECONDS: Final = 60.0
+"""Duration of the self-test of a machine whose results were found wrong."""
+
+
 @dataclass(slots=True)
 class VolunteerOptions:
     device: Device
@@ -31,6 +35,7 @@ class VolunteerOptions:
     name: str | None
     may_relay: bool = True
     long_pause_seconds: float = LONG_PAUSE_SECONDS
+    self_test_seconds: float = SELF_TEST_SECONDS
     team: str | None = None
     owner: str | None = None
     """The machine's signed owner binding for this device, in base64; None for the machine

@@ -21,6 +21,7 @@ from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
+    MachineError,
     NetworkError,
     ProtocolError,
     SwarmError,
@@ -59,6 +60,12 @@ class AttachmentHandler(Protocol):
 
     async def give_up_stage(self) -> None: ...
 
+    async def self_test(self) -> bool:
+        """Test this machine, without a held stage; False when the volunteer leaves instead.
+
+        MachineError if a fault was found; another SwarmError if the test cannot be carried out.
+        """
+
     async def wait_may_attach(self) -> bool:
         """Wait until there is a reason to attach; False when the volunteer leaves instead."""
 
@@ -91,6 +98,8 @@ class Attachment:
         self.leaving = False
         self._leaving_until_resumed = False
         """A long pause has begun: the stage is given up and asked for again after it."""
+        self._self_tested = False
+        """This machine has passed a self-test since the last answer of the coordinator."""
         self._node = node
         self._invite = invite
         self._report = report
@@ -107,6 +116,7 @@ class Attachment:
         """Ask to leave; ends when the coordinator agrees."""
         self.leaving = True
         self.send(Leaving())
+        self._attach_now.set()
 
     def leave_until_resumed(self) -> None:
         """Leave in order, and attach again when there is a reason to."""
@@ -140,8 +150,9 @@ class Attachment:
                 return
             problem: SwarmError | None = None
             try:
-                async with attach(self._node, self._invite, handler.hello()) as session:
+                async with attach(self._node, self._invite, self._hello(handler)) as session:
                     backoff.reset()
+                    self._self_tested = False
                     problem = await self._run_session(session, handler)
             except (NetworkError, ProtocolError) as error:
                 problem = error
@@ -154,13 +165,38 @@ class Attachment:
                 self._report("the coordinator cannot be reached; leaving without its confirmation")
                 return
             if isinstance(problem, RefusedForNow):
-                self._report(
-                    f"the run refuses this volunteer: {problem}; trying again in "
-                    f"{duration_text(problem.retry_seconds)}"
-                )
-                await self._wait(problem.retry_seconds)
+                await self._sit_out(problem, handler)
+                if self.leaving:
+                    return
             else:
                 await self._pause(with_jitter(backoff.next(), 0.2))
+
+    def _hello(self, handler: AttachmentHandler) -> Hello:
+        hello = handler.hello()
+        return hello.model_copy(update={"self_tested": True}) if self._self_tested else hello
+
+    async def _sit_out(self, refusal: RefusedForNow, handler: AttachmentHandler) -> None:
+        """Wait until a refusal ends: by a self-test of this machine, where that ends it.
+
+        MachineError if the self-test finds a fault.
+        """
+        until = trio.current_time() + refusal.retry_seconds
+        explained = f"the run refuses this volunteer: {refusal}"
+        self._self_tested = False
+        if refusal.self_test:
+            self._report(explained)
+            await handler.give_up_stage()
+            try:
+                self._self_tested = await handler.self_test()
+                return
+            except MachineError:
+                raise
+            except SwarmError as error:
+                explained = f"the self-test of this machine could not be carried out: {error}"
+        seconds = max(0.0, until - trio.current_time())
+        self._report(f"{explained}; trying again in {duration_text(seconds)}")
+        if not self.leaving:
+            await self._wait(seconds)
 
     async def _pause(self, seconds: float) -> None:
         reason = "" if self.problem is None else f" ({self.explain(self.problem)})"

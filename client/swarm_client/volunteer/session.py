@@ -113,16 +113,20 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Coor
 
 
 class RefusedForNow(ProtocolError):
-    """The coordinator refuses this client for some time."""
+    """The coordinator refuses this client for some time; with `self_test` at most until its machine
+    has passed one."""
 
-    def __init__(self, reason: str, retry_seconds: float) -> None:
+    def __init__(self, reason: str, retry_seconds: float, *, self_test: bool) -> None:
         super().__init__(reason)
         self.retry_seconds = retry_seconds
+        self.self_test = self_test
 
 
 def refusal_error(message: Refused) -> Exception:
     if message.code == "protocol" and message.retry_seconds is not None:
-        return RefusedForNow(message.reason, message.retry_seconds)
+        return RefusedForNow(
+            message.reason, message.retry_seconds, self_test=message.self_test
+        )  # fmt: skip
     return REFUSALS[message.code](message.reason)
 
 

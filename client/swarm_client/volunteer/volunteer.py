@@ -19,6 +19,7 @@ from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import Membership, verify_welcome
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
+from swarm_client.stage.handle.self_test import fault_error, passed_text, run_self_test
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.volunteer import hello as self_report
 from swarm_client.volunteer.context import VolunteerContext
@@ -30,6 +31,7 @@ from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.text import duration_text
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.probe.server import answer_members_only, serve_probe
 from swarm_shared.protocol import (
@@ -69,6 +71,8 @@ class Volunteer:
         self._spare = WarmWorker(context.options.threads, context.home.log_folder / "worker.log")
         context.nursery.start_soon(self._spare.run)
         self._own_transport_only = False
+        self._self_test: trio.CancelScope | None = None
+        """The self-test in progress."""
         self._limits = WorkerLimits()
         self.pause = Pause(self, context.options.long_pause_seconds, context.nursery)
         self._directory = PeerDirectory(
@@ -130,6 +134,23 @@ class Volunteer:
     async def give_up_stage(self) -> None:
         if self.member is not None:
             await self.member.stages.drop()
+
+    async def self_test(self) -> bool:
+        """Test this device. A pause frees it at once; the test begins anew when that is over."""
+        options, report = self.context.options, self.context.report
+        while await self.wait_may_attach() and not self.attachment.leaving:
+            report(f"this machine tests itself for {duration_text(options.self_test_seconds)}")
+            with trio.CancelScope() as self._self_test:
+                found = await run_self_test(
+                    options.device, min(options.threads, self._limits.threads),
+                    options.self_test_seconds, self.context.home.log_folder,
+                    self._limits.duty_cycle,
+                )  # fmt: skip
+                if found.fault:
+                    raise fault_error(options.device, found)
+                report(f"the self-test has passed: {passed_text(found)}; attaching again")
+                return True
+        return False
 
     async def wait_may_attach(self) -> bool:
         """Wait until a pause without a held stage ends; False when the volunteer leaves
@@ -250,7 +271,12 @@ class Volunteer:
     def resume(self) -> None:
         self.pause.resume()
 
+    def _interrupt_self_test(self) -> None:
+        if self._self_test is not None:
+            self._self_test.cancel()
+
     def pause_work(self) -> None:
+        self._interrupt_self_test()
         if self.member is not None:
             self.member.pipeline.pause()
         self.attachment.send(self.heartbeat())
@@ -295,6 +321,7 @@ class Volunteer:
     def leave(self) -> None:
         """Finish what is in flight, take nothing new, and leave when the coordinator agrees."""
         self.pause.leave()
+        self._interrupt_self_test()
         if self.member is not None:
             self.member.pipeline.trainer.leave()
         self.attachment.leave()

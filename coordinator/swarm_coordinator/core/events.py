@@ -337,6 +337,8 @@ class HeldAccountRecord:
     refused_because: str = ""
     disputes: tuple[tuple[PeerId, float], ...] = ()
     """Peers in a dispute with it, and the seconds until that has leaked away."""
+    ends_with_self_test: bool = False
+    """Whether a passed self-test ends the refusal."""
 
 
 @dataclass(frozen=True, slots=True)

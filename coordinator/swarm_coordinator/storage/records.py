@@ -280,15 +280,17 @@ def _write_held_time(
     connection: Connection, accounts: Iterable[HeldAccountRecord], now: float
 ) -> None:
     connection.executemany(
-        "INSERT INTO held_accounts (account, leaks_for, refused_for, refused_because, disputes, "
-        "written_at, forgotten_at) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (account) DO UPDATE "
+        "INSERT INTO held_accounts (account, leaks_for, refused_for, refused_because, "
+        "ends_with_self_test, disputes, written_at, forgotten_at) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (account) DO UPDATE "
         "SET leaks_for = excluded.leaks_for, refused_for = excluded.refused_for, "
-        "refused_because = excluded.refused_because, disputes = excluded.disputes, "
+        "refused_because = excluded.refused_because, "
+        "ends_with_self_test = excluded.ends_with_self_test, disputes = excluded.disputes, "
         "written_at = excluded.written_at, forgotten_at = excluded.forgotten_at",
         [
             (
                 one.account, one.leaks_for_seconds, one.refused_for_seconds, one.refused_because,
-                json.dumps(dict(one.disputes)), now,
+                int(one.ends_with_self_test), json.dumps(dict(one.disputes)), now,
                 now + max(one.leaks_for_seconds, one.refused_for_seconds),
             )
             for one in accounts
@@ -390,10 +392,11 @@ def read_agreements(connection: Connection) -> tuple[AgreementRecord, ...]:
 def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecord, ...]:
     """Return what is left of the held seconds of peers and owners, in the order of their keys."""
     found: list[HeldAccountRecord] = []
-    for account, leaks_for, refused_for, because, disputes, written_at in connection.execute(
-        "SELECT account, leaks_for, refused_for, refused_because, disputes, written_at "
-        "FROM held_accounts ORDER BY account"
-    ):
+    rows = connection.execute(
+        "SELECT account, leaks_for, refused_for, refused_because, ends_with_self_test, disputes, "
+        "written_at FROM held_accounts ORDER BY account"
+    )
+    for account, leaks_for, refused_for, because, self_test, disputes, written_at in rows:
         age = max(0.0, now - written_at)
         if age < max(leaks_for, refused_for):
             left = tuple(
@@ -402,7 +405,11 @@ def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecor
                 if seconds > age
             )
             leaks_for, refused_for = max(0.0, leaks_for - age), max(0.0, refused_for - age)
-            found.append(HeldAccountRecord(PeerId(account), leaks_for, refused_for, because, left))
+            found.append(
+                HeldAccountRecord(
+                    PeerId(account), leaks_for, refused_for, because, left, bool(self_test)
+                )
+            )
     return tuple(found)
 
 

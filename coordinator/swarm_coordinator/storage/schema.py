@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
 
@@ -199,6 +199,7 @@ CREATE TABLE held_accounts (
     leaks_for REAL NOT NULL,
     refused_for REAL NOT NULL,
     refused_because TEXT NOT NULL,
+    ends_with_self_test INTEGER NOT NULL, -- 1 if a passed self-test ends the refusal
     disputes TEXT NOT NULL, -- JSON: the other peer and the seconds until it has leaked away
     written_at REAL NOT NULL,
     forgotten_at REAL NOT NULL

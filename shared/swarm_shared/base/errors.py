@@ -16,7 +16,8 @@
     │   ├── FrameError                       a frame that is too long, cut short or not decodable
     │   └── SignatureError                   an invalid signature, certificate or hash
     ├── LeadershipError            exit 12   another coordinator serves this run
-    └── DaemonError                exit 13   no daemon runs here, or it does not answer
+    ├── DaemonError                exit 13   no daemon runs here, or it does not answer
+    └── MachineError               exit 14   this machine has failed its self-test
 
 A message states what was seen, what is needed and what to do. The command line prints it as one
 sentence and exits with `exit_code`; a traceback never reaches a user for any of these.
@@ -119,3 +120,9 @@ class DaemonError(SwarmError):
     """No daemon of this home answers, or it cannot be started."""
 
     exit_code = 13
+
+
+class MachineError(SwarmError):
+    """This machine does not compute the same each time, or its memory does not keep its content."""
+
+    exit_code = 14

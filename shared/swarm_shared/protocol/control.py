@@ -96,6 +96,8 @@ class Hello(FrozenModel):
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: ReceiptEnvelopes = ()
     """All receipts of steps that are not applied yet."""
+    self_tested: bool = False
+    """This client's machine has passed a self-test since the client was refused."""
     local: Addresses = ()
     """As in `PeerRecord`; this and `site` are set by the coordinator, whatever was sent."""
     site: Site = ""
@@ -344,6 +346,8 @@ class Refused(FrozenModel):
     reason: Text
     retry_seconds: Annotated[Seconds, Field(le=86_400)] | None = None
     """When the client may try again, for a refusal that ends; None: soon, or never by its code."""
+    self_test: bool = False
+    """It ends before that for a client whose machine has passed a self-test."""
 
 
 class AssignStage(FrozenModel):

@@ -4,7 +4,7 @@ Rules
 -----
 1. The worker sends Awake when it has imported what it needs. The first request is ConfigureStage;
    its answer carries the names of the shared memory. The worker ends when the daemon's side of the
-   socket does.
+   socket does. A RunSelfTest in its place is the only request.
 2. Every request but Discard has exactly one answer with the same `request` number: the one named
    after it, or Failed. The worker continues after a Failed.
 3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A computation
@@ -50,6 +50,7 @@ from swarm_shared.base.types import (
 )
 
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
+DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]{1,3})$")]
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -67,7 +68,7 @@ class ConfigureStage(Numbered):
     kind: Literal["configure_stage"] = "configure_stage"
     manifest_json: Annotated[str, Field(max_length=8 * 2**20)]
     stage: StageIndex
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]{1,3})$")]
+    device: DeviceName
     threads: int = Field(ge=1, le=1024)
     graph_budget_bytes: Bytes
     """Memory for autograd graphs between forward and backward; beyond it they are recomputed."""
@@ -78,6 +79,19 @@ class ConfigureStage(Numbered):
     slot_count: int = Field(ge=1, le=65_536)
     namespace: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     """Prefix of the names of the shared memory."""
+
+
+class RunSelfTest(Numbered):
+    """Test the device (`swarm_client.stage.worker.self_test`), in the place of ConfigureStage; the
+    worker ends after its answer."""
+
+    kind: Literal["run_self_test"] = "run_self_test"
+    device: DeviceName
+    threads: int = Field(ge=1, le=1024)
+    seconds: float = Field(gt=0, le=86_400)
+    memory_bytes: Bytes
+    """Most memory of the device that is filled with a pattern."""
+    duty_cycle: float = Field(default=1.0, gt=0, le=1)
 
 
 class RunForward(Numbered):
@@ -243,7 +257,7 @@ class SetLimits(Numbered):
 
 ComputeRequest = RunForward | RunBackward
 WorkerRequest = Annotated[
-    ConfigureStage | RunForward | RunBackward | SaveKept | RunAudit | Discard
+    ConfigureStage | RunSelfTest | RunForward | RunBackward | SaveKept | RunAudit | Discard
     | Uncommit
     | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | DigestSums | ApplyUpdate
     | SaveStageState | LoadStageState | ReinitialiseStage | SetLimits,
@@ -271,6 +285,18 @@ class StageConfigured(Numbered):
     slots_name: str
     gradients_name: str
     result_name: str
+
+
+class SelfTested(Numbered):
+    """Answer to RunSelfTest."""
+
+    kind: Literal["self_tested"] = "self_tested"
+    rounds: int
+    seconds: float
+    memory_bytes: Bytes
+    """Memory that was filled with a pattern."""
+    fault: str
+    """What was found, as a sentence without an end; empty if nothing."""
 
 
 class Computed(Numbered):
@@ -410,7 +436,7 @@ class Failed(Failure):
 
 
 WorkerAnswer = Annotated[
-    Awake | StageConfigured | ForwardDone | BackwardDone | KeptSaved | AuditDone
+    Awake | StageConfigured | SelfTested | ForwardDone | BackwardDone | KeptSaved | AuditDone
     | Uncommitted | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared | NormComputed
     | SumsDigested | UpdateApplied | StageStateSaved | StageStateLoaded | LimitsSet | Failed,
     Field(discriminator="kind"),

@@ -27,6 +27,7 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_client.stage.worker.payloads import is_finite
+from swarm_client.stage.worker.self_test import run_self_test
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -405,6 +406,10 @@ def serve(link: WorkerLink) -> None:
     except LinkClosed:
         return
     request = link.receive()
+    if isinstance(request, messages.RunSelfTest):
+        with suppress(LinkClosed):
+            link.send(_answer(request, _self_test))
+        return
     if not isinstance(request, messages.ConfigureStage):
         return
     made: list[tuple[ComputeLoop, WorkerMemory]] = []
@@ -426,6 +431,17 @@ def serve(link: WorkerLink) -> None:
         # Again: when the daemon is killed, the link ends first, and the death signal (which comes
         # once) may then interrupt the first unlink.
         unlink()
+
+
+def _self_test(request: messages.RunSelfTest) -> Numbered:
+    torch.set_num_threads(request.threads)
+    found = run_self_test(
+        _device(request.device), request.seconds, request.memory_bytes, request.duty_cycle
+    )
+    return messages.SelfTested(
+        rounds=found.rounds, seconds=found.seconds, memory_bytes=found.memory_bytes,
+        fault=found.fault,
+    )  # fmt: skip
 
 
 def _configure(

@@ -179,7 +179,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
                 account = run.held_time.change(key, now)
                 if account.held.at(now) >= REFUSED_AT_SECONDS:
                     account.refused_until = now + REFUSED_FOR_SECONDS
-                    account.refused_because = ""
+                    account.refused_because, account.ends_with_self_test = "", False
             found.append(peer)
     return found
 
@@ -214,18 +214,55 @@ def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> st
 
 
 def refuse_until(
-    run: RunState, keys: tuple[PeerId, ...], until: float, reason: str, now: float
-) -> None:
+    run: RunState, keys: tuple[PeerId, ...], until: float, reason: str, now: float,
+    *, ends_with_self_test: bool = False,
+) -> None:  # fmt: skip
     """Refuse a peer and its owner until a time, with a reason."""
     for key in keys:
         account = run.held_time.change(key, now)
         account.refused_until, account.refused_because = until, reason
+        account.ends_with_self_test = ends_with_self_test
+
+
+def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
+    """Whether a passed self-test ends all that a peer is refused for now."""
+    refused = run.held_time.refused((peer, owner or peer), now)
+    return bool(refused) and all(run.held_time.accounts[key].ends_with_self_test for key in refused)
+
+
+def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
+    """End the refusal of a peer that says that its machine has passed a self-test; False if that
+    does not end it.
+
+    A liar says so as well, and gains time only: the next lost audit bans its owner.
+    """
+    if not ends_with_self_test(run, peer, owner, now):
+        return False
+    for key in run.held_time.refused((peer, owner or peer), now):
+        account = run.held_time.change(key, now)
+        account.refused_until, account.ends_with_self_test = now, False
+    run.note(f"{short(peer)} may take part again: its machine has passed a self-test", peer)
+    return True
+
+
+def tell_refused(
+    run: RunState, peer: PeerId, owner: PeerId | None, reason: str, now: float
+) -> None:
+    """Tell a client that it is refused, for how long, and whether a self-test ends that."""
+    refuse_for_now(
+        run, peer, reason, refused_seconds(run, peer, owner, now),
+        self_test=ends_with_self_test(run, peer, owner, now),
+    )  # fmt: skip
 
 
 def refuse_for_now(
-    run: RunState, peer: PeerId, reason: str, retry_seconds: float | None = None
-) -> None:
+    run: RunState, peer: PeerId, reason: str, retry_seconds: float | None = None,
+    *, self_test: bool = False,
+) -> None:  # fmt: skip
     """Refuse a client in a way that lets it try again later, and end its session."""
-    run.send(peer, Refused(code="protocol", reason=reason, retry_seconds=retry_seconds))
+    run.send(
+        peer,
+        Refused(code="protocol", reason=reason, retry_seconds=retry_seconds, self_test=self_test),
+    )
     run.commands.append(CloseSession(peer, reason))
     run.note(f"{short(peer)} was refused: {reason}", peer)

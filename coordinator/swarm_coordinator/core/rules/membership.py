@@ -39,10 +39,11 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Admit a client, whether new, restarted, or returning with the stage that it holds."""
     hello = event.hello
     assert event.peer not in run.peers, "an older attachment is removed first"
+    if hello.self_tested:
+        held_up.lift(run, event.peer, event.owner, now)
     refusal = held_up.refusal(run, event.peer, event.owner, now)
     if refusal is not None:
-        seconds = held_up.refused_seconds(run, event.peer, event.owner, now)
-        held_up.refuse_for_now(run, event.peer, refusal, seconds)
+        held_up.tell_refused(run, event.peer, event.owner, refusal, now)
         return
     peer = PeerState(
         peer=event.peer,

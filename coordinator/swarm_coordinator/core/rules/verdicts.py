@@ -65,7 +65,8 @@ MAX_WITHHELD = 3
 expels an owner."""
 
 REFUSED_SECONDS = 3600.0
-"""Seconds for which the owner of a lost audit is refused; the second one bans it."""
+"""Seconds for which the owner of a lost audit is refused, unless its machine passes a self-test;
+the second one bans it."""
 
 
 def owner_of(peer: PeerState) -> PeerId:
@@ -506,16 +507,23 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
         sentence = f"{reason}; this is the second lost audit, and its owner is banned from this run"
     else:
         sentence = (
-            f"{reason}; test this machine's memory and graphics card, and undo any overclocking. "
-            f"It may take part again in {REFUSED_SECONDS / 60:.0f} min"
+            f"{reason}; a faulty memory, processor or graphics card does that, too: it may take "
+            f"part again once this machine has passed its self-test (`swarm-client doctor "
+            f"--self-test`), otherwise in {REFUSED_SECONDS / 60:.0f} min"
         )
-    _expel(run, found.peer, owner, sentence, now)
+    _expel(run, found.peer, owner, sentence, now, ends_with_self_test=standing.lost == 1)
 
 
-def _expel(run: RunState, peer: PeerId, owner: PeerId, reason: str, now: float) -> None:
+def _expel(
+    run: RunState, peer: PeerId, owner: PeerId, reason: str, now: float,
+    *, ends_with_self_test: bool = False,
+) -> None:  # fmt: skip
     """Refuse an owner for an hour; the caller of the event removes its peers, and with them their
     cells."""
-    held_up.refuse_until(run, (peer, owner), now + REFUSED_SECONDS, reason, now)
+    held_up.refuse_until(
+        run, (peer, owner), now + REFUSED_SECONDS, reason, now,
+        ends_with_self_test=ends_with_self_test,
+    )  # fmt: skip
     for member in run.peers.values():
         if owner_of(member) == owner:
             run.statistics.flag(member.peer, Rejection.LOST_AUDIT, reason)

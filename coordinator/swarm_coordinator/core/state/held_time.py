@@ -74,6 +74,9 @@ class HeldAccount:
     """The other ends of computations that were not finite, and when the latest one was."""
     refused_until: float = -math.inf
     refused_because: str = ""
+    ends_with_self_test: bool = False
+    """Whether a passed self-test ends the refusal. Stored with it: nothing else tells a refusal for
+    a first lost audit from one for withheld inputs after a restart of the coordinator."""
 
     def record_not_finite(self, other: PeerId, now: float) -> None:
         """Remember the other end of a computation that was not finite."""
@@ -113,6 +116,7 @@ class HeldAccount:
                 for other, one in sorted(self.disputes.items())
                 if one.empty_at > now
             ),
+            ends_with_self_test=self.ends_with_self_test,
         )
 
 
@@ -151,11 +155,20 @@ class HeldTime:
         found = self.accounts.get(key)
         return -math.inf if found is None else found.refused_until
 
+    def refused(self, keys: Iterable[PeerId], now: float) -> list[PeerId]:
+        """Those of these accounts that are refused now."""
+        return [key for key in keys if self.refused_until(key) > now]
+
     def take_changed(self, now: float) -> tuple[HeldAccountRecord, ...]:
         """The accounts to be stored, in the order of their keys; most charges are of no seconds."""
         changed, self.changed = sorted(self.changed & self.accounts.keys()), set()
-        records = (self.accounts[key].record(key, now) for key in changed)
-        return tuple(r for r in records if r.leaks_for_seconds or r.refused_for_seconds)
+        known = ((key, self.accounts[key]) for key in changed)
+        # One whose refusal has ended early is stored, too.
+        return tuple(
+            account.record(key, now)
+            for key, account in known
+            if account.held.empty_at > now or account.refused_until > -math.inf
+        )
 
 
 def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> HeldTime:
@@ -167,6 +180,7 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
                 disputes={other: Leaking(now + seconds) for other, seconds in one.disputes},
                 refused_until=now + one.refused_for_seconds,
                 refused_because=one.refused_because,
+                ends_with_self_test=one.ends_with_self_test,
             )
             for one in records
         }

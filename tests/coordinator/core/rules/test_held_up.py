@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.rules import held_up
@@ -426,3 +428,92 @@ def test_two_that_name_each_other_cannot_do_so_anew_after_a_restart() -> None:
     account = bench.run.held_time.change(accused, bench.now)
     account.dispute(accuser, bench.now, bench.now + 100.0, bench.now)
     assert held(bench, "a0") <= MAX_DISPUTED_SECONDS
+
+
+# ---------------------------------------------------------------- self-tests
+
+
+def lost_an_audit(bench: Bench, *keys: str, again: bool = False) -> None:
+    """Refuse them for a lost audit: for the first one, unless `again`."""
+    named = tuple(map(PeerId, keys))
+    held_up.refuse_until(
+        bench.run, named, bench.now + 3600.0, "it lost an audit", bench.now,
+        ends_with_self_test=not again,
+    )  # fmt: skip
+
+
+def test_a_passed_self_test_ends_the_refusal_of_a_peer_and_its_owner_once() -> None:
+    bench = collecting()
+    lost_an_audit(bench, LIAR, "owner")
+    bench.attach("d0", owner=PeerId("owner"))
+    (refused,) = bench.sent("d0", Refused)
+    assert (refused.self_test, refused.retry_seconds) == (True, 3600.0)
+    bench.attach("d0", owner=PeerId("owner"), self_tested=True)
+    assert bench.sent("d0", Welcome)
+    bench.tick(0.25)
+    bench.restart()
+    bench.attach("d0", owner=PeerId("owner"))
+    assert bench.sent("d0", Welcome), "a restart of the coordinator brings no refusal back"
+    lost_an_audit(bench, "d0", "owner", again=True)
+    bench.attach("d0", owner=PeerId("owner"), self_tested=True)
+    (refused,) = bench.sent("d0", Refused)
+    assert (refused.self_test, refused.retry_seconds) == (False, 3600.0)
+
+
+def test_each_refused_device_of_an_owner_has_a_self_test_of_its_own() -> None:
+    """What one device has passed says nothing of another one's memory."""
+    bench = collecting()
+    lost_an_audit(bench, "d0", "owner")
+    bench.attach("e0", owner=PeerId("owner"), self_tested=True)
+    assert bench.sent("e0", Welcome)
+    bench.attach("d0", owner=PeerId("owner"))
+    assert [one.self_test for one in bench.sent("d0", Refused)] == [True]
+
+
+def test_whether_a_self_test_ends_a_refusal_outlasts_a_restart() -> None:
+    bench = collecting()
+    lost_an_audit(bench, "d0")
+    lost_an_audit(bench, "e0", again=True)
+    bench.tick(0.25)
+    bench.restart()
+    for peer, self_test in (("d0", True), ("e0", False)):
+        bench.attach(peer)
+        assert [one.self_test for one in bench.sent(peer, Refused)] == [self_test]
+
+
+def test_a_peer_that_holds_up_the_run_says_in_vain_that_it_has_passed_a_self_test() -> None:
+    bench = collecting()
+    spend(bench, LIAR, REFUSED_AT_SECONDS)
+    bench.tick(0.25)
+    assert [one.self_test for one in refusals(bench, LIAR)] == [False]
+    bench.attach(LIAR, self_tested=True)
+    (refused,) = bench.sent(LIAR, Refused)
+    assert "held up the run" in refused.reason
+
+
+refusals_in_force = st.lists(
+    st.tuples(st.sampled_from(("peer", "owner")), st.booleans(), st.floats(1.0, 100.0)), max_size=4
+)
+
+
+@given(refusals_in_force, st.floats(0.0, 120.0))
+def test_a_self_test_ends_all_refusals_that_are_in_force_or_none(
+    made: list[tuple[str, bool, float]], later: float
+) -> None:
+    bench = Bench()
+    peer, owner = PeerId("peer"), PeerId("owner")
+    latest: dict[str, tuple[bool, float]] = {}
+    for key, by_self_test, seconds in made:
+        held_up.refuse_until(
+            bench.run, (PeerId(key),), bench.now + seconds, "why", bench.now,
+            ends_with_self_test=by_self_test,
+        )  # fmt: skip
+        latest[key] = (by_self_test, seconds)
+    now = bench.now + later
+    before = held_up.refused_seconds(bench.run, peer, owner, now)
+    in_force = [by_self_test for by_self_test, seconds in latest.values() if seconds > later]
+    lifted = held_up.lift(bench.run, peer, owner, now)
+    assert lifted == (bool(in_force) and all(in_force))
+    after = held_up.refused_seconds(bench.run, peer, owner, now)
+    assert after == (None if lifted else before)
+    assert not held_up.lift(bench.run, peer, owner, now), "there is nothing left to end"

@@ -29,7 +29,16 @@ from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
-from swarm_shared.protocol import Audit, Close, Drop, Dropped, Lease, Refused, StageRequest
+from swarm_shared.protocol import (
+    Audit,
+    Close,
+    Drop,
+    Dropped,
+    Lease,
+    Refused,
+    StageRequest,
+    Welcome,
+)
 from swarm_shared.trust.votes import Claim
 
 ALL = AuditSettings(audit_share=1.0, probation_cells=0)
@@ -201,7 +210,8 @@ def test_the_odd_one_of_three_loses_its_cells_its_place_and_its_credit() -> None
     assert not bench.step().table
     refused = bench.sent("a0", Refused, bench.log)[-1]
     assert "microbatch 0 of step 1 in stage 0" in refused.reason
-    assert "overclocking" in refused.reason
+    assert "swarm-client doctor --self-test" in refused.reason
+    assert refused.self_test
     (standing,) = [
         s for r in bench.records(StandingsRecord) for s in r.standings if s.owner == "a0"
     ]
@@ -270,6 +280,20 @@ def test_the_second_lost_audit_bans_the_owner() -> None:
     contradict(bench, *the_order(bench))
     (ban,) = bench.commands(Ban, bench.log)
     assert ban.owner == "a0"
+    assert [one.self_test for one in bench.sent("a0", Refused, bench.log)] == [False]
+
+
+def test_an_owner_that_passes_its_self_test_is_back_at_once_on_probation() -> None:
+    bench = audited(settings=AuditSettings(audit_share=0.01, probation_cells=2))
+    bench.run.audits.standings.change(PeerId("a0")).passed = 2
+    assert bench.run.audits.share(PeerId("a0")) == 0.01
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    assert "a0" not in bench.run.peers
+    bench.attach("a0", self_tested=True)
+    assert bench.sent("a0", Welcome)
+    assert bench.run.audits.share(PeerId("a0")) > 0.01
 
 
 def restored_with(*standings: StandingRecord) -> Any:
@@ -344,6 +368,21 @@ def test_a_peer_without_inputs_loses_what_it_counted_and_sits_the_step_out() -> 
     # Otherwise the same microbatch would be leased to it again, and the step would not end.
     assert bench.run.peers.excluded == {PeerId("a0")}
     assert "a0" not in {peer.peer for peer in bench.run.peers.ready(StageIndex(0))}
+
+
+def test_no_self_test_brings_an_owner_back_that_went_on_giving_no_inputs() -> None:
+    """Not even one that had lost an audit before and has passed a self-test since."""
+    bench = audited()
+    standing = bench.run.audits.standings.change(PeerId("a0"))
+    standing.lost, standing.withheld = 1, verdicts.MAX_WITHHELD
+    bench.report("a0", 0)
+    for _ in range(2):
+        auditor, order = the_order(bench)
+        bench.audited(auditor, order, None)
+    (refused,) = bench.sent("a0", Refused, bench.log)
+    assert ("gave no inputs" in refused.reason, refused.self_test) == (True, False)
+    bench.attach("a0", self_tested=True)
+    assert [one.self_test for one in bench.sent("a0", Refused)] == [False]
 
 
 def test_an_answer_that_was_not_asked_for_is_ignored() -> None:
