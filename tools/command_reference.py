@@ -38,6 +38,7 @@ EXIT_CODES = {
     11: "the other side violated the protocol",
     12: "another coordinator serves this run",
     13: "no daemon runs in this home, or it does not answer",
+    14: "this machine has failed its self-test",
     130: "interrupted (Ctrl-C)",
 }
 """Meaning of every exit code of both programs; `swarm_shared.base.errors` assigns them."""

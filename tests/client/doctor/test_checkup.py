@@ -16,12 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 import trio
+from click.testing import CliRunner
 
+from swarm_client.cli.offline import doctor as doctor_command
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import ReachabilityFinding
 from swarm_client.doctor import checkup as checkup_module
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
-from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
+from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, Report, State
 from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
@@ -266,6 +268,35 @@ async def test_a_check_that_hangs_or_breaks_costs_no_other(
     assert "a bug" in caplog.text
 
 
+async def test_a_self_test_is_part_of_a_check_up_that_asks_for_one(tmp_path: Path) -> None:
+    options = DoctorOptions(
+        home=tmp_path / "home", device="cpu", total_seconds=100.0, self_test_seconds=1.0
+    )
+    report = await checkup_module.check_up(options)
+    found = {check.id: check for check in report.checks}
+    assert found["self-test"].state is State.OK, found["self-test"].seen
+    assert "the same to the bit" in found["self-test"].seen
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [((), 0.0), (("--self-test",), 60.0), (("--self-test", "--self-test-seconds", "5"), 5.0)],
+)
+def test_the_command_tests_the_device_only_when_asked_to(
+    words: tuple[str, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[DoctorOptions] = []
+
+    async def check_up(options: DoctorOptions) -> Report:
+        await trio.lowlevel.checkpoint()
+        asked.append(options)
+        return Report.of([], 0.0, 0.0)
+
+    monkeypatch.setattr(checkup_module, "check_up", check_up)
+    assert CliRunner().invoke(doctor_command, words).exit_code == 0
+    assert [options.self_test_seconds for options in asked] == [seconds]
+
+
 def doctor(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "swarm_client", "doctor", *words],
@@ -284,6 +315,7 @@ def test_a_damaged_invite_is_found_without_any_network(tmp_path: Path) -> None:
     assert found["invite"]["state"] == "problem"
     assert all(found[id]["state"] == "skipped" for id in NETWORK_CHECKS)
     assert found["torch"]["state"] == "ok"
+    assert found["self-test"]["state"] == "skipped"
     assert not home.exists()
 
 

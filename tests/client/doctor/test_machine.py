@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from kits.attack.strangers import MODIFIED
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import State
 from swarm_client.machine.devices import Device
@@ -18,6 +19,7 @@ from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,
+    MachineError,
     StorageError,
     SwarmError,
     UsageError,
@@ -218,3 +220,32 @@ async def test_without_hivemind_there_is_a_warning_and_no_problem(
     assert check.state is State.WARNING
     assert "p2pd" in check.seen
     assert check.fix.startswith("Nothing to do")
+
+
+# ---------------------------------------------------------------- the self-test
+
+TESTED = Device("cpu", "CPU", 256 * 2**20)
+
+
+async def test_a_device_in_order_passes_its_self_test() -> None:
+    check = await machine.check_self_test(TESTED, 2.0)
+    assert check.state is State.OK, check.seen
+    assert int(check.details["rounds"] or 0) >= 2
+    assert 0 < int(check.details["memory_bytes"] or 0) <= TESTED.memory_bytes // 2
+
+
+async def test_a_wrong_bit_of_one_gradient_is_a_problem_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(MODIFIED))
+    monkeypatch.setenv("SWARM_TEST_CHEAT", "wrong in self-tests")
+    check = await machine.check_self_test(TESTED, 600.0)
+    assert (check.state, check.exit_code) == (State.PROBLEM, MachineError.exit_code)
+    assert check.seen.startswith("in round 3 the gradient of the input differed")
+    assert " in 1 of " in check.seen
+    assert "cooling" in check.fix
+
+
+async def test_a_self_test_that_cannot_be_carried_out_is_not_taken_for_a_fault() -> None:
+    with pytest.raises(SwarmError, match="cuda:7 is not there"):
+        await machine.check_self_test(Device("cuda:7", "no GPU", 2**30), 600.0)

@@ -12,11 +12,12 @@ from trio.testing import MockClock
 
 from swarm_client.volunteer import reconnect
 from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler, heartbeat_seconds
-from swarm_shared.base.errors import NetworkError
-from swarm_shared.base.types import Generation
+from swarm_client.volunteer.session import RefusedForNow
+from swarm_shared.base.errors import MachineError, NetworkError, SwarmError
+from swarm_shared.base.types import Generation, RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
-from swarm_shared.protocol import Welcome
+from swarm_shared.protocol import Hello, Welcome
 from swarm_shared.run.manifest import LimitsConfig
 
 FOUND_SECONDS = 10.0
@@ -76,3 +77,121 @@ def test_a_welcome_lengthens_the_heartbeat_interval_and_never_shortens_it(
         generation=Generation(1), certificate="", manifest="", stages=(), heartbeat_seconds=asked
     )
     assert heartbeat_seconds(welcome, LimitsConfig(heartbeat_seconds=0.5)) == seconds
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Refusable:
+    """A volunteer whose self-test takes ten seconds and then ends in a given way."""
+
+    def __init__(self, outcome: SwarmError | None = None) -> None:
+        self._outcome = outcome
+        self.gave_up: list[float] = []
+
+    async def wait_may_attach(self) -> bool:
+        return True
+
+    async def give_up_stage(self) -> None:
+        self.gave_up.append(trio.current_time())
+
+    async def self_test(self) -> bool:
+        await trio.sleep(10.0)
+        if self._outcome is not None:
+            raise self._outcome
+        return True
+
+    def hello(self) -> Hello:
+        return Hello(run=RunId("a" * 64), software="1", addresses=(), device="cpu", memory_bytes=1)
+
+
+def refused(
+    volunteer: Refusable, monkeypatch: pytest.MonkeyPatch, *, self_test: bool, times: int = 2,
+    leave_after_seconds: float | None = None,
+) -> tuple[list[tuple[float, bool]], list[str]]:  # fmt: skip
+    """Refuse a volunteer so many times for an hour, of which a self-test ends the first.
+
+    Returns when it came and whether it had tested itself, and what it said.
+    """
+    came: list[tuple[float, bool]] = []
+    said: list[str] = []
+
+    async def main() -> None:
+        began = trio.current_time()
+        enough = trio.Event()
+
+        @asynccontextmanager
+        async def attach(_: Node, __: Invite, hello: Hello) -> AsyncIterator[None]:
+            await trio.lowlevel.checkpoint()
+            came.append((trio.current_time() - began, hello.self_tested))
+            if len(came) > times:
+                enough.set()
+                await trio.sleep_forever()
+            raise RefusedForNow("it lies", 3600.0, self_test=self_test and len(came) == 1)
+            yield
+
+        monkeypatch.setattr(reconnect, "attach", attach)
+        waiting = Attachment(cast(Node, None), cast(Invite, FakeInvite()), said.append)
+
+        async def run() -> None:
+            await waiting.run(cast(AttachmentHandler, volunteer))
+            enough.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            if leave_after_seconds is not None:
+                await trio.sleep(leave_after_seconds)
+                waiting.leave()
+            await enough.wait()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    return came, said
+
+
+def test_a_machine_that_passes_its_self_test_comes_back_at_once_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    volunteer = Refusable()
+    came, said = refused(volunteer, monkeypatch, self_test=True)
+    assert came == [(0.0, False), (10.0, True), (3610.0, False)]
+    assert len(volunteer.gave_up) == 1, "its memory is needed for the test"
+    assert said == [
+        "the run refuses this volunteer: it lies",
+        "the run refuses this volunteer: it lies; trying again in 60 min",
+    ]
+
+
+def test_a_refusal_that_no_self_test_ends_is_waited_out_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    volunteer = Refusable(MachineError("it is not tested"))
+    came, _ = refused(volunteer, monkeypatch, self_test=False, times=1)
+    assert came == [(0.0, False), (3600.0, False)]
+    assert volunteer.gave_up == []
+
+
+def test_a_self_test_that_cannot_be_carried_out_has_not_been_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    volunteer = Refusable(SwarmError("its process was killed"))
+    came, said = refused(volunteer, monkeypatch, self_test=True, times=1)
+    assert came == [(0.0, False), (3600.0, False)]
+    assert said[-1] == (
+        "the self-test of this machine could not be carried out: its process was killed; "
+        "trying again in 59 min"
+    )
+
+
+def test_a_machine_that_fails_its_self_test_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(MachineError, match="in round 3")):
+        refused(Refusable(MachineError("in round 3 it differed")), monkeypatch, self_test=True)
+
+
+@pytest.mark.parametrize("self_test", [False, True])
+def test_a_refused_volunteer_can_leave_at_once(
+    self_test: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volunteer = Refusable(SwarmError("its process was killed"))
+    came, _ = refused(volunteer, monkeypatch, self_test=self_test, leave_after_seconds=20.0)
+    assert came == [(0.0, False)]

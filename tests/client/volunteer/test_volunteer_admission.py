@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import trio
 
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.control.status_document import SuspendReason
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.training_data.leaf_cache import LeafCache
@@ -139,8 +141,8 @@ class Script:
     async def say(self, message: CoordinatorMessage) -> None:
         await self.streams[-1].send(encode(message))
 
-    async def sessions(self, count: int) -> None:
-        with trio.fail_after(10):
+    async def sessions(self, count: int, within_seconds: float = 10.0) -> None:
+        with trio.fail_after(within_seconds):
             while len(self.hellos) < count:
                 await trio.sleep(0.02)
 
@@ -169,7 +171,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncIterator[Scene]:
+async def scene(
+    tmp_path: Path, long_pause_seconds: float = 600.0, self_test_seconds: float = 60.0
+) -> AsyncIterator[Scene]:
     script, ended = Script(), []
     home = Home.create(tmp_path / "home")
     async with open_node(ORGANISER, ["/ip4/127.0.0.1/tcp/0"]) as coordinator:
@@ -184,8 +188,9 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
             trio.open_nursery() as nursery,
         ):
             options = VolunteerOptions(
-                Device("cpu", "a test", 2**30), 1, None, None, long_pause_seconds=long_pause_seconds
-            )
+                Device("cpu", "a test", 2**27), 1, None, None,
+                long_pause_seconds=long_pause_seconds, self_test_seconds=self_test_seconds,
+            )  # fmt: skip
             context = VolunteerContext(
                 identity, invite, home, node, options, ContributionCounter(),
                 LeafCache(home.data_folder(RUN), 2**20), BoundlessDisk(),
@@ -341,3 +346,46 @@ async def test_a_volunteer_that_is_refused_for_some_time_comes_back_after_it(
         assert [line for line in said if "it lost an audit" in line] == [
             "the run refuses this volunteer: it lost an audit; trying again in 2 s"
         ]
+
+
+# ---------------------------------------------------------------- self-tests
+
+TESTABLE = Refused(code="protocol", reason="it lost an audit", retry_seconds=3600.0, self_test=True)
+
+
+def processes_of_self_tests(s: Scene) -> list[psutil.Process]:
+    """The compute processes besides the spare one."""
+    log = s.volunteer.context.home.log_folder / "self-test.log"
+    return [
+        child
+        for child in psutil.Process().children()
+        if any(Path(f"/proc/{child.pid}/fd/{n}").resolve() == log.resolve() for n in (1, 2))
+    ]
+
+
+async def test_a_volunteer_that_passes_its_self_test_says_so_in_its_next_hello(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, self_test_seconds=0.5) as s:
+        said: list[str] = []
+        s.volunteer.attachment._report = said.append
+        await s.script.say(TESTABLE)
+        await s.script.sessions(2, within_seconds=60.0)
+        assert [hello.self_tested for hello in s.script.hellos] == [False, True]
+        assert said[0] == "the run refuses this volunteer: it lost an audit"
+        assert processes_of_self_tests(s) == []
+
+
+async def test_a_pause_ends_a_self_test_at_once_and_it_begins_anew_after_it(tmp_path: Path) -> None:
+    async with scene(tmp_path, self_test_seconds=3600.0) as s:
+        await s.script.say(TESTABLE)
+        await s.until(lambda: processes_of_self_tests(s))
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        await s.until(lambda: not processes_of_self_tests(s))
+        await s.until(lambda: s.volunteer.pause._over.statistics().tasks_waiting)
+        s.volunteer.resume()
+        await s.until(lambda: processes_of_self_tests(s))
+        s.volunteer.leave()
+        await s.until(lambda: s.done)
+        assert processes_of_self_tests(s) == []
+        assert len(s.script.hellos) == 1

@@ -70,7 +70,7 @@ def run_self_test(
     began = clock()
     work = FixedWork(device)
     expected = work.compute()
-    fault = "" if device.type == "cpu" else _apart(work.on_processor().compute(), expected)
+    fault = "" if device.type == "cpu" else distant(work.on_processor().compute(), expected)
     pattern = MemoryPattern(device, min(memory_bytes, int(_free_bytes(device) * FREE_SHARE)))
     filled_until = clock() + FILL_SHARE * seconds
     pattern.fill(lambda: clock() < filled_until)
@@ -148,7 +148,7 @@ def difference(expected: Tensors, found: Tensors) -> str:
     return ""
 
 
-def _apart(reference_tensors: Tensors, found: Tensors) -> str:
+def distant(reference_tensors: Tensors, found: Tensors) -> str:
     """The first tensor that is too far from the processor's, as a sentence; empty if none is."""
     for name, reference in reference_tensors.items():
         distance = float((found[name].cpu().double() - reference.double()).norm())

@@ -38,6 +38,8 @@ LINK = "swarm_client.averaging.all_reduce.member_link"
 RECEIVED = "swarm_client.averaging.all_reduce.received"
 STATEMENTS = "swarm_client.auditing.sum_statements"
 CLOSE = "swarm_client.pipeline.step_close"
+SELF_TEST = "swarm_client.stage.worker.self_test"
+SELF_TEST_HANDLE = "swarm_client.stage.handle.self_test"
 
 OTHER = "f" * 32
 """A digest of nothing."""
@@ -526,6 +528,48 @@ def _flips_once_unwatched(module: ModuleType) -> None:
     _gradients(module, change, ends=False)
 
 
+def _wrong_once(module: ModuleType) -> None:
+    """Flip the signs of one backward pass, and never again once the file says so."""
+    honest = module.StageRunner._differentiate
+
+    def differentiate(self: Any, graph: Any, output_gradient: Any, parameters: Any) -> Any:
+        entry, gradients = honest(self, graph, output_gradient, parameters)
+        if Path(os.environ["SWARM_TEST_LIED"]).exists():
+            return entry, gradients
+        _lied()
+        return entry, [-tensor for tensor in gradients]
+
+    module.StageRunner._differentiate = differentiate
+
+
+def _short_self_test(module: ModuleType) -> None:
+    """Self-tests take two seconds."""
+    changed: Any = module
+    honest = changed.run_self_test
+
+    async def short(device: Any, threads: Any, seconds: Any, *more: Any) -> Any:
+        return await honest(device, threads, min(seconds, 2.0), *more)
+
+    changed.run_self_test = short
+
+
+def _wrong_bit_in_self_test(module: ModuleType) -> None:
+    """One bit of one gradient, in the third computation of a self-test."""
+    import torch
+
+    honest, done = module.FixedWork.compute, 0
+
+    def compute(self: Any) -> Any:
+        nonlocal done
+        done += 1
+        found = honest(self)
+        if done == 3:
+            found["the gradient of the input"].view(-1).view(torch.int32)[5] ^= 1
+        return found
+
+    module.FixedWork.compute = compute
+
+
 Patch = Callable[[ModuleType], None]
 CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
     "zeros": ((RUNNER, _scaled(0.0, ends=True)),),
@@ -571,6 +615,13 @@ CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
     "no updates": ((CLOSE, _other_work("ApplyStep", _for_ever)),),
     "another state for others": ((STEPS, _other_state),),
     "outputs that overflow": ((RUNNER, _outputs(lambda output: output * 0.0 + 3e38)),),
+    "wrong once": ((RUNNER, _wrong_once), (SELF_TEST_HANDLE, _short_self_test)),
+    "wrong once, and in self-tests": (
+        (RUNNER, _wrong_once),
+        (SELF_TEST, _wrong_bit_in_self_test),
+        (SELF_TEST_HANDLE, _short_self_test),
+    ),
+    "wrong in self-tests": ((SELF_TEST, _wrong_bit_in_self_test),),
     "no audits while unwatched": ((AUDITOR, _audits_nothing_unwatched),),
     "sign flipped once unwatched": (
         (AUDITOR, _audits_nothing_unwatched),
