@@ -51,7 +51,7 @@ help:
 	@echo "make bench-prediction the simulator's prediction compared with real, throttled processes"
 	@echo "make bench-views start time and load of the terminal views"
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
-	@echo "make bench-trust tokens/s with audits over tokens/s without"
+	@echo "make bench-trust tokens/s with verified work over tokens/s without; as root also over cable lines"
 	@echo "make bench-strangers a run a third of whose members lie, compared with its honest members alone"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
@@ -165,7 +165,7 @@ bench-yielding: setup-dev
 	@$(PY) -m benchmarks.yielding $(ARGS)
 
 bench-trust: setup-dev
-	@$(PY) -m benchmarks.trust_overhead $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.trust_overhead $(ARGS)
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)
