@@ -1,7 +1,7 @@
 """Every modification of the client still finds the function that it replaces.
 
-A modified client whose cheat cannot be applied ends at its start, and its run among strangers, which
-most runs of the tests leave out, proves nothing.
+A modified client whose cheat cannot be applied ends at its start, and its run among strangers,
+which most runs of the tests leave out, proves nothing.
 """
 
 from __future__ import annotations
