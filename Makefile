@@ -21,7 +21,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
+        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection bench-strangers \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -51,7 +51,8 @@ help:
 	@echo "make bench-prediction the simulator's prediction compared with real, throttled processes"
 	@echo "make bench-views start time and load of the terminal views"
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
-	@echo "make bench-trust tokens/s with audits over tokens/s without"
+	@echo "make bench-trust tokens/s with verified work over tokens/s without; as root also over cable lines"
+	@echo "make bench-strangers a run a third of whose members lie, compared with its honest members alone"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
@@ -98,6 +99,9 @@ test-lab: setup-dev
 # Needs what test-lab needs, and sh tools/install_installer_tools.sh.
 test-nightly: setup-dev
 	@$(PYTEST) --tier nightly $(TWO) loadgroup $(ARGS)
+
+bench-strangers: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.strangers $(ARGS)
 
 fuzz: setup-dev
 	@PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)
@@ -161,7 +165,7 @@ bench-yielding: setup-dev
 	@$(PY) -m benchmarks.yielding $(ARGS)
 
 bench-trust: setup-dev
-	@$(PY) -m benchmarks.trust_overhead $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.trust_overhead $(ARGS)
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)

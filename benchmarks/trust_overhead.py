@@ -1,10 +1,10 @@
-"""What audits cost in throughput: `make bench-trust`.
+"""What verified work costs in throughput: `make bench-trust`.
 
-Real runs of two stages with two volunteers each on this machine, with audits off, at 2 % of the
-cells, and at the share of owners on probation. Repetitions are interleaved, so that a slowdown of
-the machine affects all of them; results are medians. All runs must have the same losses, because
-audits never change a value. Tokens over seconds of the steps after the first. Nothing else should
-run on the machine meanwhile.
+Real runs of two stages with two volunteers each, with audits and checks of sums off, at 2 % of the
+cells, and at the share of owners on probation: over loopback, and as root over emulated cable.
+Repetitions are interleaved, so that a slowdown of the machine affects all of them; results are
+medians. All runs must have the same losses, because audits never change a value. Tokens over
+seconds of the steps after the first. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 
-from benchmarks.contenders import Contender, run_contender
 from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS, loss_disagreement
+from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement
 from benchmarks.throughput import tokens_per_second
+from benchmarks.wan.mixes import read_mixes
+from benchmarks.wan.network import why_no_network, wide_area_network
+from kits.network_lab import LabError
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import open_for_reading
@@ -33,17 +38,20 @@ from swarm_shared.run.model_config import PRESETS
 RESULT = Path(__file__).parent / "results" / "trust-overhead.json"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 
-SWARM = Contender("swarm, 2 stages x 2 peers", 2, 4, 1)
+STAGES = 2
+PEERS_PER_STAGE = 2
+LOOPBACK, CABLE = "loopback", "cable"
+"""Names of the lines; CABLE is a link of `benchmarks/wan/mixes.toml`."""
 
 SETTINGS: Mapping[str, Mapping[str, object]] = {
-    "off": {"trust.audit_share": 0.0, "trust.probation_cells": 0},
+    "off": {"trust.audit_share": 0.0, "trust.probation_cells": 0, "trust.check_sums": False},
     "2 %": {"trust.audit_share": 0.02, "trust.probation_cells": 0},
     "probation": {"trust.audit_share": 0.02, "trust.probation_cells": 1_000_000},
 }
-"""`[trust]` of each row; on probation a quarter of the cells is audited."""
+"""Settings of each row; on probation a quarter of the cells is audited."""
 
 NAMES = {
-    "off": "no audits",
+    "off": "no audits, sums unchecked",
     "2 %": "2 % of the cells, as of established owners",
     "probation": "a quarter of the cells, as on probation",
 }
@@ -52,36 +60,65 @@ NAMES = {
 @click.command()
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(3), help="Per run.")
 @click.option("--repetitions", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
+@click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)),
+              help="Over loopback; cable lines carry `tiny`.")  # fmt: skip
+@click.option("--line", "lines", multiple=True, type=click.Choice([LOOPBACK, CABLE]),
+              help="Repeatable; default: all.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=RESULT)
-def main(steps: int, repetitions: int, preset: str, out: Path) -> None:
-    """Measure tokens/s with and without audits."""
+def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out: Path) -> None:
+    """Measure tokens/s with and without verified work."""
+    found: dict[str, Any] = {}
+    document = {
+        **result_head(PACKAGES), "load_average": os.getloadavg(), "steps": steps,
+        "repetitions": repetitions, "lines": found,
+    }  # fmt: skip
+    with work_folder("trust", LabError) as work:
+        for line in lines or (LOOPBACK, CABLE):
+            reason = why_no_network() if line == CABLE else None
+            if reason is not None:
+                click.echo(f"{line}: omitted, {reason}")
+                continue
+            found[line] = measure(
+                line, preset if line == LOOPBACK else "tiny", steps, repetitions, work / line
+            )
+            write_result(out, document)
+    click.echo(f"\n{overhead_markdown(document)}\n\nwritten to {out}")
+    if disagreement := "; ".join(
+        filter(None, (one["loss_disagreement"] for one in found.values()))
+    ):
+        click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
+        sys.exit(1)
+
+
+def measure(line: str, preset: str, steps: int, repetitions: int, work: Path) -> dict[str, Any]:
+    """Interleaved repetitions of all settings over one kind of line."""
+    work.mkdir()
     rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
     audits: dict[str, list[int]] = {name: [] for name in SETTINGS}
     losses: dict[str, list[list[float]]] = {name: [] for name in SETTINGS}
-    with work_folder("trust") as work:
-        for name, settings in SETTINGS.items():
-            initialise_run(work / f"template {name}", preset, stages=SWARM.stages, overrides={
-                "training.steps": steps, "training.evaluation_microbatches": 0,
-                "run.name": "benchmark", "network.listen_host": "127.0.0.1",
-                "limits.starting_peers_per_stage": 2, **PLAIN_BORDERS, **settings,
-            })  # fmt: skip
+    for name, settings in SETTINGS.items():
+        initialise_run(work / f"template {name}", preset, stages=STAGES, overrides={
+            "training.steps": steps, "training.evaluation_microbatches": 0,
+            "run.name": "benchmark", "network.listen_host": "0.0.0.0",
+            "rebalancing.rule": "none",
+            "limits.starting_peers_per_stage": PEERS_PER_STAGE, **PLAIN_BORDERS, **settings,
+        })  # fmt: skip
+    with machines(line, work) as prefixes:
         for repetition in range(1, repetitions + 1):
             for name in SETTINGS:
                 place = work / f"{name} {repetition}"
-                timed = run_contender(SWARM, work / f"template {name}", place, steps)
+                shutil.copytree(work / f"template {name}", place)
+                timed = train(place, prefixes)
                 rates[name].append(tokens_per_second(timed[1:]))
                 losses[name].append([step.loss for step in timed])
-                audits[name].append(_audits_passed(place / "run"))
+                audits[name].append(_audits_passed(place))
                 shutil.rmtree(place)
                 click.echo(
-                    f"{repetition}/{repetitions}  {NAMES[name]:<45}{rates[name][-1]:>10,.0f} "
-                    f"tokens/s, {audits[name][-1]} audits"
+                    f"{line} {repetition}/{repetitions}  {NAMES[name]:<45}"
+                    f"{rates[name][-1]:>10,.0f} tokens/s, {audits[name][-1]} audits"
                 )
-    document = {
-        **result_head(PACKAGES), "load_average": os.getloadavg(), "preset": preset,
-        "steps": steps, "repetitions": repetitions,
-        "cells": steps * PRESETS[preset].microbatches_per_step * SWARM.stages,
+    return {
+        "preset": preset, "cells": steps * PRESETS[preset].microbatches_per_step * STAGES,
         "rows": {
             name: {
                 "name": NAMES[name], "tokens_per_second_median": median(rates[name]),
@@ -94,11 +131,33 @@ def main(steps: int, repetitions: int, preset: str, out: Path) -> None:
         },
         "loss_disagreement": loss_disagreement(losses),
     }  # fmt: skip
-    write_result(out, document)
-    click.echo(f"\n{overhead_markdown(document)}\n\nwritten to {out}")
-    if disagreement := document["loss_disagreement"]:
-        click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
-        sys.exit(1)
+
+
+@contextmanager
+def machines(line: str, work: Path) -> Iterator[Sequence[tuple[str, ...]]]:
+    """Yield the command prefixes of the coordinator's machine and of each volunteer's."""
+    names = [f"peer-{number}" for number in range(STAGES * PEERS_PER_STAGE)]
+    if line == LOOPBACK:
+        yield [()] * (1 + len(names))
+        return
+    file = read_mixes()
+    links = {"coordinator": file.link("server"), **dict.fromkeys(names, file.link(CABLE))}
+    with wide_area_network(links, work) as network:
+        yield [network.hosts[name].prefix for name in links]
+
+
+def train(run_dir: Path, prefixes: Sequence[tuple[str, ...]]) -> Sequence[TimedStep]:
+    """Train a run to its end; volunteers take the stages in turn."""
+    with Subprocesses() as children:
+        swarm = LocalSwarm(run_dir, children)
+        swarm.prefix = prefixes[0]
+        invite = swarm.start_coordinator()
+        for number, prefix in enumerate(prefixes[1:]):
+            swarm.prefix = prefix
+            swarm.start_volunteer(invite, stage=number % STAGES)
+        finished = swarm.watch(lambda seen, status: None)
+        swarm.wait_for_exit()
+    return [TimedStep(step.step, step.loss, step.tokens, step.seconds) for step in finished.steps]
 
 
 def _audits_passed(run_dir: Path) -> int:
@@ -111,20 +170,22 @@ def overhead_markdown(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     rows = [
         (
-            row["name"], f"{median(row['audits_passed']):.0f} of {document['cells']}",
-            f"{row['tokens_per_second_median']:,.0f}", f"{row['over_none']:.2f}",
+            f"{line}, `{found['preset']}`", row["name"],
+            f"{median(row['audits_passed']):.0f} of {found['cells']}",
+            f"{row['tokens_per_second_median']:,.0f}", f"{row['over_none']:.3f}",
             f"{min(row['tokens_per_second_all']):,.0f} to {max(row['tokens_per_second_all']):,.0f}",
         )
-        for row in document["rows"].values()
+        for line, found in document["lines"].items()
+        for row in found["rows"].values()
     ]  # fmt: skip
     head = (
         f"Medians of {document['repetitions']} interleaved repetitions of {document['steps']} "
         f"steps, {document['measured_at'][:10]}, {machine['cpu_count']} cores "
-        f"({machine['processor']}), load average {document['load_average'][0]:.1f}. Preset "
-        f"`{document['preset']}`, {SWARM.name}, over loopback."
+        f"({machine['processor']}), load average {document['load_average'][0]:.1f} before. "
+        f"{STAGES} stages x {PEERS_PER_STAGE} peers."
     )
-    columns = ("audited", "audits passed", "tokens/s", "over no audits", "range of tokens/s")
-    return "\n".join([head, "", *markdown_table(columns, "lrrrr", rows)])
+    columns = ("line", "audited", "audits passed", "tokens/s", "over none", "range of tokens/s")
+    return "\n".join([head, "", *markdown_table(columns, "llrrrr", rows)])
 
 
 if __name__ == "__main__":

@@ -235,13 +235,13 @@ def _made_up_loss(module: ModuleType) -> None:
 
 def _other_tokens(module: ModuleType) -> None:
     """Send other token ids than those that are leased, as a trainer."""
-    honest = module.RunSamples.training
+    honest = module.RunSamples.drawn
 
-    def training(self: Any, step: Any, index: Any) -> Any:
+    async def drawn(self: Any, step: Any, microbatch: Any) -> Any:
         _lied()
-        return honest(self, step, index + 1 if index == 0 else index - 1)
+        return await honest(self, step, microbatch + 1 if microbatch == 0 else microbatch - 1)
 
-    module.RunSamples.training = training
+    module.RunSamples.drawn = drawn
 
 
 # ---- sums
