@@ -61,7 +61,7 @@ def assert_ends_equal(run: Run) -> None:
 
 
 def test_a_machine_that_passes_its_self_test_counts_again(make_run, tmp_path: Path) -> None:
-    run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong once")
+    run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong in one process")
     peer = verdicts(run)[0].peer
     before = counted(run)[peer]
     wait(run, lambda: counted(run)[peer] > before, "it to count again")
@@ -82,7 +82,9 @@ def test_a_machine_that_passes_its_self_test_counts_again(make_run, tmp_path: Pa
 def test_a_machine_that_fails_its_self_test_ends_and_says_what_differed(
     make_run, tmp_path: Path
 ) -> None:
-    run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong once, and in self-tests")
+    run, flaky = run_with_one_error(
+        make_run, tmp_path / "erred", "wrong in one process, and in self-tests"
+    )
     wait(run, lambda: flaky.exit_code() is not None, "it to end")
     assert flaky.exit_code() == MachineError.exit_code
     (said,) = (line for line in flaky.log.read_text().splitlines() if "has failed" in line)

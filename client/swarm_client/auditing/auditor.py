@@ -8,6 +8,7 @@ the digests of the inputs alone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,7 @@ class Auditor:
         coordinator: CoordinatorLink,
         folder: Path,
         nursery: trio.Nursery,
+        report: Callable[[str], None],
     ) -> None:
         self._identity = identity
         self._node = node
@@ -96,7 +98,7 @@ class Auditor:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.iterdir():
             left.unlink(missing_ok=True)
-        KeptServer(node, pipeline, roster, gate, folder)
+        KeptServer(node, pipeline, roster, gate, folder, report)
 
     def take(self, order: Audit) -> None:
         """Carry out an order and answer it."""

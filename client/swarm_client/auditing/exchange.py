@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -12,6 +13,7 @@ from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.pipeline import Pipeline
+from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_shared.base.errors import (
     AdmissionError,
     NetworkError,
@@ -52,10 +54,12 @@ class KeptServer:
     """Serves the kept tensors of the held stage to the other peers of that stage."""
 
     def __init__(
-        self, node: Node, pipeline: Pipeline, roster: RosterView, gate: AdmissionGate, folder: Path
-    ) -> None:
+        self, node: Node, pipeline: Pipeline, roster: RosterView, gate: AdmissionGate, folder: Path,
+        report: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._pipeline, self._roster, self._gate = pipeline, roster, gate
         self._folder = folder
+        self._report = report
         self._numbers = itertools.count()
         self._slots = trio.Semaphore(MAX_SERVED)
         node.serve(
@@ -73,6 +77,11 @@ class KeptServer:
         except (NetworkError, ProtocolError):
             raise
         except (SwarmError, OSError) as error:
+            if isinstance(error, RequestFailed) and error.code == "not_repeatable":
+                self._report(
+                    f"{error}, so that nothing of this step counts; `swarm-client doctor "
+                    "--self-test` tests this machine"
+                )
             await stream.send(
                 encode(TransferRefused(reason=str(error)[:500])), timeout_seconds=HELLO_SECONDS
             )

@@ -76,7 +76,7 @@ class Member:
         )  # fmt: skip
         self._auditor = Auditor(
             context.identity, context.node, current, roster, gate, self.pipeline, attachment,
-            context.home.audit_folder(context.invite.run_id), context.nursery,
+            context.home.audit_folder(context.invite.run_id), context.nursery, context.report,
         )  # fmt: skip
         invite = context.invite
         self._fetcher = LeafFetcher(

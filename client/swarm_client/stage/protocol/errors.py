@@ -15,6 +15,7 @@ FailureCode = Literal[
     "bad_input",  # an impossible size, token id or number in the request
     "wrong_step",  # not the step (or version) that this worker is at
     "unknown_microbatch",  # a RunBackward for a microbatch that is not in flight
+    "not_repeatable",  # computed again, a microbatch gives something else than was counted of it
     "discarded",  # discarded by the daemon before or during its computation
     "storage",  # a state file that cannot be written or read
     "device",  # the device is missing or does not work

@@ -90,10 +90,10 @@ class AuditRunner:
         """Write what is kept of an accumulated microbatch, or what it gives; return the bytes.
 
         RequestFailed: unknown_microbatch when it is not in the accumulator or its inputs are not
-        kept, storage.
+        kept; not_repeatable when it gives something else than what was counted of it; storage.
         """
-        contents = self._runner.open_parameter_set(step).accumulator.contents
-        kept = contents.kept(microbatch)
+        accumulator = self._runner.open_parameter_set(step).accumulator
+        kept = accumulator.contents.kept(microbatch)
         if kept is None:
             raise RequestFailed(
                 "unknown_microbatch",
@@ -102,6 +102,13 @@ class AuditRunner:
             )
         if computed:
             content, _ = self._computed(step, kept)
+            counted = accumulator.transcripts.get(microbatch)
+            if counted is not None and content.transcript(kept, self._sizes) != counted:
+                raise RequestFailed(
+                    "not_repeatable",
+                    f"microbatch {microbatch} of step {step} in stage {self._runner.stage_index} "
+                    "does not give what was counted of it when it is computed again",
+                )
             return _write(path, content.joined())
         return _write(path, bytes(kept.inputs + kept.output_gradient))
 

@@ -86,6 +86,25 @@ def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_pa
     assert found.transcript == receipt != claimed
 
 
+def test_a_peer_whose_second_computation_gives_something_else_shows_it_to_nobody(
+    tmp_path: Path,
+) -> None:
+    """Its first one had a fault: what it counted is not what the microbatch gives."""
+    runners = runners_of(make_manifest(3))
+    through(runners, 1).transcripts()
+    for runner in runners:
+        honest = runner.accumulator.transcripts[MICROBATCH]
+        runner.accumulator.transcripts[MICROBATCH] = honest.model_copy(
+            update={"gradient": "f" * 32}
+        )
+        audits = AuditRunner(runner)
+        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+        with pytest.raises(RequestFailed, match="when it is computed again") as failed:
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
+        assert failed.value.code == "not_repeatable"
+    assert not (tmp_path / "computed").exists()
+
+
 def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:
     codecs = manifest.codecs.model_copy(update={"average": codec})
     return manifest.model_copy(update={"codecs": codecs})
