@@ -88,7 +88,7 @@ def test_a_machine_that_fails_its_self_test_ends_and_says_what_differed(
     wait(run, lambda: flaky.exit_code() is not None, "it to end")
     assert flaky.exit_code() == MachineError.exit_code
     (said,) = (line for line in flaky.log.read_text().splitlines() if "has failed" in line)
-    assert "in round 3 the gradient of the input differed" in said
+    assert "in round 2 the gradient of the input differed" in said
     assert "Undo any overclocking" in said
     run.wait_for_version(run.version() + 2)
     assert_ends_equal(run)

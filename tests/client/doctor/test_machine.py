@@ -241,7 +241,7 @@ async def test_a_wrong_bit_of_one_gradient_is_a_problem_that_names_it(
     monkeypatch.setenv("SWARM_TEST_CHEAT", "wrong in self-tests")
     check = await machine.check_self_test(TESTED, 600.0)
     assert (check.state, check.exit_code) == (State.PROBLEM, MachineError.exit_code)
-    assert check.seen.startswith("in round 3 the gradient of the input differed")
+    assert check.seen.startswith("in round 2 the gradient of the input differed")
     assert " in 1 of " in check.seen
     assert "cooling" in check.fix
 

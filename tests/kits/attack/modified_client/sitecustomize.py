@@ -556,7 +556,7 @@ def _short_self_test(module: ModuleType) -> None:
 
 
 def _wrong_bit_in_self_test(module: ModuleType) -> None:
-    """One bit of one gradient, in the third computation of a self-test."""
+    """One bit of one gradient, in the second round of a self-test."""
     import torch
 
     honest, done = module.FixedWork.compute, 0
@@ -565,7 +565,7 @@ def _wrong_bit_in_self_test(module: ModuleType) -> None:
         nonlocal done
         done += 1
         found = honest(self)
-        if done == 3:
+        if done == 2:
             found["the gradient of the input"].view(-1).view(torch.int32)[5] ^= 1
         return found
 
