@@ -555,6 +555,16 @@ def _short_self_test(module: ModuleType) -> None:
     changed.run_self_test = short
 
 
+def _no_self_test(module: ModuleType) -> None:
+    """A liar that is found stays away as long as it is refused."""
+    changed: Any = module
+
+    async def none(*_: Any) -> Any:
+        raise changed.WorkerDied("a modified client tests nothing")
+
+    changed.run_self_test = none
+
+
 def _wrong_bit_in_self_test(module: ModuleType) -> None:
     """One bit of one gradient, in the second round of a self-test."""
     import torch
@@ -666,6 +676,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 patches = CHEATS.get(CHEAT, ())
+if CHEAT and not {SELF_TEST, SELF_TEST_HANDLE} & {name for name, _ in patches}:
+    patches += ((SELF_TEST_HANDLE, _no_self_test),)
 if PACE_SECONDS:
     patches += ((RUNNER, _paced),)
 for name in {name for name, _ in patches}:
