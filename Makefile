@@ -22,6 +22,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
+        bench-trust-honest \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -53,6 +54,7 @@ help:
 	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
 	@echo "make bench-trust tokens/s with audits over tokens/s without"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
+	@echo "make bench-trust-honest verdicts among honest machines with other kernels and threads"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
 	@echo "make bench-copies copies of a tensor's bytes per hop; needs a C compiler"
@@ -165,6 +167,9 @@ bench-trust: setup-dev
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)
+
+bench-trust-honest: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.honest $(ARGS)
 
 bench-counts: setup-dev
 	@$(PY) -m benchmarks.counts $(ARGS)

@@ -14,7 +14,7 @@ from swarm_shared.run.model_config import ComputeDtype
 
 TOLERANCES: Mapping[ComputeDtype, float] = {"float32": 1e-4, "bfloat16": 3e-2}
 """Default of `tolerance` by the dtype in which the run computes: honest machines that are unlike
-come to 3e-7 and 4e-3 (docs/trust.md)."""
+come to 5e-7 and 6e-3 (docs/decisions, number 0036)."""
 
 
 class TrustSection(FrozenModel):

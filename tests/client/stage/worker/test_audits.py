@@ -18,6 +18,7 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_coordinator.configuration.trust_section import TOLERANCES
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.identity.linear_digest import digest_sum, from_text
@@ -29,6 +30,7 @@ from swarm_shared.run.codec_sizes import (
     GradientCodec,
 )
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import ComputeDtype
 
 SEED = "5eed" * 8
 ROUNDING = 5e-5
@@ -159,6 +161,41 @@ def _sent_apart(one: StageRunner, other: StageRunner, kept: KeptMicrobatch) -> f
     assert b is not None
     a, b = round_trip(codec, a), round_trip(codec, b)
     return float((a - b).norm() / b.norm())
+
+
+class RoundsWithin(StageRunner):
+    """A machine that rounds otherwise within the stage: some of its weights fall to the other side
+    when they are rounded to bfloat16."""
+
+    def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
+        draw = torch.Generator().manual_seed(0)
+        own = [parameter.detach().clone() for parameter in parameter_set.parameters]
+        with torch.no_grad():
+            for parameter in parameter_set.parameters:
+                parameter.mul_(1.0 + 1e-6 * torch.randn(parameter.shape, generator=draw))
+        done = super().compute_again(parameter_set, kept)
+        with torch.no_grad():
+            torch._foreach_copy_(parameter_set.parameters, own)
+        return done
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1e-8), ("bfloat16", 1e-4)])
+def test_unlike_machines_agree_within_the_tolerance_of_their_dtype(
+    tmp_path: Path, dtype: ComputeDtype, least: float, codec: str
+) -> None:
+    """In bfloat16 they are further apart than float32's tolerance."""
+    manifest = with_codecs(make_manifest(2, dtype), codec, codec)
+    inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+    honest = runners_of(manifest)
+    for audited, receipt in zip(honest, through(honest, 1).transcripts(), strict=True):
+        auditor = RoundsWithin(manifest, audited.stage_index, CPU, PLENTY, PLENTY)
+        shows = AuditRunner(audited)
+        shows.save_kept(STEP, MICROBATCH, inputs, computed=False)
+        shows.save_kept(STEP, MICROBATCH, computed, computed=True)
+        distance = AuditRunner(auditor).audit(STEP, inputs, computed, receipt).distance
+        assert distance is not None
+        assert least < distance <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("content", [b"", b"short", np.float32("nan").tobytes()])
