@@ -21,7 +21,8 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection bench-strangers \
+        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
+        bench-trust-honest bench-strangers \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -54,6 +55,7 @@ help:
 	@echo "make bench-trust tokens/s with verified work over tokens/s without; as root also over cable lines"
 	@echo "make bench-strangers a run a third of whose members lie, compared with its honest members alone"
 	@echo "make bench-trust-detection how soon simulated liars are found, compared with the formula"
+	@echo "make bench-trust-honest verdicts among honest machines with other kernels and threads"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
 	@echo "make bench-copies copies of a tensor's bytes per hop; needs a C compiler"
@@ -169,6 +171,9 @@ bench-trust: setup-dev
 
 bench-trust-detection: setup-dev
 	@$(PY) -m benchmarks.trust_detection $(ARGS)
+
+bench-trust-honest: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.honest $(ARGS)
 
 bench-counts: setup-dev
 	@$(PY) -m benchmarks.counts $(ARGS)

@@ -22,6 +22,7 @@ from benchmarks.agreement import agreement_markdown
 from benchmarks.bottlenecks import bottlenecks_markdown
 from benchmarks.codecs import averages_markdown, codecs_markdown
 from benchmarks.copies.__main__ import copies_markdown
+from benchmarks.honest.page import honest_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
@@ -118,6 +119,7 @@ GENERATED = (
     GeneratedTable(
         "docs/simulator.md", "detection figures", ("trust-detection",), detection_markdown
     ),
+    GeneratedTable("docs/trust.md", "honest figures", ("trust-honest",), honest_markdown),
     GeneratedTable("docs/tensor-path.md", "copies figures", ("copies",), copies_markdown),
     GeneratedTable("docs/top.md", "view figures", ("views",), tables.views_markdown),
     GeneratedTable(

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 MAX_AUDITS = 8
 """Audits in hand at a time; the coordinator asks for fewer."""
 
-GRADIENT_ELEMENT_BYTES = 4
-
 
 def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
     """Whether these are the inputs of the receipt that is audited: the input, the targets of the
@@ -158,7 +156,9 @@ class Auditor:
         computed = None
         if order.claimed is not None:
             try:
-                await self._fetch(order, audited, self._computed_bytes(holding), files.computed)
+                worker = holding.worker
+                total = worker.sizes.computed_bytes(worker.own_elements + worker.tied_elements)
+                await self._fetch(order, audited, total, files.computed)
                 computed = files.computed
             except _Withheld as error:
                 log.info("audit %d: %s", order.audit, error)
@@ -202,11 +202,3 @@ class Auditor:
             raise CannotAudit(f"{path} cannot be written: {error.strerror}") from error
         except SwarmError as error:
             raise _Withheld(str(error)) from error
-
-    @staticmethod
-    def _computed_bytes(holding: Holding) -> int:
-        worker = holding.worker
-        elements = worker.own_elements + worker.tied_elements
-        sizes = worker.sizes
-        boundary = sizes.output_bytes + sizes.input_gradient_bytes
-        return boundary + elements * GRADIENT_ELEMENT_BYTES

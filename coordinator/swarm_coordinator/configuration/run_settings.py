@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from swarm_coordinator.admission.book import AdmissionMode
 from swarm_coordinator.configuration.http_address import parse_address
 from swarm_coordinator.configuration.mirror_addresses import ADDRESS_PATTERN
-from swarm_coordinator.configuration.trust_section import TrustSection
+from swarm_coordinator.configuration.trust_section import TOLERANCES, TrustSection
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.codecs.quality import measured_noise
@@ -491,6 +491,8 @@ def _with_defaults(
     steps = filled["training"]["steps"]
     if isinstance(steps, int):
         filled["optimizer"].setdefault("warmup_steps", default_warmup_steps(steps))
+    if filled["training"].get("dtype") == "bfloat16":
+        filled["trust"].setdefault("tolerance", TOLERANCES["bfloat16"])
     return filled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -9,6 +10,11 @@ from pydantic import Field
 from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
+from swarm_shared.run.model_config import ComputeDtype
+
+TOLERANCES: Mapping[ComputeDtype, float] = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Default of `tolerance` by the dtype in which the run computes: honest machines that are unlike
+come to 5e-7 and 6e-3 (docs/decisions, number 0036)."""
 
 
 class TrustSection(FrozenModel):
@@ -27,11 +33,11 @@ class TrustSection(FrozenModel):
         "are audited, and it judges others only where no other owner can.",
     )
     tolerance: float = Field(
-        default=1e-4,
+        default=TOLERANCES["float32"],
         ge=0,
         le=1,
         description="Largest relative distance between what two machines compute of the same "
-        "microbatch; equal machines have 0.",
+        "microbatch; equal machines have 0. bfloat16 needs a larger one than float32.",
     )
     trusted_owners: tuple[PeerId, ...] = Field(
         default=(),

@@ -94,6 +94,20 @@ def test_defaults_follow_the_preset_and_the_warm_up_follows_the_steps():
 
 
 @pytest.mark.parametrize(
+    ("text", "tolerance"),
+    [
+        ("", 1e-4),
+        ('[training]\ndtype = "bfloat16"\n', 3e-2),
+        ('[training]\ndtype = "bfloat16"\n[trust]\ntolerance = 0.5\n', 0.5),
+    ],
+)
+def test_the_tolerance_of_audits_follows_the_dtype_unless_it_is_given(
+    text: str, tolerance: float
+) -> None:
+    assert parse_run_toml(text).trust.tolerance == tolerance
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("[training]\nstepz = 3", "[training] has no setting 'stepz'; did you mean 'steps'?"),

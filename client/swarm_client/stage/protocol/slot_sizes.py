@@ -13,6 +13,9 @@ from swarm_shared.run.manifest import Manifest
 TOKEN_BYTES = 4
 """Bytes of a token id or target on the wire (uint32)."""
 
+GRADIENT_ELEMENT_BYTES = 4
+"""An element of a parameter's gradient as it is counted: a float32."""
+
 SLOT_ALIGNMENT_BYTES = 4096
 """Alignment of slots in bytes, a page, so that any dtype is aligned and a device can pin it."""
 
@@ -40,6 +43,12 @@ class SlotSizes:
     def request_bytes(self) -> int:
         """Bytes of the payload of a RunForward."""
         return self.input_bytes + self.target_bytes
+
+    def computed_bytes(self, elements: int) -> int:
+        """Bytes of what a stage of so many parameters computes of a microbatch, as an auditor
+        compares it: before encoding."""
+        tensors = bool(self.output_bytes) + bool(self.input_gradient_bytes)
+        return tensors * self.tensor_bytes + elements * GRADIENT_ELEMENT_BYTES
 
 
 def slot_sizes(manifest: Manifest, stage: int) -> SlotSizes:

@@ -3,31 +3,36 @@
 Files carry the tensors between daemon and worker, because they are larger than a slot. That of the
 inputs has the bytes that crossed the wire: the input, the targets on the last stage, the output's
 gradient on the others. That of the computed tensors has the output (not on the last stage) and the
-input's gradient (not on stage 0) as they are sent, and the parameters' gradient as it is counted,
-in float32. Nothing here changes the accumulator or the parameters.
+input's gradient (not on stage 0) as they are before the run's codecs round them, and the
+parameters' gradient as it is counted, in float32. Nothing here changes the accumulator or the
+parameters.
+
+Two honest machines may differ in a value by its last bit, and where that lies at the edge of a
+codec's step, by a whole step in what they send. So what is measured is the distance before
+rounding; that it is of what the audited peer has sent is shown by rounding it again, which gives
+the same bytes on every machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.protocol.slot_sizes import SlotSizes
+from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.digests import counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
-from swarm_shared.codecs.tensors import decode
+from swarm_shared.codecs.tensors import DTYPES
 from swarm_shared.identity.linear_digest import DigestKey, to_text
 from swarm_shared.identity.work_statements import wire_digest
-from swarm_shared.run.codec_sizes import CodecName
 
 SMALLEST_NORM = 1e-30
 """Denominator of a distance to zeros."""
@@ -35,36 +40,21 @@ SMALLEST_NORM = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class AuditedTensors:
-    """What one microbatch gives, as bytes."""
+    """What one microbatch gives, in host memory, flat."""
 
-    output: bytes
-    """As it is sent; empty on the last stage."""
-    input_gradient: bytes
-    """As it is sent; empty on stage 0."""
-    gradient: bytes
+    output_N: Tensor  # noqa: N815
+    """Before it is encoded, in the model's dtype; empty on the last stage."""
+    input_gradient_N: Tensor  # noqa: N815
+    """Before it is encoded, in the model's dtype; empty on stage 0."""
+    gradient_P: Tensor  # noqa: N815
     """As it is counted, in float32."""
 
-    @classmethod
-    def cut(cls, content: bytes, sizes: SlotSizes) -> AuditedTensors:
-        end = sizes.output_bytes + sizes.input_gradient_bytes
-        return cls(content[: sizes.output_bytes], content[sizes.output_bytes : end], content[end:])
+    def __iter__(self) -> Iterator[Tensor]:
+        """In the order of a file: each begins where its dtype can."""
+        return iter((self.gradient_P, self.output_N, self.input_gradient_N))
 
     def joined(self) -> bytes:
-        return self.output + self.input_gradient + self.gradient
-
-    def transcript(self, kept: KeptMicrobatch, sizes: SlotSizes) -> Transcript:
-        """The transcript of a peer that got `kept` and computed these."""
-        inputs = memoryview(kept.inputs)
-        targets = inputs[sizes.input_bytes :]
-        return Transcript(
-            input=wire_digest(inputs[: sizes.input_bytes]),
-            output=wire_digest(targets if sizes.target_bytes else self.output),
-            output_gradient=wire_digest(kept.output_gradient)
-            if sizes.output_gradient_bytes
-            else "",
-            input_gradient=wire_digest(self.input_gradient) if self.input_gradient else "",
-            gradient=wire_digest(self.gradient),
-        )
+        return b"".join(part.view(torch.uint8).numpy().tobytes() for part in self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ class AuditRunner:
         if computed:
             content, _ = self._computed(step, kept)
             counted = accumulator.transcripts.get(microbatch)
-            if counted is not None and content.transcript(kept, self._sizes) != counted:
+            if counted is not None and self._transcript(kept, content) != counted:
                 raise RequestFailed(
                     "not_repeatable",
                     f"microbatch {microbatch} of step {step} in stage {self._runner.stage_index} "
@@ -125,21 +115,27 @@ class AuditRunner:
         size = self._sizes.request_bytes
         kept = KeptMicrobatch(bytearray(content[:size]), bytearray(content[size:]))
         own, loss_sum = self._computed(step, kept)
-        transcript = own.transcript(kept, self._sizes)
+        transcript = self._transcript(kept, own)
         distance = None
-        if computed is not None and claimed is not None:
-            other = AuditedTensors.cut(_read(computed), self._sizes)
-            if other.transcript(kept, self._sizes) == claimed:
-                distance = self._distance(other, own)
-        sums = () if seed is None else self._sums(own.gradient, seed)
+        other = None if computed is None else self._cut(_read(computed))
+        if other is not None and claimed is not None and self._fits(kept, other, claimed):
+            distance = max(map(_relative, other, own))
+        sums = () if seed is None else self._sums(own.gradient_P, seed)
         return AuditFindings(transcript, loss_sum, distance, sums)
 
-    def _sums(self, gradient: bytes, seed: str) -> tuple[LinearDigests, ...]:
+    def _fits(self, kept: KeptMicrobatch, tensors: AuditedTensors, claimed: Transcript) -> bool:
+        """Whether these are the tensors that a peer has sent, as its transcript says."""
+        try:
+            return self._transcript(kept, tensors) == claimed
+        except CodecError:
+            return False
+
+    def _sums(self, gradient_P: Tensor, seed: str) -> tuple[LinearDigests, ...]:
         """A linear digest of each part of a gradient; none where it is not counted in whole
         numbers."""
         if self._runner.parameter_sets.quantum is None:
             return ()
-        counts_P = np.frombuffer(gradient, np.float32)
+        counts_P = gradient_P.numpy()
         own = self._runner.layout.own_count
         parts = [("own", counts_P[:own])]
         if self._runner.layout.tied_count:
@@ -148,59 +144,63 @@ class AuditRunner:
 
     def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[AuditedTensors, float | None]:
         """What the microbatch gives here, and the loss on the last stage."""
-        runner, sizes = self._runner, self._sizes
+        runner = self._runner
         result = runner.compute_again(runner.open_parameter_set(step), kept)
-        slot = memoryview(bytearray(sizes.slot_bytes))
-        output = input_gradient = b""
+        dtype = DTYPES[runner.manifest.training.dtype]
+        output_N = input_gradient_N = torch.zeros(0, dtype=dtype)
         loss_sum = None
         if runner.stage.is_last:
             loss_sum = float(result.output)
         else:
-            host = runner.copier.to_host(result.output)
-            output = bytes(slot[: runner.codec.write_output(host, slot)])
+            output_N = runner.copier.to_host(result.output).reshape(-1).to(dtype)
         if result.input_gradient is not None:
             host = runner.copier.to_host(result.input_gradient)
-            input_gradient = bytes(slot[: runner.codec.write_input_gradient(host, slot)])
+            input_gradient_N = host.reshape(-1).to(dtype)
         pieces = counted_pieces(result.gradients, runner.parameter_sets.quantum)
-        gradient = b"".join(
-            piece.detach().reshape(-1).float().cpu().numpy().tobytes() for piece in pieces
+        gradient_P = torch.cat(
+            [torch.zeros(0), *(piece.detach().reshape(-1).float().cpu() for piece in pieces)]
         )
-        return AuditedTensors(output, input_gradient, gradient), loss_sum
+        return AuditedTensors(output_N, input_gradient_N, gradient_P), loss_sum
 
-    def _distance(self, other: AuditedTensors, own: AuditedTensors) -> float:
-        """The largest relative L2 distance over output, input gradient and gradient."""
-        codecs = self._runner.manifest.codecs
-        pairs = [
-            (self._decoded(codecs.activation, other.output),
-             self._decoded(codecs.activation, own.output)),
-            (self._decoded(codecs.gradient, other.input_gradient),
-             self._decoded(codecs.gradient, own.input_gradient)),
-            (_floats(other.gradient), _floats(own.gradient)),
-        ]  # fmt: skip
-        return max(_relative(one, two) for one, two in pairs)
-
-    def _decoded(self, codec: CodecName, content: bytes) -> Tensor | None:
-        """The tensor; None for bytes that no sender writes."""
-        if not content:
-            return torch.zeros(0)
-        manifest = self._runner.manifest
-        shape = (manifest.tokens_per_microbatch, manifest.model.boundary_size)
-        try:
-            return decode(codec, bytearray(content), shape, manifest.training.dtype)
-        except CodecError:
+    def _cut(self, content: bytes) -> AuditedTensors | None:
+        """The tensors in another peer's file; None if it has another size than such a file."""
+        sizes, dtype = self._sizes, DTYPES[self._runner.manifest.training.dtype]
+        elements = self._runner.layout.own_count + self._runner.layout.tied_count
+        if len(content) != sizes.computed_bytes(elements):
             return None
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        end = elements * GRADIENT_ELEMENT_BYTES
+        middle = end + (sizes.tensor_bytes if sizes.output_bytes else 0)
+        return AuditedTensors(
+            whole[end:middle].view(dtype),
+            whole[middle:].view(dtype),
+            whole[:end].view(torch.float32),
+        )
+
+    def _transcript(self, kept: KeptMicrobatch, tensors: AuditedTensors) -> Transcript:
+        """The transcript of a peer that got `kept` and computed these. CodecError where no codec
+        can encode them."""
+        sizes, codec = self._sizes, self._runner.codec
+        slot = memoryview(bytearray(sizes.slot_bytes))
+        inputs = memoryview(kept.inputs)
+        output, input_gradient = wire_digest(inputs[sizes.input_bytes :]), ""
+        if sizes.output_bytes:
+            output = wire_digest(slot[: codec.write_output(tensors.output_N, slot)])
+        if sizes.input_gradient_bytes:
+            nbytes = codec.write_input_gradient(tensors.input_gradient_N, slot)
+            input_gradient = wire_digest(slot[:nbytes])
+        output_gradient = wire_digest(kept.output_gradient) if sizes.output_gradient_bytes else ""
+        return Transcript(
+            input=wire_digest(inputs[: sizes.input_bytes]),
+            output=output,
+            output_gradient=output_gradient,
+            input_gradient=input_gradient,
+            gradient=wire_digest(tensors.gradient_P.view(torch.uint8).numpy().data),
+        )
 
 
-def _floats(content: bytes) -> Tensor | None:
-    if len(content) % 4:
-        return None
-    return torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.zeros(0)
-
-
-def _relative(other: Tensor | None, own: Tensor | None) -> float:
-    """The relative L2 distance; the largest number for what cannot be compared."""
-    if other is None or own is None or other.shape != own.shape:
-        return MAX_MAGNITUDE
+def _relative(other: Tensor, own: Tensor) -> float:
+    """The relative L2 distance; the largest number for what is not finite."""
     difference = float((other.double() - own.double()).norm())
     distance = difference / max(float(own.double().norm()), SMALLEST_NORM)
     return distance if distance <= MAX_MAGNITUDE else MAX_MAGNITUDE

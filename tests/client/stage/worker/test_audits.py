@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from client.stage.worker.test_payloads import with_codecs
-from client.stage.worker.test_stage_runner import STEP, make_manifest, runners_of
+from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, make_manifest, runners_of
 from client.stage.worker.test_transcripts import MICROBATCH, through
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.audits import AuditRunner
-from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_client.stage.worker.parameter_versions import ParameterSet
+from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_shared.base.types import MicrobatchIndex
+from swarm_coordinator.configuration.trust_section import TOLERANCES
+from swarm_shared.base.types import MicrobatchIndex, StageIndex
+from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.identity.linear_digest import digest_sum, from_text
 from swarm_shared.identity.work_statements import wire_digest
-from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.run.codec_sizes import (
+    ACTIVATION_CODECS,
+    ActivationCodec,
+    AverageCodec,
+    GradientCodec,
+)
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import ComputeDtype
 
 SEED = "5eed" * 8
+ROUNDING = 5e-5
+"""Relative difference of two machines that round otherwise; within the tolerance of audits."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +87,8 @@ def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_pa
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, computed=False)
     AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, computed=True)
-    sizes = audited[1].sizes
-    start = sizes.output_bytes + sizes.input_gradient_bytes
-    content = computed.read_bytes()
-    zeros = bytes(len(content) - start)
-    computed.write_bytes(content[:start] + zeros)
+    content, zeros = computed.read_bytes(), bytes(4 * audited[1].layout.own_count)
+    computed.write_bytes(zeros + content[len(zeros) :])
     unlike = AuditRunner(auditors[1]).audit(STEP, inputs, computed, receipt)
     assert unlike.distance is None  # these are not the tensors of the receipt
     claimed = receipt.model_copy(update={"gradient": wire_digest(zeros)})
@@ -103,6 +114,123 @@ def test_a_peer_whose_second_computation_gives_something_else_shows_it_to_nobody
             audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
         assert failed.value.code == "not_repeatable"
     assert not (tmp_path / "computed").exists()
+
+
+class UnlikeRunner(StageRunner):
+    """A machine that rounds otherwise: what it computes is off by `ROUNDING` of each value."""
+
+    def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
+        done = super().compute_again(parameter_set, kept)
+        draw = torch.Generator().manual_seed(0)
+
+        def rounded(tensor: Tensor) -> Tensor:
+            return tensor * (1.0 + ROUNDING * torch.randn(tensor.shape, generator=draw))
+
+        gradient = done.input_gradient
+        return ComputedAgain(
+            done.output if self.stage.is_last else rounded(done.output),
+            None if gradient is None else rounded(gradient),
+            [rounded(gradient) for gradient in done.gradients],
+        )
+
+
+@pytest.mark.parametrize(
+    ("activation", "gradient"),
+    [("none", "none"), *zip(ACTIVATION_CODECS[1:], ACTIVATION_CODECS[1:], strict=True),
+     ("int8", "topk")],
+)  # fmt: skip
+def test_no_codec_makes_the_distance_of_unlike_machines_larger_than_their_rounding(
+    tmp_path: Path, activation: ActivationCodec, gradient: GradientCodec
+) -> None:
+    """A value at the edge of a codec's step is sent a whole step away from another machine's."""
+    manifest = with_codecs(make_manifest(2), activation, gradient)
+    inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+    sent_apart = 0.0
+    for microbatch in range(6):
+        honest = runners_of(manifest)
+        through(honest, microbatch, microbatch=microbatch)
+        for index, auditor in enumerate(honest):
+            audited = UnlikeRunner(manifest, StageIndex(index), CPU, PLENTY, PLENTY)
+            kept = auditor.accumulator.contents.kept(MicrobatchIndex(microbatch))
+            assert kept is not None
+            audited.accumulator.contents.add(MicrobatchIndex(microbatch), kept)
+            shows = AuditRunner(audited)
+            shows.save_kept(STEP, MicrobatchIndex(microbatch), inputs, computed=False)
+            shows.save_kept(STEP, MicrobatchIndex(microbatch), computed, computed=True)
+            receipt = shows.audit(STEP, inputs, None, None).transcript
+            found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
+            assert found.transcript != receipt
+            assert found.distance == pytest.approx(ROUNDING, rel=0.3)
+            sent_apart = max(sent_apart, _sent_apart(audited, auditor, kept))
+    assert sent_apart > (0.0 if activation == "none" else 2 * ROUNDING)
+
+
+def _sent_apart(one: StageRunner, other: StageRunner, kept: KeptMicrobatch) -> float:
+    """The relative distance between what two machines send of the same microbatch."""
+    codecs = one.manifest.codecs
+    mine, theirs = (
+        runner.compute_again(runner.open_parameter_set(STEP), kept) for runner in (one, other)
+    )
+    codec, a, b = (
+        (codecs.gradient, mine.input_gradient, theirs.input_gradient)
+        if one.stage.is_last
+        else (codecs.activation, mine.output, theirs.output)
+    )
+    assert a is not None
+    assert b is not None
+    a, b = round_trip(codec, a), round_trip(codec, b)
+    return float((a - b).norm() / b.norm())
+
+
+class RoundsWithin(StageRunner):
+    """A machine that rounds otherwise within the stage: some of its weights fall to the other side
+    when they are rounded to bfloat16."""
+
+    def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
+        draw = torch.Generator().manual_seed(0)
+        own = [parameter.detach().clone() for parameter in parameter_set.parameters]
+        with torch.no_grad():
+            for parameter in parameter_set.parameters:
+                parameter.mul_(1.0 + 1e-6 * torch.randn(parameter.shape, generator=draw))
+        done = super().compute_again(parameter_set, kept)
+        with torch.no_grad():
+            torch._foreach_copy_(parameter_set.parameters, own)
+        return done
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 1e-8), ("bfloat16", 1e-4)])
+def test_unlike_machines_agree_within_the_tolerance_of_their_dtype(
+    tmp_path: Path, dtype: ComputeDtype, least: float, codec: str
+) -> None:
+    """In bfloat16 they are further apart than float32's tolerance."""
+    manifest = with_codecs(make_manifest(2, dtype), codec, codec)
+    inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+    honest = runners_of(manifest)
+    for audited, receipt in zip(honest, through(honest, 1).transcripts(), strict=True):
+        auditor = RoundsWithin(manifest, audited.stage_index, CPU, PLENTY, PLENTY)
+        shows = AuditRunner(audited)
+        shows.save_kept(STEP, MICROBATCH, inputs, computed=False)
+        shows.save_kept(STEP, MICROBATCH, computed, computed=True)
+        distance = AuditRunner(auditor).audit(STEP, inputs, computed, receipt).distance
+        assert distance is not None
+        assert least < distance <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("content", [b"", b"short", np.float32("nan").tobytes()])
+def test_a_file_that_is_not_of_the_receipt_gives_no_distance(
+    tmp_path: Path, content: bytes
+) -> None:
+    runners = runners_of(with_codecs(make_manifest(3), "int8", "int8"))
+    receipt = through(runners, 1).transcripts()[1]
+    inputs, computed = tmp_path / "inputs", tmp_path / "computed"
+    audits = AuditRunner(runners[1])
+    audits.save_kept(STEP, MICROBATCH, inputs, computed=False)
+    audits.save_kept(STEP, MICROBATCH, computed, computed=True)
+    assert audits.audit(STEP, inputs, computed, receipt).distance == 0.0
+    right = computed.read_bytes()
+    computed.write_bytes(content if len(content) != 4 else right[:-4] + content)
+    assert audits.audit(STEP, inputs, computed, receipt).distance is None
 
 
 def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:

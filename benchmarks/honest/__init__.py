@@ -1,0 +1,1 @@
+"""Audits among honest machines that are unlike: `make bench-trust-honest`."""
