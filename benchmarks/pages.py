@@ -27,9 +27,10 @@ from benchmarks.lateness import lateness_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.routing.__main__ import routing_markdown
+from benchmarks.strangers_page import strangers_markdown
 from benchmarks.summary import summary_markdown
 from benchmarks.trust_detection import detection_markdown
-from benchmarks.trust_overhead import overhead_markdown
+from benchmarks.trust_page import overhead_markdown
 from benchmarks.wan.averaging import all_reduce_markdown
 from benchmarks.wan.page import ratios_markdown, wan_markdown
 from benchmarks.wan.timeline.page import timeline_markdown
@@ -120,6 +121,7 @@ GENERATED = (
         "docs/simulator.md", "detection figures", ("trust-detection",), detection_markdown
     ),
     GeneratedTable("docs/trust.md", "honest figures", ("trust-honest",), honest_markdown),
+    GeneratedTable("docs/trust.md", "strangers figures", ("strangers",), strangers_markdown),
     GeneratedTable("docs/tensor-path.md", "copies figures", ("copies",), copies_markdown),
     GeneratedTable("docs/top.md", "view figures", ("views",), tables.views_markdown),
     GeneratedTable(

@@ -14,7 +14,6 @@ benchmarks/results/strangers.json.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any
 
 import click
 
-from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.strangers_page import strangers_markdown
 from kits.attack.strangers import (
     CHEATS,
     FIRST_STAGE_ONLY,
     HALF_DRAWS,
     LAST_STAGE_ONLY,
-    LOSES,
     MODIFIED,
     modified,
     names,
@@ -240,33 +238,6 @@ def main(steps: int, out: Path) -> None:
     }  # fmt: skip
     write_result(out, document)
     click.echo(f"\n{strangers_markdown(document)}\n\nwritten to {out}")
-
-
-def strangers_markdown(document: Mapping[str, Any]) -> str:
-    """The two runs side by side, and what became of the kinds of liars."""
-    alone, among = document["alone"], document["among_liars"]
-    rows = [
-        (
-            name, str(run["steps"]), f"{run['tokens_per_second']:,.0f}",
-            f"{run['tokens_per_second'] / alone['tokens_per_second']:.2f}",
-            f"{run['heldout_loss']:.6f}",
-            "yes" if run["equal_to_one_process"] else "**no**",
-        )
-        for name, run in (("honest members alone", alone), ("a third are liars", among))
-    ]  # fmt: skip
-    turns = among["turns"]
-    kinds = {turn["kind"] for turn in turns}
-    lost = Counter(turn["kind"] for turn in turns if turn["lost"])
-    expected = sum(CHEATS[kind] == LOSES for kind in kinds)
-    text = (
-        f"{len(turns)} identities of {len(kinds)} kinds, {document['liars_per_stage']} beside "
-        f"{document['honest_per_stage']} honest members in each stage at any time. {len(lost)} "
-        f"kinds lost an audit ({expected} were to lose one, the others are cleared or not served); "
-        f"honest members that lost one: {len(among['wrongly_lost'])}. Forward passes paced to "
-        f"{document['forward_seconds']} s, every cell audited, {document['measured_at'][:10]}."
-    )
-    columns = ("", "steps", "tokens/s", "over honest alone", "held-out loss", "one process's bits")
-    return "\n".join([text, "", *markdown_table(columns, "lrrrrl", rows)])
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from typing import Any
 
 import click
 
-from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement
 from benchmarks.throughput import tokens_per_second
+from benchmarks.trust_page import overhead_markdown
 from benchmarks.wan.mixes import read_mixes
 from benchmarks.wan.network import why_no_network, wide_area_network
 from kits.network_lab import LabError
@@ -70,7 +70,8 @@ def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out:
     found: dict[str, Any] = {}
     document = {
         **result_head(PACKAGES), "load_average": os.getloadavg(), "steps": steps,
-        "repetitions": repetitions, "lines": found,
+        "repetitions": repetitions, "stages": STAGES,
+        "peers_per_stage": PEERS_PER_STAGE, "lines": found,
     }  # fmt: skip
     with work_folder("trust", LabError) as work:
         for line in lines or (LOOPBACK, CABLE):
@@ -163,29 +164,6 @@ def train(run_dir: Path, prefixes: Sequence[tuple[str, ...]]) -> Sequence[TimedS
 def _audits_passed(run_dir: Path) -> int:
     with open_for_reading(RunFolder.open(run_dir).database) as connection:
         return sum(standing.passed for standing in read_standings(connection))
-
-
-def overhead_markdown(document: Mapping[str, Any]) -> str:
-    """Throughput with audits over that without."""
-    machine = document["machine"]
-    rows = [
-        (
-            f"{line}, `{found['preset']}`", row["name"],
-            f"{median(row['audits_passed']):.0f} of {found['cells']}",
-            f"{row['tokens_per_second_median']:,.0f}", f"{row['over_none']:.3f}",
-            f"{min(row['tokens_per_second_all']):,.0f} to {max(row['tokens_per_second_all']):,.0f}",
-        )
-        for line, found in document["lines"].items()
-        for row in found["rows"].values()
-    ]  # fmt: skip
-    head = (
-        f"Medians of {document['repetitions']} interleaved repetitions of {document['steps']} "
-        f"steps, {document['measured_at'][:10]}, {machine['cpu_count']} cores "
-        f"({machine['processor']}), load average {document['load_average'][0]:.1f} before. "
-        f"{STAGES} stages x {PEERS_PER_STAGE} peers."
-    )
-    columns = ("line", "audited", "audits passed", "tokens/s", "over none", "range of tokens/s")
-    return "\n".join([head, "", *markdown_table(columns, "llrrrr", rows)])
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ class Dialer:
     ) -> None:
         """Dial all paths, each a little after the one before; the first success cancels the
         others."""
-        reasons: list[str] = []
+        failures: list[tuple[str, str]] = []
+        """Address or relay, and the reason."""
         running = len(direct)
         direct_failed = trio.Event()
         if not direct:
@@ -126,7 +127,7 @@ class Dialer:
             try:
                 await self._dial_direct(peer, target, from_listening_port)
             except NetworkError as error:
-                reasons.append(str(error))
+                failures.append((str(target), _reason(error, str(target))))
                 failed.set()
                 running -= 1
                 if not running:
@@ -138,11 +139,12 @@ class Dialer:
             with trio.move_on_after(RELAY_HEAD_START_SECONDS):
                 await direct_failed.wait()
             for way in ways:
+                relay = f"relay {way.relay}"
                 try:
-                    with dial_errors(f"relay {way.relay}"):
+                    with dial_errors(relay):
                         await self._relays.dial(peer, way)
                 except (NetworkError, ProtocolError) as error:
-                    reasons.append(str(error))
+                    failures.append((relay, _reason(error, relay)))
                 else:
                     nursery.cancel_scope.cancel()
 
@@ -162,7 +164,9 @@ class Dialer:
             raise LinkTimeout(
                 f"{peer} did not answer within {timeout_seconds:g} s at {', '.join(tried)}"
             )
-        raise NetworkError(f"{peer} cannot be reached: {'; '.join(reasons)}")
+        for where, reason in failures:
+            logger.info("%s cannot be reached at %s: %s", peer, where, reason)
+        raise NetworkError(f"{peer} cannot be reached: {_summary(failures)}")
 
     async def _dial_direct(
         self, peer: PeerId, target: Multiaddr, from_listening_port: bool
@@ -182,3 +186,18 @@ class Dialer:
                 return
         with dial_errors(str(target)):
             await self._swarm.dial_addr(target, peer_id)
+
+
+def _reason(error: Exception, where: str) -> str:
+    return str(error).removeprefix(f"{where}: ")
+
+
+def _summary(failures: Sequence[tuple[str, str]]) -> str:
+    """Each reason once, with the address or relay, or with their number if there are several."""
+    places: dict[str, list[str]] = {}
+    for where, reason in failures:
+        places.setdefault(reason, []).append(where)
+    return "; ".join(
+        f"{reason} at {where[0] if len(where) == 1 else f'{len(where)} addresses'}"
+        for reason, where in places.items()
+    )

@@ -339,6 +339,18 @@ async def test_a_peer_that_cannot_be_reached_is_a_network_error_each_time() -> N
                 await client.connect(identity.peer_id, [address])
 
 
+async def test_why_a_peer_cannot_be_reached_is_said_once_for_all_of_its_addresses() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for holder in (one, other):
+            holder.bind(("127.0.0.1", 0))
+        peer = Identity.generate().peer_id
+        addresses = [f"/ip4/127.0.0.1/tcp/{holder.getsockname()[1]}" for holder in (one, other)]
+        async with open_node(Identity.generate()) as client:
+            with pytest.raises(NetworkError) as failure:
+                await client.connect(peer, addresses)
+    assert str(failure.value) == f"{peer} cannot be reached: connection refused at 2 addresses"
+
+
 async def test_an_address_that_never_answers_is_a_time_out() -> None:
     with socket.socket() as never_answers:
         never_answers.bind(("127.0.0.1", 0))

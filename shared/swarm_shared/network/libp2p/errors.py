@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,5 +53,7 @@ def summary(error: BaseException) -> str:
     while innermost is not None:
         error = next(leaves(innermost))
         innermost = error.__cause__
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno).lower()
     text = " ".join(str(error).split())[:200]
     return text or type(error).__name__
