@@ -403,7 +403,7 @@ class StepClose(Generic[ReceiptT]):
                     culprit=culprit,
                     carrier_failed=carrier_failed,
                     aborted_by=aborted_by,
-                ),  # fmt: skip
+                ),
             )
             self._carry_out_orders()
 
