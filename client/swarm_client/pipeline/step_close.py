@@ -47,12 +47,17 @@ from swarm_shared.volunteer_rules.step_close import (
 
 
 class AveragingFailed(SwarmError):
-    """One all-reduce failed for all its members; its inputs are unchanged."""
+    """One all-reduce failed for all its members; its inputs are unchanged. `aborted_by` is the
+    member from which this one has heard of it, if it has not seen the failure itself."""
 
-    def __init__(self, reason: str, culprit: PeerId | None, carrier_failed: bool) -> None:
+    def __init__(
+        self, reason: str, culprit: PeerId | None, carrier_failed: bool,
+        aborted_by: PeerId | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(reason)
         self.culprit = culprit
         self.carrier_failed = carrier_failed
+        self.aborted_by = aborted_by
 
 
 class Averager(Protocol):
@@ -150,8 +155,9 @@ class StepCloser:
                 await self._perform(work, worker)
             except AveragingFailed as error:
                 self._rules.averaging_failed(
-                    work.work, str(error), error.culprit, carrier_failed=error.carrier_failed
-                )
+                    work.work, str(error), error.culprit, carrier_failed=error.carrier_failed,
+                    aborted_by=error.aborted_by,
+                )  # fmt: skip
             except SwarmError as error:
                 died = isinstance(error, WorkerDied) and worker is self._holding.worker
                 if died and not isinstance(work, SaveState):

@@ -163,7 +163,10 @@ class GroupAverager:
         except RoundFailed as error:
             self._record_outcome(spec, error.links, self._route_faults(error), done=False)
             raise AveragingFailed(
-                f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
+                f"all-reduce: {error}",
+                error.culprit,
+                error.failure is RoundFailure.CARRIER,
+                error.aborted_by,
             ) from error
 
     def _spec(

@@ -412,6 +412,8 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
     held = now < hold_ends and state_transfer.close_is_delayed(run, now)
     held = verdicts.delay_close(run, step, now) or held
     held = whole_audits.settle_contests(run, step, now) or held
+    if now >= step.close_not_before:
+        step_close.attribute_relayed(run, step, now)
     if not microbatches.complete(run, step):
         return
     if now >= step.close_not_before and not held:

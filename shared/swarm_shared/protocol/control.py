@@ -202,7 +202,8 @@ class RoundReport(FrozenModel):
     When not ok, `missing` are microbatches that the peer should hold and does not, and `reset`
     states that it emptied its accumulator, so that nothing of this step is left in it.
     `carrier_failed` means that the connection between two members broke; the next attempt avoids
-    it.
+    it. `culprit` is the member that the peer has seen to fail, or that another member names:
+    `aborted_by`, from which this one has heard of the failure.
     """
 
     kind: Literal["round_report"] = "round_report"
@@ -214,6 +215,7 @@ class RoundReport(FrozenModel):
     reason: Text = ""
     culprit: PeerId | None = None
     carrier_failed: bool = False
+    aborted_by: PeerId | None = None
     missing: Microbatches = ()
     reset: bool = False
     not_finite: bool = False

@@ -388,15 +388,22 @@ class StepClose(Generic[ReceiptT]):
             self._reduce_next(progress)
 
     def averaging_failed(
-        self, work: WorkNumber, reason: str, culprit: PeerId | None, *, carrier_failed: bool
-    ) -> None:
+        self, work: WorkNumber, reason: str, culprit: PeerId | None, *, carrier_failed: bool,
+        aborted_by: PeerId | None = None,
+    ) -> None:  # fmt: skip
         """The average of one part has failed for all its members; its input is unchanged."""
         progress = self._lanes.pop(work, None)
         if progress is not None:
             attempt = progress.attempt
             self._fail(
                 attempt,
-                _failure(attempt.close, reason, culprit=culprit, carrier_failed=carrier_failed),
+                _failure(
+                    attempt.close,
+                    reason,
+                    culprit=culprit,
+                    carrier_failed=carrier_failed,
+                    aborted_by=aborted_by,
+                ),
             )
             self._carry_out_orders()
 
@@ -690,9 +697,10 @@ def _failure(
     not_finite: bool = False,
     culprit: PeerId | None = None,
     carrier_failed: bool = False,
+    aborted_by: PeerId | None = None,
 ) -> RoundReport:
     return RoundReport(
         step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_REASON_CHARACTERS],
         missing=missing, reset=reset, not_finite=not_finite, culprit=culprit,
-        carrier_failed=carrier_failed,
+        carrier_failed=carrier_failed, aborted_by=aborted_by,
     )  # fmt: skip

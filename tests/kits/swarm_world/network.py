@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,8 @@ class Edge:
 class RoundFailure:
     culprit: PeerId | None
     carrier_failed: bool = False
+    aborted_by: PeerId | None = None
+    """The member that has seen it, for those that hear of it."""
 
 
 Gradient = Counter[Cell]
@@ -177,8 +179,11 @@ class AllReduces:
             )
 
     def _fail(self, key: object, failure: RoundFailure) -> None:
-        self._failed[key] = failure
-        self._give(self._open.pop(key), lambda _: failure)
+        """The member that came first sees the failure, and the others hear of it."""
+        group = self._open.pop(key)
+        observer = next((m for m in group.arrived if m != failure.culprit), None)
+        heard = self._failed[key] = replace(failure, aborted_by=observer)
+        self._give(group, lambda member: failure if member == observer else heard)
 
     def _give(self, group: Round, result: Callable[[PeerId], Exchange | RoundFailure]) -> None:
         for member, (_, done) in group.arrived.items():

@@ -187,7 +187,7 @@ class Stage:
             if isinstance(result, RoundFailure):
                 report = partial(
                     close.averaging_failed, number, "a member was lost", result.culprit,
-                    carrier_failed=result.carrier_failed,
+                    carrier_failed=result.carrier_failed, aborted_by=result.aborted_by,
                 )  # fmt: skip
             else:
                 worker.averages[part], worker.exchanges[part] = result.total, result

@@ -34,9 +34,9 @@ class RoundFailure(StrEnum):
 class RoundFailed(SwarmError):
     """The round has failed for all members; the next attempt has another group and name.
 
-    The culprit may come from another member's ABORT frame and may be wrong; the coordinator, which
-    has the reports of all members, decides. `route` is that of the stream with the culprit, if it
-    was a stream of ours.
+    The culprit may come from another member's ABORT frame, which `aborted_by` names, and may be
+    wrong; the coordinator, which has the reports of all members, decides. `route` is that of the
+    stream with the culprit, if it was a stream of ours.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class RoundFailed(SwarmError):
         *,
         failure: RoundFailure = RoundFailure.LOST,
         route: Route | None = None,
+        aborted_by: PeerId | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.culprit = culprit
         self.failure = failure
         self.route = route
+        self.aborted_by = aborted_by
         self.links: tuple[StreamTraffic, ...] = ()
         """Traffic of the round's streams until the failure."""
         self.faults: tuple[RouteFault, ...] = ()

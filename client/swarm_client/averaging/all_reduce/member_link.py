@@ -305,6 +305,7 @@ class MemberLink:
             abort.reason,
             None if abort.culprit is None else members[abort.culprit],
             failure=abort.failure,
+            aborted_by=self.peer,
         )
 
     # -------------------------------------------------------------------------------- failures

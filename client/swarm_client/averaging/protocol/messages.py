@@ -240,11 +240,15 @@ class RoundFailureReport(Failure):
     failure: RoundFailure
     culprit: PeerId | None = None
     route: Route | None = None
+    aborted_by: PeerId | None = None
     links: Links = ()
     faults: Faults = ()
 
     def error(self) -> RoundFailed:
-        failed = RoundFailed(self.reason, self.culprit, failure=self.failure, route=self.route)
+        failed = RoundFailed(
+            self.reason, self.culprit, failure=self.failure, route=self.route,
+            aborted_by=self.aborted_by,
+        )  # fmt: skip
         failed.links, failed.faults = self.links, self.faults
         return failed
 

@@ -232,6 +232,7 @@ def _failure_report(failure: RoundFailed, faults: Sequence[RouteFault]) -> Round
         failure=failure.failure,
         culprit=failure.culprit,
         route=failure.route,
+        aborted_by=failure.aborted_by,
         links=failure.links,
         faults=tuple(faults),
     )

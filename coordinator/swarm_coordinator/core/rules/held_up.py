@@ -82,6 +82,38 @@ def dispute(
     _judge(run, other, now)
 
 
+def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> None:
+    """Remember that an average has failed between two peers, of which either may be at fault."""
+    for peer, against in ((one, other), (other, one)):
+        run.held_time.change(_keys(peer)[-1], now).record_at_odds(_keys(against)[-1], now)
+
+
+def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether averages have failed between a peer and most of the other owners of its stage.
+
+    An honest peer is at odds with liars only, which are fewer. Of one other owner there is no
+    majority.
+    """
+    if peer.stage is None:
+        return False
+    own = _keys(peer)[-1]
+    others = {_keys(other)[-1] for other in run.peers.at(peer.stage)} - {own}
+    account = run.held_time.accounts.get(own)
+    found = set() if account is None else account.parties(now) & others
+    return len(others) > 1 and 2 * len(found) > len(others)
+
+
+def record_failed_alone(run: RunState, peer: PeerState, now: float) -> None:
+    """Remember that a peer alone kept a step from closing."""
+    run.held_time.change(peer.peer, now).record_at_odds(peer.peer, now)
+
+
+def has_failed_alone(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether a peer alone has kept an earlier step from closing, within an hour."""
+    account = run.held_time.accounts.get(peer.peer)
+    return account is not None and peer.peer in account.parties(now)
+
+
 def _keys(peer: PeerState) -> tuple[PeerId, ...]:
     owner = peer.profile.owner
     return (peer.peer,) if owner is None else (peer.peer, owner)

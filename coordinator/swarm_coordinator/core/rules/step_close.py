@@ -38,7 +38,7 @@ from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
-from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.state.steps import RelayedFailure, StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.majority import Statement
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -170,6 +170,7 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         # against its own sender, unless the sender's gradient is in an average that stands.
         if not message.ok and run.steps.round_of(peer.stage) is None:
             _clear_unaccumulated(run, step, peer, peer.stage, message)
+            _late_observation(run, step, peer, message, now)
     elif run.phase is RunPhase.APPLYING:
         if not message.ok:
             _cannot_apply(run, peer, message, now)
@@ -256,13 +257,12 @@ def _attempt_failed(
     step.carrier_failures += excused
     # The run has lost the attempt and the pause after it.
     since, until = failed.began_at, max(now, step.close_not_before)
+    aborter = message.aborted_by if message.aborted_by in failed.members else None
+    if aborter not in (None, peer.peer) and not (message.carrier_failed or message.not_finite):
+        step.relayed_failures[failed.attempt] = RelayedFailure(peer.peer, aborter, since, until)
+        return
     accused = run.peers.get(message.culprit) if message.culprit in failed.members else None
-    if accused is None or accused is peer:
-        held_up.charge(run, peer, since, until, now)
-        parties = [peer]
-    else:
-        held_up.dispute(run, peer, accused, since, until, now)
-        parties = [peer, accused]
+    parties = _charge_failure(run, peer, accused, since, until, now)
     if message.not_finite and message.reset:
         own = "the sum of its gradients was not finite"
         if membership.replace_state(run, peer, own, now):
@@ -270,6 +270,45 @@ def _attempt_failed(
     elif message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if not excused:
+        exclusions.count_failure(run, step, parties, now)
+
+
+def _charge_failure(
+    run: RunState, peer: PeerState, accused: PeerState | None, since: float, until: float,
+    now: float,
+) -> list[PeerState]:  # fmt: skip
+    """Charge a failed attempt to all that may have caused it; return them."""
+    if accused is None or accused is peer:
+        held_up.charge(run, peer, since, until, now)
+        return [peer]
+    held_up.dispute(run, peer, accused, since, until, now)
+    return [peer, accused]
+
+
+def _late_observation(
+    run: RunState, step: StepState, peer: PeerState, message: RoundReport, now: float
+) -> None:
+    """Handle what a member has seen itself of an attempt that has ended."""
+    accused = run.peers.get(message.culprit) if message.culprit is not None else None
+    if message.aborted_by is not None or message.carrier_failed:
+        return
+    relayed = step.relayed_failures.pop(message.attempt, None)
+    if relayed is not None:
+        parties = _charge_failure(run, peer, accused, relayed.since, relayed.until, now)
+        exclusions.count_failure(run, step, parties, now)
+    elif accused is not None and accused is not peer:
+        held_up.record_at_odds(run, peer, accused, now)
+
+
+def attribute_relayed(run: RunState, step: StepState, now: float) -> None:
+    """Attribute the failures that no member has reported as its own observation: to those that
+    have heard of them, and those from which they have."""
+    failures, step.relayed_failures = step.relayed_failures, {}
+    for failure in failures.values():
+        reporter, aborter = run.peers.get(failure.reporter), run.peers.get(failure.aborted_by)
+        if reporter is None:
+            continue
+        parties = _charge_failure(run, reporter, aborter, failure.since, failure.until, now)
         exclusions.count_failure(run, step, parties, now)
 
 

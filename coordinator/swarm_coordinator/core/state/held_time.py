@@ -41,7 +41,8 @@ MAX_DISPUTES = 64
 """Number of other parties that an account remembers; the least are dropped first."""
 
 PARTNER_SECONDS = 3600.0
-"""Seconds for which the other end of a computation that was not finite is remembered."""
+"""Seconds for which the other end of a computation that was not finite, or of an average that
+failed, is remembered."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -72,6 +73,9 @@ class HeldAccount:
     """The seconds of failed attempts for which this peer named another one, or was named by it."""
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
+    at_odds_with: dict[PeerId, float] = field(default_factory=dict)
+    """The other parties of averages that failed between the two, and when the latest one did; the
+    party itself where it kept steps from closing alone."""
     refused_until: float = -math.inf
     refused_because: str = ""
     ends_with_self_test: bool = False
@@ -87,6 +91,16 @@ class HeldAccount:
     def partners(self, now: float) -> int:
         """Number of different other ends within an hour."""
         return sum(now - at < PARTNER_SECONDS for at in self.not_finite_with.values())
+
+    def record_at_odds(self, other: PeerId, now: float) -> None:
+        """Remember the other party of an average that failed between the two."""
+        if other not in self.at_odds_with:
+            _make_room(self.at_odds_with, MAX_DISPUTES, lambda at: at)
+        self.at_odds_with[other] = now
+
+    def parties(self, now: float) -> set[PeerId]:
+        """The parties of averages that failed within an hour."""
+        return {other for other, at in self.at_odds_with.items() if now - at < PARTNER_SECONDS}
 
     def charge(self, since: float, until: float, most: float, now: float) -> float:
         """Charge an interval, without what was charged before; returns the seconds."""

@@ -15,6 +15,16 @@ from swarm_coordinator.core.trust.audits import StepAudits
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 
+@dataclass(frozen=True, slots=True)
+class RelayedFailure:
+    """A failed attempt that a member has heard of from another one."""
+
+    reporter: PeerId
+    aborted_by: PeerId
+    since: float
+    until: float
+
+
 @dataclass(slots=True)
 class StepState:
     """One step in progress: its table, leases and close."""
@@ -32,6 +42,8 @@ class StepState:
     timeouts: int = 0
     failure_counts: dict[PeerId, int] = field(default_factory=dict)
     """Failed attempts of this step attributed to each peer."""
+    relayed_failures: dict[int, RelayedFailure] = field(default_factory=dict)
+    """Failed attempts that no member has reported as its own observation yet."""
     carrier_failures: int = 0
     """Attempts of this step that failed through a carrier and were attributed to no peer."""
     disagreements: int = 0

@@ -109,6 +109,10 @@ def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
     for failure in group.failures.values():
         assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, B)
         assert "NaN" in failure.reason
+    # A vector is looked at by the reducer of each slice: one of them sees it first.
+    heard = {name: failure.aborted_by for name, failure in group.failures.items()}
+    assert None in heard.values()
+    assert all(heard[one] is None for one in heard.values() if one is not None)
 
 
 def test_a_lone_member_whose_vector_is_not_finite_is_refused_too(run: Any) -> None:

@@ -23,23 +23,32 @@ def count_failure(
 
     Of two that name each other neither is more credible: both sit the step out if others of the
     stage remain, and else the one that has held up the run for longer. With `both` at once: one of
-    the two has lied.
+    the two has lied. But one that is at odds with most owners of its stage, where the other is not,
+    sits the step out at once and alone; so does a peer that failed alone in an earlier step.
     """
-    apart = both or (len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now))
+    if len(parties) == 2:
+        held_up.record_at_odds(run, parties[0], parties[1], now)
+        odd = [peer for peer in parties if held_up.is_at_odds_with_most(run, peer, now)]
+        if len(odd) == 1 and exclude(run, step, odd[0].peer, now):
+            return
+    elif held_up.has_failed_alone(run, parties[0], now):
+        exclude(run, step, parties[0].peer, now)
+        return
     for peer in parties:
         step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
-    at_limit = [
-        peer
-        for peer in parties
-        if apart
-        or step.failure_counts[peer.peer] >= MAX_FAILED_ATTEMPTS
-        or held_up.is_spent(run, peer, now)
-    ]
+    apart = (
+        both
+        or max(step.failure_counts[peer.peer] for peer in parties) >= MAX_FAILED_ATTEMPTS
+        or (len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now))
+    )
+    at_limit = [peer for peer in parties if apart or held_up.is_spent(run, peer, now)]
     at_limit.sort(
         key=lambda peer: (held_up.held_seconds(run, peer, now), peer.session, peer.peer),
         reverse=True,
     )
     for peer in at_limit:
+        if len(parties) == 1:
+            held_up.record_failed_alone(run, peer, now)
         exclude(run, step, peer.peer, now)
 
 

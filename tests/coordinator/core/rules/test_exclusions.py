@@ -1,0 +1,138 @@
+"""Whom a failed average costs its place in the step: the one that is at odds with most, alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_shared.base.types import PeerId
+
+STAGE = ("a0", "b0", "c0", "d0", "e0", "f0")
+"""Six owners, of whom two are liars where a test says so."""
+LIARS = ("e0", "f0")
+
+
+def closing() -> Bench:
+    bench = Bench(stages=1)
+    bench.join_all(*STAGE)
+    to_close(bench)
+    return bench
+
+
+def to_close(bench: Bench) -> None:
+    """To the next attempt to close the step."""
+    for _ in range(60):
+        if bench.run.phase is RunPhase.CLOSING:
+            return
+        bench.tick(1.0)
+        bench.fill()
+    raise AssertionError("the step does not close")
+
+
+def excluded_after(bench: Bench, accuser: str, accused: str | None, **more: object) -> set[str]:
+    """Who sits out after one more failed attempt."""
+    to_close(bench)
+    bench.failed(accuser, culprit=accused, **more)
+    return set(bench.run.peers.excluded)
+
+
+def next_step(bench: Bench) -> None:
+    """End this step, and begin the next one with all members."""
+    to_close(bench)
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    for peer in STAGE:
+        fetch_state(bench, PeerId(peer))
+    assert not bench.run.peers.excluded
+    assert len(bench.run.peers.ready(0)) == len(STAGE)
+
+
+def fetch_state(bench: Bench, peer: PeerId) -> None:
+    """A peer that sat the step out downloads the state of its stage."""
+    state = bench.run.peers[peer]
+    if state.phase is not PeerPhase.SYNCING or state.transfer is None:
+        return
+    for holder in [p.peer for p in bench.run.peers.ready(0)]:
+        bench.save(holder)
+    bench.tick(2.25)
+    bench.ready(peer)
+
+
+def test_one_that_most_owners_name_sits_out_alone_as_soon_as_they_are_most() -> None:
+    bench = closing()
+    assert excluded_after(bench, "a0", "f0") == set()
+    assert excluded_after(bench, "b0", "f0") == set()
+    assert excluded_after(bench, "c0", "f0") == {"f0"}
+
+
+def test_one_that_names_most_of_the_others_sits_out_alone() -> None:
+    bench = closing()
+    for accused in ("a0", "b0"):
+        assert excluded_after(bench, "f0", accused) == set()
+    assert excluded_after(bench, "f0", "c0") == {"f0"}
+
+
+def test_it_is_remembered_so_that_later_steps_cost_one_attempt() -> None:
+    bench = closing()
+    for accuser in ("a0", "b0", "c0"):
+        excluded_after(bench, accuser, "f0")
+    next_step(bench)
+    assert excluded_after(bench, "d0", "f0") == {"f0"}
+    next_step(bench)
+    bench.tick(3600.0)
+    assert excluded_after(bench, "d0", "f0") == set()
+
+
+def test_liars_that_are_fewer_cannot_have_an_honest_member_blamed_alone() -> None:
+    bench = closing()
+    for liar in (*LIARS, LIARS[0]):
+        found = excluded_after(bench, liar, "a0")
+    assert found == {"a0", LIARS[0]}
+
+
+def test_what_a_member_has_heard_from_another_one_is_no_accusation_of_its_own() -> None:
+    """A liar that ends the round with a frame that names an honest member makes all repeat it."""
+    bench = closing()
+    for honest in ("b0", "c0", "d0"):
+        assert "a0" not in excluded_after(bench, honest, "a0", aborted_by="f0")
+    to_close(bench)
+    assert bench.run.peers.excluded == {"f0"}
+
+
+def test_what_a_member_has_seen_itself_is_taken_when_it_comes_after_what_others_heard() -> None:
+    bench = closing()
+    for observer in ("a0", "b0", "c0"):
+        to_close(bench)
+        bench.failed("d0", culprit="f0", aborted_by=observer)
+        assert bench.run.phase is RunPhase.COLLECT
+        bench.failed(observer, culprit="f0")
+    assert bench.run.peers.excluded == {"f0"}
+
+
+def test_later_observations_of_a_failed_attempt_count_as_well() -> None:
+    bench = closing()
+    bench.failed("a0", culprit="f0")
+    bench.failed("b0", culprit="f0")
+    bench.failed("c0", culprit="f0")
+    assert excluded_after(bench, "a0", "f0") == {"f0"}
+
+
+def test_one_that_failed_alone_in_an_earlier_step_sits_out_at_its_first_failure() -> None:
+    bench = closing()
+    for _ in range(2):
+        assert excluded_after(bench, "f0", None) == set()
+    assert excluded_after(bench, "f0", None) == {"f0"}
+    next_step(bench)
+    assert excluded_after(bench, "f0", "f0") == {"f0"}
+
+
+@pytest.mark.parametrize("accused", ["b0", "c0"])
+def test_of_two_owners_neither_is_most(accused: str) -> None:
+    bench = Bench(stages=1)
+    bench.join_all("a0", accused)
+    to_close(bench)
+    for _ in range(2):
+        assert excluded_after(bench, "a0", accused) == set()
