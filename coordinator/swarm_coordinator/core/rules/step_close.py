@@ -270,7 +270,7 @@ def _attempt_failed(
     elif message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if not excused:
-        exclusions.count_failure(run, step, parties, now)
+        exclusions.count_failure(run, step, parties, now, at_once=accused is peer)
 
 
 def _charge_failure(
@@ -295,7 +295,7 @@ def _late_observation(
     relayed = step.relayed_failures.pop(message.attempt, None)
     if relayed is not None:
         parties = _charge_failure(run, peer, accused, relayed.since, relayed.until, now)
-        exclusions.count_failure(run, step, parties, now)
+        exclusions.count_failure(run, step, parties, now, at_once=accused is peer)
     elif accused is not None and accused is not peer:
         held_up.record_at_odds(run, peer, accused, now)
 

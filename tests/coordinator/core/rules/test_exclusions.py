@@ -120,6 +120,16 @@ def test_later_observations_of_a_failed_attempt_count_as_well() -> None:
     assert excluded_after(bench, "a0", "f0") == {"f0"}
 
 
+def test_one_that_names_itself_sits_out_at_once_also_where_others_heard_of_it_first() -> None:
+    """Its part of the average holds numbers that cannot be added, which it sees as well."""
+    bench = closing()
+    assert excluded_after(bench, "f0", "f0") == {"f0"}
+    bench = closing()
+    assert excluded_after(bench, "a0", "f0", aborted_by="f0") == set()
+    bench.failed("f0", culprit="f0")
+    assert bench.run.peers.excluded == {"f0"}
+
+
 def test_one_that_failed_alone_in_an_earlier_step_sits_out_at_its_first_failure() -> None:
     bench = closing()
     for _ in range(2):

@@ -17,14 +17,15 @@ MAX_FAILED_ATTEMPTS = 3
 
 
 def count_failure(
-    run: RunState, step: StepState, parties: list[PeerState], now: float, *, both: bool = False
+    run: RunState, step: StepState, parties: list[PeerState], now: float, *, at_once: bool = False
 ) -> None:
     """Count a failed attempt against all that may have caused it; exclude a peer at its limit.
 
     Of two that name each other neither is more credible: both sit the step out if others of the
-    stage remain, and else the one that has held up the run for longer. With `both` at once: one of
-    the two has lied. But one that is at odds with most owners of its stage, where the other is not,
-    sits the step out at once and alone; so does a peer that failed alone in an earlier step.
+    stage remain, and else the one that has held up the run for longer. With `at_once` at the first
+    attempt: one of the two has lied, or a peer has named itself. But one that is at odds with most
+    owners of its stage, where the other is not, sits the step out at once and alone; so does a peer
+    that failed alone in an earlier step.
     """
     if len(parties) == 2:
         held_up.record_at_odds(run, parties[0], parties[1], now)
@@ -37,7 +38,7 @@ def count_failure(
     for peer in parties:
         step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
     apart = (
-        both
+        at_once
         or max(step.failure_counts[peer.peer] for peer in parties) >= MAX_FAILED_ATTEMPTS
         or (len(parties) == 2 and held_up.in_dispute(run, parties[0], parties[1], now))
     )

@@ -123,7 +123,7 @@ def _conclude(run: RunState, step: StepState, found: Round, check: RoundSums, no
             f"the other for the average of step {step.step}"
         )
         held_up.dispute(run, reducer, member, since, now, now)
-        exclusions.count_failure(run, step, [reducer, member], now, both=True)
+        exclusions.count_failure(run, step, [reducer, member], now, at_once=True)
 
 
 def _abort(run: RunState, found: Round, now: float) -> None:
