@@ -54,7 +54,7 @@ def _kinds(document: Mapping[str, Any]) -> list[str]:
         rows.append(
             (
                 kind,
-                "lost an audit" if lost else "nothing of it counted",
+                "lost an audit" if lost else "nothing false counted",
                 f"{median(turn['until'] - turn['since'] for turn in of_kind):.0f}",
                 f"{alone_seconds / median(seconds):.2f}" if seconds else "",
             )
