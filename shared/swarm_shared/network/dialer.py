@@ -115,8 +115,7 @@ class Dialer:
     ) -> None:
         """Dial all paths, each a little after the one before; the first success cancels the
         others."""
-        failures: list[tuple[str, str]] = []
-        """Address or relay, and the reason."""
+        failures: list[tuple[str, str]] = []  # address or relay, and the reason
         running = len(direct)
         direct_failed = trio.Event()
         if not direct:
@@ -164,9 +163,7 @@ class Dialer:
             raise LinkTimeout(
                 f"{peer} did not answer within {timeout_seconds:g} s at {', '.join(tried)}"
             )
-        for where, reason in failures:
-            logger.info("%s cannot be reached at %s: %s", peer, where, reason)
-        raise NetworkError(f"{peer} cannot be reached: {_summary(failures)}")
+        raise _not_reached(peer, failures)
 
     async def _dial_direct(
         self, peer: PeerId, target: Multiaddr, from_listening_port: bool
@@ -192,12 +189,15 @@ def _reason(error: Exception, where: str) -> str:
     return str(error).removeprefix(f"{where}: ")
 
 
-def _summary(failures: Sequence[tuple[str, str]]) -> str:
-    """Each reason once, with the address or relay, or with their number if there are several."""
+def _not_reached(peer: PeerId, failures: Sequence[tuple[str, str]]) -> NetworkError:
+    """Each reason once, with the address or relay, or with their number if there are several; all
+    of them are in the log."""
     places: dict[str, list[str]] = {}
     for where, reason in failures:
+        logger.info("%s cannot be reached at %s: %s", peer, where, reason)
         places.setdefault(reason, []).append(where)
-    return "; ".join(
+    reasons = "; ".join(
         f"{reason} at {where[0] if len(where) == 1 else f'{len(where)} addresses'}"
         for reason, where in places.items()
     )
+    return NetworkError(f"{peer} cannot be reached: {reasons}")

@@ -394,17 +394,9 @@ class StepClose(Generic[ReceiptT]):
         """The average of one part has failed for all its members; its input is unchanged."""
         progress = self._lanes.pop(work, None)
         if progress is not None:
-            attempt = progress.attempt
-            self._fail(
-                attempt,
-                _failure(
-                    attempt.close,
-                    reason,
-                    culprit=culprit,
-                    carrier_failed=carrier_failed,
-                    aborted_by=aborted_by,
-                ),
-            )
+            seen = {"culprit": culprit, "carrier_failed": carrier_failed, "aborted_by": aborted_by}
+            report = _failure(progress.attempt.close, reason).model_copy(update=seen)
+            self._fail(progress.attempt, report)
             self._carry_out_orders()
 
     def norm_computed(
@@ -695,12 +687,8 @@ def _failure(
     missing: tuple[MicrobatchIndex, ...] = (),
     reset: bool = False,
     not_finite: bool = False,
-    culprit: PeerId | None = None,
-    carrier_failed: bool = False,
-    aborted_by: PeerId | None = None,
 ) -> RoundReport:
     return RoundReport(
         step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_REASON_CHARACTERS],
-        missing=missing, reset=reset, not_finite=not_finite, culprit=culprit,
-        carrier_failed=carrier_failed, aborted_by=aborted_by,
+        missing=missing, reset=reset, not_finite=not_finite,
     )  # fmt: skip
