@@ -14,6 +14,7 @@ benchmarks/results/strangers.json.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +239,24 @@ def main(steps: int, out: Path) -> None:
     }  # fmt: skip
     write_result(out, document)
     click.echo(f"\n{strangers_markdown(document)}\n\nwritten to {out}")
+    if failures := failed(document):
+        click.echo("benchmark: " + "; ".join(failures), err=True)
+        sys.exit(1)
+
+
+def failed(document: Mapping[str, Any]) -> list[str]:
+    """What must not be in a result."""
+    alone, among = document["alone"], document["among_liars"]
+    return [
+        text
+        for text, wrong in (
+            ("the honest run is not that of one process", not alone["equal_to_one_process"]),
+            ("the run among liars is not that of one process", not among["equal_to_one_process"]),
+            (f"honest members lost audits: {among['wrongly_lost']}", among["wrongly_lost"]),
+            ("not every kind had its turn", not among["each_kind_had_its_turn_after"]),
+        )
+        if wrong
+    ]
 
 
 if __name__ == "__main__":

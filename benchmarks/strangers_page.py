@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -50,14 +50,21 @@ def _kinds(document: Mapping[str, Any]) -> list[str]:
             for turn in of_kind
             for second in among["step_seconds"][turn["since"] : turn["until"]]
         ]
-        lost = sum(turn["lost"] for turn in of_kind)
         rows.append(
             (
                 kind,
-                "lost an audit" if lost else "nothing false counted",
+                _fate(of_kind),
                 f"{median(turn['until'] - turn['since'] for turn in of_kind):.0f}",
                 f"{alone_seconds / median(seconds):.2f}" if seconds else "",
             )
         )
     columns = ("kind", "what became of it", "steps it took part", "rate over honest alone")
     return markdown_table(columns, "llrr", rows)
+
+
+def _fate(turns: Sequence[Mapping[str, Any]]) -> str:
+    if any(turn["lost"] for turn in turns):
+        return "lost an audit"
+    if any(turn["lied"] for turn in turns):
+        return "nothing false counted"
+    return "had no occasion to lie"

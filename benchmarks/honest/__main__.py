@@ -2,8 +2,8 @@
 
 Processes with other kernels and numbers of threads count the same cells of a small run and audit
 each other, every cell once for each peer, with the stage worker's own code; the coordinator's core
-draws the auditors and decides. For each dtype and pair of codecs nobody may lose. So that this can
-fail, one more machine multiplies its gradients by a factor, and must lose each of its audits.
+draws the auditors and decides. For each dtype and pair of codecs no machine may lose. So that this
+can fail, one more machine multiplies its gradients by a factor, and must lose each of its audits.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from kits.attack.strangers import (
     verdicts,
 )
 from kits.runs.fault_run import TINY
-from kits.runs.real_run import PATIENCE_SECONDS, Run
-from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
+from kits.runs.real_run import Run
+from swarm_coordinator.demo.subprocesses import Subprocess
 from swarm_shared.base.errors import MachineError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -43,14 +43,10 @@ def run_with_one_error(make_run, erring: Path, cheat: str) -> tuple[Run, Subproc
     swarm.expect_exit(flaky)
     for _ in range(HONEST):
         swarm.start_volunteer(invite)
-    wait(run, lambda: verdicts(run) != (), "a verdict")
+    run.wait_for(lambda: verdicts(run) != (), "a verdict")
     (verdict,) = verdicts(run)
     assert names(run)[verdict.peer] == flaky.name
     return run, flaky
-
-
-def wait(run: Run, ready, what: str) -> None:
-    wait_until(ready, run.swarm.children, PATIENCE_SECONDS, what)
 
 
 def assert_ends_equal(run: Run) -> None:
@@ -64,8 +60,8 @@ def test_a_machine_that_passes_its_self_test_counts_again(make_run, tmp_path: Pa
     run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong in one process")
     peer = verdicts(run)[0].peer
     before = counted(run)[peer]
-    wait(run, lambda: counted(run)[peer] > before, "it to count again")
-    wait(run, lambda: standings(run)[flaky.name].passed > 0, "it to pass an audit")
+    run.wait_for(lambda: counted(run)[peer] > before, "it to count again")
+    run.wait_for(lambda: standings(run)[flaky.name].passed > 0, "it to pass an audit")
     assert standings(run)[flaky.name].lost == 1
     said = flaky.log.read_text()
     for sentence in (
@@ -85,7 +81,7 @@ def test_a_machine_that_fails_its_self_test_ends_and_says_what_differed(
     run, flaky = run_with_one_error(
         make_run, tmp_path / "erred", "wrong in one process, and in self-tests"
     )
-    wait(run, lambda: flaky.exit_code() is not None, "it to end")
+    run.wait_for(lambda: flaky.exit_code() is not None, "it to end")
     assert flaky.exit_code() == MachineError.exit_code
     (said,) = (line for line in flaky.log.read_text().splitlines() if "has failed" in line)
     assert "in round 2 the gradient of the input differed" in said

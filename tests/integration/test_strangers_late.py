@@ -23,8 +23,7 @@ from kits.attack.strangers import (
     verdicts,
 )
 from kits.runs.fault_run import TINY
-from kits.runs.real_run import PATIENCE_SECONDS, Run
-from swarm_coordinator.demo.subprocesses import wait_until
+from kits.runs.real_run import Run
 from swarm_coordinator.storage.database import open_for_reading
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -32,10 +31,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 HONEST = 3
 STEPS = 2000
 """More than are made here: the run is stopped."""
-
-
-def wait(run: Run, ready, what: str) -> None:
-    wait_until(ready, run.swarm.children, PATIENCE_SECONDS, what)
 
 
 @dataclass(frozen=True)
@@ -60,20 +55,20 @@ def lie_unwatched(run: Run, unwatched: Path) -> LateVerdict:
         for _ in range(HONEST):
             swarm.start_volunteer(invite)
     run.wait_for_version(2)
-    wait(run, lambda: liar.name in standings(run), "the liar to have a standing")
+    run.wait_for(lambda: liar.name in standings(run), "the liar to have a standing")
     peer = next(peer for peer, name in names(run).items() if name == liar.name)
-    wait(run, lambda: standings(run)[liar.name].passed > 0, "the liar to pass an audit")
+    run.wait_for(lambda: standings(run)[liar.name].passed > 0, "the liar to pass an audit")
     unwatched.touch()
     # The work of the step after the next one begins when the file is there.
     run.wait_for_version(run.version() + 1)
     before = counted(run)[peer]
-    wait(run, lambda: counted(run)[peer] > before, "the liar to count in an applied step")
+    run.wait_for(lambda: counted(run)[peer] > before, "the liar to count in an applied step")
     credit = counted(run)[peer]
     # A lie changes the losses of the steps after its own: one of them is to be unwatched, too.
     run.wait_for_version(run.version() + 1)
     assert verdicts(run) == ()
     unwatched.unlink()
-    wait(run, lambda: verdicts(run) != (), "a verdict")
+    run.wait_for(lambda: verdicts(run) != (), "a verdict")
     (verdict,) = verdicts(run)
     assert verdict.peer == peer
     return LateVerdict(peer, credit, verdict.step)
@@ -108,7 +103,7 @@ def test_a_late_verdict_takes_the_lies_out_of_the_model(make_run, tmp_path: Path
         pattern = r"goes back from step (\d+) to its checkpoint at (\d+)"
         return [] if seen is None else re.findall(pattern, "\n".join(n.text for n in seen.notes))
 
-    wait(run, lambda: said() != [], "the run to go back")
+    run.wait_for(lambda: said() != [], "the run to go back")
     [(before, checkpoint)] = said()
     assert 0 < int(checkpoint) < int(before) <= late.step
     run.wait_for_version(int(before) + 2)

@@ -332,7 +332,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 def _carry_out_verdicts(run: RunState, now: float) -> None:
     """Remove the peers whose owners have lost an audit, and let those without inputs sit out."""
     for peer, reason in verdicts.take_expelled(run):
-        held_up.tell_refused(run, peer, run.peers[peer].profile.owner, reason, now)
+        held_up.send_refusal(run, peer, run.peers[peer].profile.owner, reason, now)
         _drop(run, peer, "it lost an audit", now)
     for withholding in verdicts.take_withholding(run):
         release(run, withholding, Release.STEP, now)
@@ -342,7 +342,7 @@ def _refuse(run: RunState, peer: PeerState, now: float) -> None:
     """Remove a peer that went on holding up the run."""
     reason = held_up.refusal(run, peer.peer, peer.profile.owner, now)
     reason = reason or "it has held up the run for too long"
-    held_up.tell_refused(run, peer.peer, peer.profile.owner, reason, now)
+    held_up.send_refusal(run, peer.peer, peer.profile.owner, reason, now)
     _drop(run, peer.peer, "it holds up the run", now)
 
 

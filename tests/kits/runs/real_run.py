@@ -88,13 +88,11 @@ class Run:
         seen = self.history()
         return seen.restored.version if seen is not None else 0
 
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        wait_until(ready, self.swarm.children, PATIENCE_SECONDS, what)
+
     def wait_for_version(self, version: int) -> None:
-        wait_until(
-            lambda: self.version() >= version,
-            self.swarm.children,
-            PATIENCE_SECONDS,
-            f"step {version}",
-        )
+        self.wait_for(lambda: self.version() >= version, f"step {version}")
 
     def kill(self, process: Subprocess) -> None:
         """Kill it at once, as a power cut would; its exit is no failure of the run."""

@@ -277,10 +277,10 @@ def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     return True
 
 
-def tell_refused(
+def send_refusal(
     run: RunState, peer: PeerId, owner: PeerId | None, reason: str, now: float
 ) -> None:
-    """Tell a client that it is refused, for how long, and whether a self-test ends that."""
+    """Refuse a client, with the seconds that are left and whether a self-test ends them."""
     refuse_for_now(
         run, peer, reason, refused_seconds(run, peer, owner, now),
         self_test=ends_with_self_test(run, peer, owner, now),

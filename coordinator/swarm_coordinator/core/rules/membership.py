@@ -43,7 +43,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         held_up.lift(run, event.peer, event.owner, now)
     refusal = held_up.refusal(run, event.peer, event.owner, now)
     if refusal is not None:
-        held_up.tell_refused(run, event.peer, event.owner, refusal, now)
+        held_up.send_refusal(run, event.peer, event.owner, refusal, now)
         return
     peer = PeerState(
         peer=event.peer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ def summary(error: BaseException) -> str:
     while innermost is not None:
         error = next(leaves(innermost))
         innermost = error.__cause__
-    if isinstance(error, OSError) and error.errno is not None:
+    # Errors of name resolution are OSErrors as well, with numbers of their own.
+    if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
         return os.strerror(error.errno).lower()
     text = " ".join(str(error).split())[:200]
     return text or type(error).__name__

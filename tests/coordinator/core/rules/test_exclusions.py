@@ -1,4 +1,4 @@
-"""Whom a failed average costs its place in the step: the one that is at odds with most, alone."""
+"""Which peers a failed average excludes: one that is at odds with most owners, alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId
 
 STAGE = ("a0", "b0", "c0", "d0", "e0", "f0")
-"""Six owners, of whom two are liars where a test says so."""
+"""Six owners; two of them are liars where a test says so."""
 LIARS = ("e0", "f0")
 
 
@@ -32,7 +32,7 @@ def to_close(bench: Bench) -> None:
 
 
 def excluded_after(bench: Bench, accuser: str, accused: str | None, **more: object) -> set[str]:
-    """Who sits out after one more failed attempt."""
+    """The peers that sit out after one more failed attempt."""
     to_close(bench)
     bench.failed(accuser, culprit=accused, **more)
     return set(bench.run.peers.excluded)
