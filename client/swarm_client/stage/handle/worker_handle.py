@@ -307,6 +307,12 @@ class StageWorker:
                 self._liveness.answered(answer.seconds)
             else:
                 self._liveness.answered()
+        self._fail_callers()
+
+    def _fail_callers(self) -> None:
+        """Fail the callers that still wait: others than the stage's holder use a worker, too, such
+        as those that serve its kept tensors to auditors."""
+        self._rpc.close()
         self._forward_slots.close()
         self._backward_slots.close()
 
@@ -371,16 +377,19 @@ async def open_worker(
         async with process or worker_process(threads, log_path) as child:
             limit = None if private_bytes is None else limit_memory(child.pid, private_bytes)
             worker = StageWorker(child, manifest, stage, limit)
-            async with _quiet_nursery() as nursery:
-                nursery.start_soon(worker._receive_all)
-                nursery.start_soon(worker._rpc.send_all)
-                nursery.start_soon(worker._kill_when_hung)
-                await worker._configure(
-                    manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
-                )
-                worker._attach(attached)
-                yield worker
-                nursery.cancel_scope.cancel()
+            try:
+                async with _quiet_nursery() as nursery:
+                    nursery.start_soon(worker._receive_all)
+                    nursery.start_soon(worker._rpc.send_all)
+                    nursery.start_soon(worker._kill_when_hung)
+                    await worker._configure(
+                        manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
+                    )
+                    worker._attach(attached)
+                    yield worker
+                    nursery.cancel_scope.cancel()
+            finally:
+                worker._fail_callers()
     finally:
         # The worker removes its segments itself, unless it was killed.
         for segment in attached:

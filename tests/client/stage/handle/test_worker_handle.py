@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +259,36 @@ def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
             worker.discard(output)
             gone = worker.backward(output, np.ones_like(bad).tobytes())
             assert await refused(gone) == "unknown_microbatch"
+
+    run(main)
+
+
+def test_callers_that_wait_when_a_worker_is_given_up_fail(namespace: str, tmp_path: Path) -> None:
+    """An auditor is served beside the stage's holder, and does not end with it."""
+    manifest = make_manifest(2, stage_queue=1)
+    inputs, _ = tokens_of(manifest, 0)
+    payload = [inputs.tobytes()]
+    deaths: list[str] = []
+
+    async def call(method: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        with pytest.raises(WorkerDied) as caught:
+            await method(*arguments)
+        deaths.append(str(caught.value))
+
+    async def main() -> None:
+        async with (
+            trio.open_nursery() as auditors,
+            workers_of(manifest, [0], namespace, tmp_path) as (worker,),
+        ):
+            os.kill(worker.pid, signal.SIGSTOP)  # so that none of these is answered
+            kept = partial(worker.save_kept, STEP, computed=False)
+            auditors.start_soon(call, kept, MicrobatchIndex(0), tmp_path / "kept")
+            for number in range(2):  # the second one waits for a slot
+                auditors.start_soon(
+                    call, worker.forward, STEP, MicrobatchIndex(number), True, payload
+                )
+            await trio.testing.wait_all_tasks_blocked()
+        assert len(deaths) == 3
 
     run(main)
 
