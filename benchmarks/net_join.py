@@ -11,6 +11,7 @@ import shutil
 import time
 from pathlib import Path
 
+from benchmarks.run_data import preset_sizes
 from kits.network_lab import Lab, Nat
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses, wait_until
@@ -21,7 +22,8 @@ LIMIT_SECONDS = 180.0
 
 
 def make_template(folder: Path) -> None:
-    initialise_run(folder, PRESET, stages=2, overrides={"network.listen_host": "0.0.0.0"})
+    sizes = preset_sizes(PRESET)
+    initialise_run(folder, PRESET, stages=2, overrides={**sizes, "network.listen_host": "0.0.0.0"})
 
 
 def seconds_to_first_receipt(template: Path, work: Path, nat: Nat) -> float:

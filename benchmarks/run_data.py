@@ -15,9 +15,20 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.data.sampler import Int64, microbatch
 from swarm_shared.data.shards import open_shards
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import preset
 
 PLAIN_BORDERS = {"codecs.activation": "none", "codecs.gradient": "none"}
 """Settings of a run without codecs between stages, which computes what plain torch computes."""
+
+
+def preset_sizes(name: str) -> dict[str, object]:
+    """Return a preset's own microbatches as settings, so that results stay comparable whatever
+    `init` would choose."""
+    chosen = preset(name)
+    return {
+        "training.microbatches_per_step": chosen.microbatches_per_step,
+        "training.sequences_per_microbatch": chosen.sequences_per_microbatch,
+    }
 
 
 @dataclass(frozen=True, slots=True)

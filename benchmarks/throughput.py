@@ -21,7 +21,7 @@ import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement
+from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
 from benchmarks.tables import throughput_markdown
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.model_config import PRESETS
@@ -74,7 +74,8 @@ def _measure(
         initialise_run(templates[shape], preset, stages=stages, overrides={
             "training.steps": steps, "training.evaluation_microbatches": 0,
             "run.name": "benchmark", "network.listen_host": "127.0.0.1",
-            "limits.starting_peers_per_stage": peers, **PLAIN_BORDERS,
+            "limits.starting_peers_per_stage": peers,
+            **PLAIN_BORDERS, **preset_sizes(preset),
         })  # fmt: skip
     results: Results = {name: [] for name in chosen}
     for repetition in range(1, repetitions + 1):

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement
+from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
 from benchmarks.throughput import tokens_per_second
 from benchmarks.trust_page import overhead_markdown
 from benchmarks.wan.mixes import read_mixes
@@ -102,7 +102,8 @@ def measure(line: str, preset: str, steps: int, repetitions: int, work: Path) ->
             "training.steps": steps, "training.evaluation_microbatches": 0,
             "run.name": "benchmark", "network.listen_host": "0.0.0.0",
             "rebalancing.rule": "none",
-            "limits.starting_peers_per_stage": PEERS_PER_STAGE, **PLAIN_BORDERS, **settings,
+            "limits.starting_peers_per_stage": PEERS_PER_STAGE,
+            **PLAIN_BORDERS, **preset_sizes(preset), **settings,
         })  # fmt: skip
     with machines(line, work) as prefixes:
         for repetition in range(1, repetitions + 1):

@@ -16,7 +16,7 @@ import click
 
 from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS
+from benchmarks.run_data import PLAIN_BORDERS, preset_sizes
 from benchmarks.wire_bytes.accounting import boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
 from benchmarks.wire_bytes.page import wire_bytes_markdown
@@ -53,7 +53,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
     initialise_run(run_dir, preset, stages=stages, overrides={
         "training.steps": steps, "training.evaluation_microbatches": 0, "run.name": "counted",
         "network.listen_host": "127.0.0.1", "limits.starting_peers_per_stage": 1,
-        **PLAIN_BORDERS,
+        **PLAIN_BORDERS, **preset_sizes(preset),
     })  # fmt: skip
     with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children)

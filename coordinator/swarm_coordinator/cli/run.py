@@ -118,7 +118,11 @@ def init_command(
     codec: str | None,
     changes: tuple[str, ...],
 ) -> None:
-    """Create a run: settings, data, key and signed manifest in RUN_DIR."""
+    """Create a run: settings, data, key and signed manifest in RUN_DIR.
+
+    A step's sequences are divided into microbatches as small as their overhead allows, unless
+    `--set training.sequences_per_microbatch=N` or `training.microbatches_per_step` is given.
+    """
     overrides = dict(parse_override(change) for change in changes)
     for name, value in (
         ("training.steps", steps),

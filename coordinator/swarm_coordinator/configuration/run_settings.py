@@ -129,7 +129,12 @@ class TrainingSection(FrozenModel):
         le=65_536,
         description="Microbatches averaged into one step; the unit of work that volunteers share.",
     )
-    sequences_per_microbatch: int = Field(ge=1, le=65_536)
+    sequences_per_microbatch: int = Field(
+        ge=1,
+        le=65_536,
+        description="Small microbatches keep more volunteers busy, large ones cost less overhead: "
+        "`init` chooses both numbers and the queues in [limits] unless one of the two is given.",
+    )
     dtype: ComputeDtype = Field(
         default="float32",
         description='"float32", or "bfloat16" for computing in half the memory.',

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_coordinator.configuration.run_settings import (
@@ -27,16 +28,29 @@ from swarm_coordinator.durability.run_files import (
     load_settings,
 )
 from swarm_coordinator.run_creation.corpus import ReadyShards, read_corpus
+from swarm_coordinator.run_creation.microbatch_size import (
+    StageWork,
+    choice_text,
+    choose_queue,
+    choose_sequences,
+    least_microbatches,
+)
 from swarm_coordinator.run_creation.shards import Progress, prepare_data
 from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.types import MAX_MICROBATCHES
+from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
+from swarm_shared.run.codec_sizes import encoded_bytes
 from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, with_bottlenecks
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory
 from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
+
+_MICROBATCH_SIZES = ("training.microbatches_per_step", "training.sequences_per_microbatch")
+"""Settings of which one given number keeps the program from choosing both."""
 
 
 def initialise_run(
@@ -60,21 +74,26 @@ def initialise_run(
             settings = default_settings(
                 preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
             )
-    return initialise_from_settings(run_dir, settings, progress)
+    return _initialise(run_dir, settings, frozenset(chosen), progress)
 
 
-def initialise_from_settings(
-    run_dir: Path, settings: RunSettings, progress: Progress = lambda line: None
+def _initialise(
+    run_dir: Path, settings: RunSettings, given: Set[str], progress: Progress
 ) -> Manifest:
-    """Make the folder of a new run that `settings` describe."""
+    """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
     corpus = read_corpus(settings.data.source)
-    stages = _planned_stages(settings)
+    plan = _plan(settings)
     with _staging_folder(run_dir.absolute()) as folder:
+        if given.isdisjoint(_MICROBATCH_SIZES):
+            settings, plan = _with_microbatches_chosen(settings, plan)
         settings = _with_codecs_selected(settings, progress)
+        if given.isdisjoint(_MICROBATCH_SIZES):
+            settings, why = _with_queues_chosen(settings, plan, given)
+            progress(why)
         data = prepare_data(folder, settings, corpus, progress)
         identity = Identity.load_or_create(folder.organiser_key)
-        manifest = _manifest(settings, identity, stages, data)
+        manifest = _manifest(settings, identity, plan.stages, data)
         write_atomically(folder.manifest, sign_manifest(identity, manifest))
         write_atomically(folder.settings, render_run_toml(settings).encode("utf-8"))
     progress(f"made {run_dir}: {manifest.stage_count} stage(s), {manifest.training.steps} steps")
@@ -102,7 +121,7 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     for split in ("train", "heldout"):
         split_slots(old.data, split, model.sequence_length)
     identity = load_identity(folder)
-    stages = _planned_stages(settings)
+    stages = _plan(settings).stages
     if settings.codecs.needs_selection:
         settings = _with_codecs_selected(settings, progress)
         write_codecs(folder.settings, settings.codecs.config)
@@ -122,7 +141,63 @@ def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSetti
     return chosen
 
 
-def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
+def _with_microbatches_chosen(settings: RunSettings, plan: _Plan) -> tuple[RunSettings, _Plan]:
+    """Divide the preset's sequences of a step into microbatches of the chosen size."""
+    training, stages = settings.training, settings.stages.count
+    whole = training.microbatches_per_step * training.sequences_per_microbatch
+    sequences = choose_sequences(
+        plan.works,
+        whole,
+        least_microbatches(stages, settings.limits.starting_peers_per_stage),
+        MAX_MICROBATCHES - training.evaluation_microbatches,
+    )
+    if sequences == training.sequences_per_microbatch:
+        return settings, plan
+    sizes = {
+        "sequences_per_microbatch": sequences,
+        "microbatches_per_step": whole // sequences,
+    }
+    training = training.model_copy(update=sizes)
+    settings = settings.model_copy(update={"training": training})
+    return settings, _plan(settings)
+
+
+def _with_queues_chosen(
+    settings: RunSettings, plan: _Plan, given: Set[str]
+) -> tuple[RunSettings, str]:
+    """Set the bounds of queues that were not given; return the reason of all sizes in one line."""
+    training, model, codecs = settings.training, settings.model.config, settings.codecs
+    sequences = training.sequences_per_microbatch
+    tokens = sequences * model.sequence_length
+    elements = tokens * (model.bottleneck_size or model.hidden_size)
+    up_bytes_per_second = codecs.up_mbit_per_second * MEGABIT_BYTES
+    activation, gradient = (
+        encoded_bytes(codec, elements, training.dtype) / up_bytes_per_second
+        for codec in (codecs.config.activation, codecs.config.gradient)
+    )
+    queue = choose_queue(
+        [work.task_seconds(sequences) for work in plan.works],
+        activation,
+        gradient,
+        training.microbatches_per_step,
+    )
+    chosen = {n: queue for n in ("stage_queue", "edge_credits") if f"limits.{n}" not in given}
+    limits = settings.limits.model_copy(update=chosen)
+    why = choice_text(
+        plan.works, sequences, training.microbatches_per_step, tokens, limits.stage_queue
+    )
+    return settings.model_copy(update={"limits": limits}), why
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The cut of the model, and what each stage computes."""
+
+    stages: tuple[StageRange, ...]
+    works: tuple[StageWork, ...]
+
+
+def _plan(settings: RunSettings) -> _Plan:
     # Imported here because it imports torch, which takes seconds.
     from swarm_shared.model.profile import profile_layers
     from swarm_shared.run.stage_cut import (
@@ -130,6 +205,7 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
         plan_stages,
         stage_flops,
         stage_memory_bytes,
+        stage_parameters,
     )
 
     training = settings.training
@@ -142,17 +218,26 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
     tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
     narrow, widen = bottleneck_parameters(with_bottlenecks(settings.model.config, stages))
     described: list[StageRange] = []
+    works: list[StageWork] = []
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
         more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
         memory_bytes = stage_memory_bytes(profile, stage, *ends, staleness=staleness, exact=exact)
+        # Per weight and token of a matrix: two operations forward, four backward.
+        flops = float(stage_flops(profile, stage, *ends) + 6 * tokens * more)
         figures = {
-            # Per weight and token of a matrix: two operations forward, four backward.
-            "work_flops": float(stage_flops(profile, stage, *ends) + 6 * tokens * more),
+            "work_flops": flops,
             "memory_bytes": memory_bytes + more * bytes_per_parameter(staleness, exact),
         }
         described.append(stage.model_copy(update=figures))
-    return tuple(described)
+        works.append(
+            StageWork(
+                flops_per_sequence=flops / training.sequences_per_microbatch,
+                layers=stage.end_layer - stage.first_layer,
+                parameters=stage_parameters(profile, stage, *ends) + more,
+            )
+        )
+    return _Plan(tuple(described), tuple(works))
 
 
 def _manifest(

@@ -70,7 +70,11 @@ class ModelConfig(FrozenModel):
 
 
 class Preset(FrozenModel):
-    """A model with training sizes that suit it."""
+    """A model with training sizes that suit it.
+
+    The sequences of a step are `microbatches_per_step` times `sequences_per_microbatch`; `init`
+    divides them anew for the stages that a run has.
+    """
 
     model: ModelConfig
     tokenizer: Literal["bytes", "bpe"]

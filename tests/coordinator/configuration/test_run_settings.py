@@ -57,7 +57,7 @@ def test_any_settings_survive_being_written_and_read(overrides: dict[str, object
 
 
 SELF_EXPLANATORY = {
-    "model.preset", "model.layers", "model.norm_epsilon", "training.sequences_per_microbatch",
+    "model.preset", "model.layers", "model.norm_epsilon",
     "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon",
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm_coordinator.configuration.run_settings import default_settings
+from swarm_coordinator.configuration.run_settings import RunSettings, default_settings
 from swarm_coordinator.durability.run_files import (
     changed_settings,
     load_identity,
@@ -340,3 +340,56 @@ def test_the_standard_library_is_the_tiny_presets_text(tmp_path: Path):
     assert train > 5_000_000
     assert 0.04 < heldout / (train + heldout) < 0.06
     assert 2.5 < manifest.data.unigram_entropy_nats < 4
+
+
+ANY_PRESET = {"data.tokenizer": "bytes", "data.heldout_share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("preset", "stages", "sizes", "queue"),
+    [
+        ("tiny", None, (16, 8), 16), ("small", None, (16, 4), 16), ("125m", None, (128, 2), 16),
+        ("1b", None, (256, 1), 20), ("7b", None, (512, 1), 30), ("small", 4, (32, 2), 16),
+    ],
+)  # fmt: skip
+def test_a_presets_sequences_are_divided_into_fine_microbatches(
+    tmp_path: Path, text: Path, preset: str, stages: int | None, sizes: tuple[int, int], queue: int
+):
+    lines: list[str] = []
+    manifest = initialise_run(tmp_path / "run", preset, str(text), stages, ANY_PRESET, lines.append)
+    training, limits = manifest.training, manifest.limits
+    assert (training.microbatches_per_step, training.sequences_per_microbatch) == sizes
+    assert (limits.stage_queue, limits.edge_credits) == (queue, queue)
+    chosen = [line for line in lines if line.startswith("microbatches: ")]
+    assert len(chosen) == 1
+    assert chosen[0].startswith(f"microbatches: {sizes[0]} a step, of {sizes[1]} sequence(s)")
+    assert chosen[0].endswith(f"holds up to {queue}")
+    assert changed_settings(RunFolder(tmp_path / "run"), _settings(tmp_path), manifest) == []
+
+
+def _settings(place: Path) -> RunSettings:
+    return load_settings(RunFolder(place / "run"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "limits"),
+    [
+        ({"training.sequences_per_microbatch": 3}, (64, 3), (16, 16)),
+        ({"training.microbatches_per_step": 7}, (7, 4), (16, 16)),
+        ({"limits.stage_queue": 5}, (128, 2), (5, 16)),
+        ({"limits.edge_credits": 9}, (128, 2), (16, 9)),
+    ],
+)
+def test_what_is_given_is_kept(
+    tmp_path: Path, text: Path, overrides: dict[str, object], sizes: tuple[int, int],
+    limits: tuple[int, int],
+):  # fmt: skip
+    lines: list[str] = []
+    manifest = initialise_run(
+        tmp_path / "run", "125m", str(text), overrides=ANY_PRESET | overrides, progress=lines.append
+    )
+    training = manifest.training
+    assert (training.microbatches_per_step, training.sequences_per_microbatch) == sizes
+    assert (manifest.limits.stage_queue, manifest.limits.edge_credits) == limits
+    chosen = [line for line in lines if line.startswith("microbatches: ")]
+    assert len(chosen) == (0 if next(iter(overrides)).startswith("training") else 1)
