@@ -385,7 +385,7 @@ class SimulatedVolunteer(StageHolder[str]):
                 self.assigned(message)
             case Welcome():
                 self.beat_seconds = message.heartbeat_seconds or self.beat_seconds
-                self.send(first_request(message, MEMORY_BYTES))
+                self.send(first_request(message, MEMORY_BYTES, 0.0))
             case Refused():
                 self._world.refused += 1
 

@@ -125,10 +125,10 @@ class Member:
             )
         # A joining peer holds up the step until its stage is loaded.
         await self._spare.ready()
-        stage = options.wanted_stage
+        stage, up = options.wanted_stage, context.node.bandwidth.expected_up_bytes_per_second
         if stage is None:
-            stage = most_underserved_stage(welcome.stages, options.device.memory_bytes)
-        self._attachment.send(StageRequest(stage=stage))
+            stage = most_underserved_stage(welcome.stages, options.device.memory_bytes, up)
+        self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))
 
     def session_lost(self) -> None:
         self.stages.session_lost()

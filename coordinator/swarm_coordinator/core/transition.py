@@ -165,7 +165,7 @@ def begin(
         manifest=manifest,
         start=CoordinatorStart(restored.generation, now, coordinator, manifest_envelope),
         history=history,
-        peers=PeerTable(manifest.stages, history),
+        peers=PeerTable(manifest, history),
         roster=RosterState(revoked=dict(revoked or {})),
         steps=StepsInProgress(last_lease=last_number, last_attempt=last_number),
         checkpoints=CheckpointState(
@@ -303,7 +303,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     if isinstance(message, AddressUpdate):
         roster.update_addresses(run, peer, message, now)
     elif isinstance(message, StageRequest):
-        membership.choose_stage(run, peer, message.stage, now)
+        membership.choose_stage(run, peer, message, now)
     elif isinstance(message, MaskRequest):
         microbatches.ask_mask(run, peer, message, now)
     elif isinstance(message, RoundReport):

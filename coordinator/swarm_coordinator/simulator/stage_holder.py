@@ -89,13 +89,13 @@ class LoadedStage(Generic[ReceiptT]):
         )  # fmt: skip
 
 
-def first_request(welcome: Welcome, memory_bytes: int) -> StageRequest:
+def first_request(welcome: Welcome, memory_bytes: int, up_bytes_per_second: float) -> StageRequest:
     """Return what a joining volunteer answers to its welcome."""
     try:
-        stage = most_underserved_stage(welcome.stages, memory_bytes)
+        stage = most_underserved_stage(welcome.stages, memory_bytes, up_bytes_per_second)
     except CapacityError:
         stage = StageIndex(0)  # the coordinator refuses it with the reason
-    return StageRequest(stage=stage)
+    return StageRequest(stage=stage, up_bytes_per_second=up_bytes_per_second)
 
 
 class StageHolder(ABC, Generic[ReceiptT]):

@@ -243,7 +243,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
             case Drop():
                 self._take_out(message)
             case Welcome():
-                request = first_request(message, self.hardware.memory_bytes)
+                request = first_request(message, self.hardware.memory_bytes, self._measured_up)
                 self.later(self._round_trip(), lambda: self.send(request))
 
     # ---- its stages, as `stage_holder` asks

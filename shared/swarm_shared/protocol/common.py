@@ -92,6 +92,8 @@ class StageRow(FrozenModel):
     """The sum over the stage's peers, each of which reports a `Rate`."""
     work_flops: Flops
     memory_bytes: Count
+    sent_bytes: Count
+    """Bytes that a peer of the stage sends for a microbatch: activation and gradient."""
 
 
 class LinkBytes(FrozenModel):

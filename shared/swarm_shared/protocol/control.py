@@ -116,6 +116,8 @@ class StageRequest(FrozenModel):
 
     kind: Literal["stage_request"] = "stage_request"
     stage: StageIndex
+    up_bytes_per_second: Rate = 0.0
+    """The uplink with which it chose; 0 while unknown."""
 
 
 class Heartbeat(FrozenModel):

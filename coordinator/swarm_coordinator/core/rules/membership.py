@@ -5,6 +5,8 @@ Part of the pure core: changes a RunState and queues commands, does no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swarm_coordinator.core.events import AppliedStep, CloseSession, PeerAttached
 from swarm_coordinator.core.rules import (
     held_up,
@@ -27,7 +29,16 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import Generation, StageIndex, Version
-from swarm_shared.protocol import Apply, Goodbye, Hello, NotFinite, Refused, StageRow, Welcome
+from swarm_shared.protocol import (
+    Apply,
+    Goodbye,
+    Hello,
+    NotFinite,
+    Refused,
+    StageRequest,
+    StageRow,
+    Welcome,
+)
 from swarm_shared.scheduling.placement import most_underserved_stage
 
 MAX_STAGE_PEERS = 1000
@@ -159,7 +170,7 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
     return tuple(found[:8])
 
 
-def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: float) -> None:
+def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: float) -> None:
     """Grant or correct a joining peer's choice of a stage: two peers may have chosen at once."""
     rows = run.peers.stage_rows()
     if peer.stage is not None or peer.leaving:
@@ -176,28 +187,27 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
             f"choose another stage, or leave the choice to the run",
         )  # fmt: skip
         return
-    rows = tuple(row for row in rows if not is_full(run, row.stage))
-    if not rows:
+    open_rows = [row for row in rows if not is_full(run, row.stage)]
+    if not open_rows:
         reason = "every stage has as many peers as can average together; try again later"
         held_up.refuse_for_now(run, peer.peer, reason)
         del run.peers[peer.peer]
         return
-    chosen = (
-        tuple(row for row in rows if row.stage == wanted)
-        if wanted is not None
-        else _deserted(run, rows, memory_bytes)
-    )
+    if wanted is not None:
+        allowed = [wanted]
+    else:
+        allowed = _deserted(run, open_rows, memory_bytes) or [row.stage for row in open_rows]
     try:
-        stage = most_underserved_stage(chosen or rows, memory_bytes)
+        stage = most_underserved_stage(rows, memory_bytes, request.up_bytes_per_second, allowed)
     except CapacityError as error:
         refuse(run, peer, str(error))
         return
     if wanted is not None:
         reason = "the volunteer chose this stage"
-    elif stage == proposal:
+    elif stage == request.stage:
         reason = "the most under-served stage that fits"
     else:
-        reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
+        reason = f"stage {request.stage} was taken meanwhile; stage {stage} needs a peer more"
     assign(run, peer, stage, reason, now)
 
 
@@ -211,18 +221,18 @@ def is_full(run: RunState, stage: StageIndex) -> bool:
     return run.peers.group_size(stage) >= stage_limit(run, stage)
 
 
-def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:
+def _deserted(run: RunState, rows: Sequence[StageRow], memory_bytes: int) -> list[StageIndex]:
     """Stages that fit and have no staying peer, not even a paused one.
 
     `rows` do not count paused peers, and count a mover at its destination. A paused peer still
     holds its stage and resumes; a mover cannot download a stage that no peer holds.
     """
-    return tuple(
-        row
+    return [
+        row.stage
         for row in rows
         if row.memory_bytes <= memory_bytes
         and all(peer.leaving for peer in run.peers.at(row.stage))
-    )
+    ]
 
 
 def refuse(run: RunState, peer: PeerState, reason: str) -> None:

@@ -8,7 +8,7 @@ updates the indices with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +23,8 @@ from swarm_coordinator.core.state.peers import (
 )
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import PeerRecord, StageRow
-from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 ValueT = TypeVar("ValueT")
 
@@ -58,7 +59,7 @@ class StageCapacity:
 class PeerTable(dict[PeerId, PeerState]):
     """Peers by ID, with indices. Peers come and go only through `[]=`, `del` and `clear`."""
 
-    def __init__(self, stages: Sequence[StageRange], history: RunHistory) -> None:
+    def __init__(self, manifest: Manifest, history: RunHistory) -> None:
         super().__init__()
         self.syncing: dict[PeerId, StageTransfer] = {}
         """Transfers of peers that have a stage and download its state."""
@@ -75,8 +76,9 @@ class PeerTable(dict[PeerId, PeerState]):
         """Number of stage holders lost since the start."""
         self.awaiting_roster: dict[PeerId, PeerState] = {}
         """Peers that have not been sent a roster yet; cleared by the sender of the roster."""
-        self._ranges = tuple(stages)
-        self._stages = tuple(StageIndex(stage) for stage in range(len(stages)))
+        self._ranges = manifest.stages
+        self._sizes = stage_sizes(manifest)
+        self._stages = tuple(StageIndex(stage) for stage in range(manifest.stage_count))
         self._history = history
         self._version = NO_VERSION
         """The version that the views are of."""
@@ -203,6 +205,7 @@ class PeerTable(dict[PeerId, PeerState]):
                 microbatches_per_second=rate,
                 work_flops=stage.work_flops,
                 memory_bytes=stage.memory_bytes,
+                sent_bytes=self._sizes[index].sent_bytes,
             )
         return known
 

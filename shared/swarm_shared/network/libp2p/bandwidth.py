@@ -90,3 +90,9 @@ class Bandwidth:
     def own_up_bytes_per_second(self) -> float:
         """One node's share of the uplink; 0 while the uplink has not limited sending."""
         return self.up.max_bytes_per_second / max(1, self.nodes)
+
+    @property
+    def expected_up_bytes_per_second(self) -> float:
+        """The same before anything was sent: the share of the limit, and 0 without one."""
+        limit = self.up.bytes_per_second or 0
+        return self.own_up_bytes_per_second or limit / max(1, self.nodes)

@@ -2,31 +2,47 @@
 
 The pipeline runs at its slowest stage (design: placement), so a joining peer takes the slowest
 stage among those that fit its memory. Until rates are known, peers are counted per unit of work.
+Stages in the middle send twice as much as the ends, so a peer with a slow uplink takes an end where
+the stages are about equally slow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 
+NEARLY_EQUAL = 1.05
+"""Largest quotient of two stages' rates that are about equal: one peer among twenty."""
 
-def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> StageIndex:
-    """Return the stage with the least service relative to its work, among those that fit.
+
+def most_underserved_stage(
+    rows: Sequence[StageRow],
+    memory_bytes: int,
+    up_bytes_per_second: float = 0.0,
+    allowed: Collection[StageIndex] | None = None,
+) -> StageIndex:
+    """Return the stage with the least service relative to its work, among those that fit and are
+    `allowed` (all by default). `rows` are those of all stages.
 
     Stages without any peer come first, then the smallest rate if every stage with peers has one,
     and fewer peers per unit of work otherwise; ties go to the earlier stage. Raises CapacityError
     when no stage fits `memory_bytes`.
+
+    `up_bytes_per_second` is the peer's uplink, 0 while unknown. Where rates are known, it decides
+    among stages about as slow as the slowest: the peer takes the one of whose work it does most,
+    which its uplink or its computing bounds.
     """
-    if not rows:
+    possible = [row for row in rows if allowed is None or row.stage in allowed]
+    if not possible:
         raise CapacityError("the run names no stage to take; ask the organiser to look at it")
-    fitting = [row for row in rows if row.memory_bytes <= memory_bytes]
+    fitting = [row for row in possible if row.memory_bytes <= memory_bytes]
     if not fitting:
-        needed = min(row.memory_bytes for row in rows)
+        needed = min(row.memory_bytes for row in possible)
         raise CapacityError(
             f"this machine offers {memory_text(memory_bytes)} of memory and the smallest stage "
             f"that it may take needs {memory_text(needed)}; free memory, choose another device, "
@@ -41,4 +57,16 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
         rate = row.microbatches_per_second if measured and row.peers > 0 else 0.0
         return rate, row.peers / (row.work_flops or mean_work), row.stage
 
-    return min(fitting, key=service).stage
+    slowest = min(fitting, key=service)
+    peers = sum(row.peers for row in rows)
+    if not (up_bytes_per_second and measured and peers):
+        return slowest.stage
+    computed = math.fsum(row.microbatches_per_second * row.work_flops for row in rows) / peers
+
+    def flops_per_second(row: StageRow) -> float:
+        sent = up_bytes_per_second / row.sent_bytes if row.sent_bytes else math.inf
+        return min(computed, sent * (row.work_flops or mean_work))
+
+    most = NEARLY_EQUAL * service(slowest)[0]
+    near = [row for row in fitting if service(row)[0] <= most]
+    return min(near, key=lambda row: (-flops_per_second(row), service(row))).stage

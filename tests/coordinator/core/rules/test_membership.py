@@ -79,6 +79,32 @@ def test_of_two_joining_peers_that_choose_the_same_stage_one_is_corrected() -> N
     assert bench.sent("b", AssignStage)[0].stage == 1
 
 
+@pytest.mark.parametrize(("microbatches_sent", "stage"), [(0.0, 1), (0.5, 2), (10.0, 1)])
+def test_a_joining_peers_uplink_chooses_among_equally_slow_stages(
+    microbatches_sent: float, stage: int
+) -> None:
+    """Stages 1 and 2 have one peer each; for a microbatch, 1 sends two tensors and 2 one."""
+    bench = Bench(stages=3)
+    for peer, held in (("a", 0), ("b", 0), ("c", 1), ("d", 2)):
+        bench.join(peer, held)
+        bench.send(peer, Heartbeat(microbatches_per_second=1.0))
+    ends, middle = (bench.run.peers.stage_rows()[at].sent_bytes for at in (2, 1))
+    assert middle == 2 * ends > 0
+    bench.attach("new")
+    up = microbatches_sent * middle
+    bench.send("new", StageRequest(stage=StageIndex(stage), up_bytes_per_second=up))
+    assert bench.sent("new", AssignStage)[0].stage == stage
+
+
+def test_of_deserted_stages_a_peer_with_a_slow_uplink_takes_an_end() -> None:
+    bench = Bench(stages=3)
+    bench.join("a", 0)
+    bench.send("a", Heartbeat(microbatches_per_second=1.0))
+    bench.attach("new")
+    bench.send("new", StageRequest(stage=StageIndex(2), up_bytes_per_second=1.0))
+    assert bench.sent("new", AssignStage)[0].stage == 2
+
+
 def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
     bench = Bench()
     bench.attach("small", memory_bytes=99)

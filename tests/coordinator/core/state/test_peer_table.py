@@ -133,7 +133,7 @@ def check(table: PeerTable, history: RunHistory) -> None:
 @given(changes)
 def test_every_index_agrees_with_a_scan_of_the_peers(steps: list[tuple[str, str, int]]) -> None:
     history = RunHistory(Version(0), None, None, False, set())
-    table = PeerTable(manifest_of(Options(stages=STAGES)).stages, history)
+    table = PeerTable(manifest_of(Options(stages=STAGES)), history)
     for place, name in enumerate(NAMES):
         table[PeerId(name)] = peer(name, f"p2pd-{place % STAGES}")
         table.hold(table[PeerId(name)], StageIndex(place % STAGES), history.version)

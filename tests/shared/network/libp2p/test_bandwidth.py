@@ -11,7 +11,12 @@ from trio.testing import MockClock
 
 from kits.network.nodes import ANY_PORT, LIMITS, a_node, noise_bytes
 from swarm_shared.network import FramedStream, FrameLimits, Node
-from swarm_shared.network.libp2p.bandwidth import BURST_SECONDS, PIECE_BYTES, DirectionLimiter
+from swarm_shared.network.libp2p.bandwidth import (
+    BURST_SECONDS,
+    PIECE_BYTES,
+    Bandwidth,
+    DirectionLimiter,
+)
 
 SINK = "/test/sink/1"
 SINK_LIMITS = FrameLimits(max_header_bytes=10, max_payload_bytes=2**20)
@@ -126,3 +131,12 @@ def test_a_bucket_saves_no_more_than_a_moment() -> None:
         assert trio.current_time() - begun == pytest.approx(2.0 - BURST_SECONDS, rel=0.02)
 
     on_a_virtual_clock(main)
+
+
+async def test_before_it_has_sent_anything_a_node_expects_its_share_of_the_limit() -> None:
+    bandwidth = Bandwidth()
+    assert bandwidth.expected_up_bytes_per_second == 0.0, "nothing is known"
+    bandwidth.up.limit(100_000)
+    bandwidth.nodes = 2
+    assert bandwidth.expected_up_bytes_per_second == 50_000.0
+    assert bandwidth.own_up_bytes_per_second == 0.0, "nothing was measured"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,14 +12,18 @@ from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.scheduling.placement.joining import NEARLY_EQUAL
 
 LARGEST = 1e30
 
 
-def row(stage: int, peers: int = 0, work: float = 1.0, memory: int = 100) -> StageRow:
+def row(
+    stage: int, peers: int = 0, work: float = 1.0, memory: int = 100, rate: float = 0.0,
+    sent: int = 0,
+) -> StageRow:  # fmt: skip
     return StageRow(
-        stage=StageIndex(stage), peers=peers, microbatches_per_second=0.0, work_flops=work,
-        memory_bytes=memory,
+        stage=StageIndex(stage), peers=peers, microbatches_per_second=rate, work_flops=work,
+        memory_bytes=memory, sent_bytes=sent,
     )  # fmt: skip
 
 
@@ -94,3 +100,95 @@ def test_the_choice_fits_and_no_fitting_stage_is_emptier(rows: list[StageRow], m
 def test_the_order_of_the_rows_does_not_matter(rows: list[StageRow], order: list[int]) -> None:
     shuffled = [rows[i] for i in order if i < len(rows)]
     assert most_underserved_stage(rows, 200) == most_underserved_stage(shuffled, 200)
+
+
+# ---------------------------------------------------------------- uplinks
+
+measured_rows = st.lists(
+    st.tuples(
+        st.integers(1, 1000), st.floats(1e6, 1e15), st.integers(0, 200), st.floats(1e-6, 1e6),
+        st.integers(0, 10**9),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda entries: [row(i, *entry) for i, entry in enumerate(entries)])  # fmt: skip
+
+PEER_FLOPS = 1e12
+
+
+def pipeline(counts: list[int], boundary_bytes: int = 1_000_000) -> list[StageRow]:
+    """Equal stages with so many equal peers each; those in the middle send twice as much."""
+    last = len(counts) - 1
+    return [
+        row(i, n, PEER_FLOPS, rate=float(n), sent=boundary_bytes * (1 if i in (0, last) else 2))
+        for i, n in enumerate(counts)
+    ]
+
+
+@given(st.one_of(measured_rows, rows_strategy))
+def test_with_an_unlimited_uplink_the_choice_is_that_without_one(rows: list[StageRow]) -> None:
+    # Faster than any of these stages can compute.
+    assert most_underserved_stage(rows, 200, 1e30) == most_underserved_stage(rows, 200)
+
+
+@given(measured_rows, st.floats(1, 1e12))
+def test_a_known_uplink_chooses_only_among_the_slowest(rows: list[StageRow], up: float) -> None:
+    chosen = rows[most_underserved_stage(rows, 200, up)]
+    slowest = min(one.microbatches_per_second for one in rows)
+    assert chosen.microbatches_per_second <= NEARLY_EQUAL * slowest
+
+
+@given(st.integers(3, 16), st.integers(1, 100), st.floats(1, 1.9e6))
+def test_a_peer_with_a_slow_uplink_takes_an_end_where_rates_are_equal(
+    stages: int, peers: int, up: float
+) -> None:
+    rows = pipeline([peers] * stages)
+    assert most_underserved_stage(rows[1:], 100, up) == stages - 1
+    assert most_underserved_stage(rows[1:], 100, 2e6) == 1, "a middle stage loses nothing"
+
+
+def test_a_slower_stage_comes_before_what_the_uplink_prefers() -> None:
+    assert most_underserved_stage(pipeline([10, 9, 10]), 100, 1.0) == 1
+    assert most_underserved_stage(pipeline([10, 0, 10]), 100, 1.0) == 1
+    assert most_underserved_stage(pipeline([31, 30, 31]), 100, 1.0) == 0, "by one peer of thirty"
+
+
+def test_of_stages_without_a_peer_it_takes_an_end() -> None:
+    assert most_underserved_stage(pipeline([2, 0, 0]), 100, 1.0) == 2
+
+
+@given(
+    st.one_of(measured_rows, rows_strategy), st.sets(st.integers(0, 7), min_size=1),
+    st.sampled_from([0.0, 1.0, 1e9]),
+)  # fmt: skip
+def test_only_a_stage_that_is_allowed_is_chosen(
+    rows: list[StageRow], stages: set[int], up: float
+) -> None:
+    allowed = {StageIndex(stage) for stage in stages}
+    if any(one.stage in allowed and one.memory_bytes <= 200 for one in rows):
+        assert most_underserved_stage(rows, 200, up, allowed) in allowed
+    else:
+        with pytest.raises(CapacityError):
+            most_underserved_stage(rows, 200, up, allowed)
+    with suppress(CapacityError):
+        free = most_underserved_stage(rows, 200)
+        assert most_underserved_stage(rows, 200, allowed=allowed | {free}) == free
+
+
+def test_before_rates_are_known_peers_are_counted() -> None:
+    rows = [row(0, 1, sent=2), row(1, 1, sent=1)]
+    assert most_underserved_stage(rows, 100, 1e-6) == 0
+
+
+def test_thin_newcomers_one_after_the_other_serve_all_stages_alike() -> None:
+    uplink, counts = 1e6, [1, 1, 1, 1]
+    rates = [1.0, 0.5, 0.5, 1.0]
+    for _ in range(56):
+        rows = [
+            one.model_copy(update={"microbatches_per_second": rate})
+            for one, rate in zip(pipeline(counts), rates, strict=True)
+        ]
+        stage = most_underserved_stage(rows, 100, uplink)
+        counts[stage] += 1
+        rates[stage] += 1.0 if stage in (0, 3) else 0.5
+    assert counts == [10, 20, 20, 10]
