@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerState, short
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
@@ -28,12 +29,10 @@ def count_failure(
     that failed alone in an earlier step.
     """
     if len(parties) == 2:
-        held_up.record_at_odds(run, parties[0], parties[1], now)
-        odd = [peer for peer in parties if held_up.is_at_odds_with_most(run, peer, now)]
-        if len(odd) == 1 and exclude(run, step, odd[0].peer, now):
+        if observe(run, step, parties[0], parties[1], now):
             return
-    elif held_up.has_failed_alone(run, parties[0], now):
-        exclude(run, step, parties[0].peer, now)
+    elif held_up.was_alone(run, parties[0], now):
+        exclude_alone(run, step, parties[0], now)
         return
     for peer in parties:
         step.failure_counts[peer.peer] = step.failure_counts.get(peer.peer, 0) + 1
@@ -49,8 +48,25 @@ def count_failure(
     )
     for peer in at_limit:
         if len(parties) == 1:
-            held_up.record_failed_alone(run, peer, now)
-        exclude(run, step, peer.peer, now)
+            exclude_alone(run, step, peer, now)
+        else:
+            exclude(run, step, peer.peer, now)
+
+
+def observe(run: RunState, step: StepState, one: PeerState, other: PeerState, now: float) -> bool:
+    """Remember that an average has failed between two peers; exclude the one that is at odds with
+    most owners of its stage, if the other is not. Returns whether one was excluded."""
+    held_up.record_at_odds(run, one, other, now)
+    odd = [peer for peer in (one, other) if held_up.is_at_odds_with_most(run, peer, now)]
+    return len(odd) == 1 and exclude_alone(run, step, odd[0], now)
+
+
+def exclude_alone(run: RunState, step: StepState, peer: PeerState, now: float) -> bool:
+    """Exclude the one peer that keeps a step from closing, and remember it."""
+    if not exclude(run, step, peer.peer, now):
+        return False
+    held_up.record_alone(run, peer, now)
+    return True
 
 
 def exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
@@ -60,6 +76,8 @@ def exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool
         return False
     if all(p is peer for p in run.peers.ready(peer.stage)):
         return False
+    # What failed cannot fail again: the others need no long pause.
+    step.close_not_before = min(step.close_not_before, now + ABORT_BACKOFF_SECONDS)
     release(run, peer, Release.STEP, now)
     run.note(
         f"{short(peer_id)} keeps step {step.step} from closing and is excluded from it", peer_id
