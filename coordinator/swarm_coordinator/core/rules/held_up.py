@@ -93,6 +93,12 @@ def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) 
         run.held_time.change(_keys(peer)[-1], now).record_at_odds(_keys(against)[-1], now)
 
 
+def are_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
+    """Whether an average has failed between the owners of two peers within an hour."""
+    account = run.held_time.accounts.get(_keys(one)[-1])
+    return account is not None and _keys(other)[-1] in account.parties(now)
+
+
 def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether averages have failed between a peer and most of the other owners of its stage.
 
@@ -148,11 +154,6 @@ def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
 def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether the run does not wait for a peer any more."""
     return held_seconds(run, peer, now) >= HELD_BUDGET_SECONDS
-
-
-def in_dispute(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
-    """Whether two peers have named each other, or one the other, for too long."""
-    return run.held_time.disputed_seconds(one.peer, other.peer, now) > KEPT_APART_SECONDS
 
 
 def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:

@@ -299,12 +299,19 @@ def test_accuser_and_accused_are_charged_alike() -> None:
     assert held(bench, "a0") == held(bench, LIAR) > 9.0
 
 
-def test_three_words_of_one_accuser_make_it_sit_out_as_well() -> None:
+@pytest.mark.parametrize(("passed", "out"), [({}, LIAR), ({"a0": 3, LIAR: 5}, "a0")], ids=str)
+def test_of_two_that_name_each_other_the_one_with_fewer_passed_audits_sits_out(
+    passed: dict[str, int], out: str
+) -> None:
+    """With equally many the one that came later."""
     bench = collecting()
+    for owner, count in passed.items():
+        bench.run.audits.standings.change(PeerId(owner)).passed = count
     to_close(bench)
-    for _ in range(3):
+    for _ in range(2):
+        assert bench.run.peers.excluded == set()
         fail_by(bench, LIAR, "a0", seconds=0.0)
-    assert bench.run.peers.excluded == {"a0", LIAR}
+    assert bench.run.peers.excluded == {out}
 
 
 def test_who_is_named_by_several_sits_out_alone() -> None:
