@@ -416,6 +416,7 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
         step_close.attribute_relayed(run, step, now)
     if not microbatches.complete(run, step):
         return
+    held = whole_audits.renew(run, step, now) or held
     if now >= step.close_not_before and not held:
         step_close.start_close(run, step, now)
 

@@ -120,7 +120,7 @@ class Bench:
         self, peer: str, receipts: tuple[Receipt, ...] = (), owner: PeerId | None = None,
         owner_binding: str | None = None, **hello: Any,
     ) -> Commands:  # fmt: skip
-        self.sessions[peer] = self.sessions.get(peer, 0) + 1
+        self.sessions[peer] = 1 + max(self.sessions.values(), default=0)
         carrier = protocol.CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
             "run": RunId("run"), "software": "0", "addresses": (), "carrier": carrier,

@@ -7,7 +7,7 @@ Streams deliver in order or end. What is lost, cut, late or doubled is a fault o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -114,6 +114,7 @@ class Round:
 
     members: tuple[PeerId, ...]
     arrived: dict[PeerId, tuple[Gradient, Averaged]] = field(default_factory=dict)
+    arrived_at: dict[PeerId, float] = field(default_factory=dict)
 
 
 class AllReduces:
@@ -132,6 +133,7 @@ class AllReduces:
             return
         group = self._open.setdefault(key, Round(members))
         group.arrived[peer.id] = (put_in(peer, own), done)
+        group.arrived_at[peer.id] = world.now
         blocked = next(
             (m for m in members if frozenset((m, peer.id)) in world.blocked and m != peer.id), None
         )
@@ -161,8 +163,11 @@ class AllReduces:
     def _stalled(self, key: object) -> None:
         group = self._open.get(key)
         absent = [m for m in group.members if m not in group.arrived] if group is not None else ()
-        if absent:
-            self._fail(key, RoundFailure(absent[0]))
+        if group is not None and absent:
+            # Who has waited for more than half of the limit has seen it as well.
+            half_ago = self._world.now - self._world.manifest.limits.round_stall_seconds / 2
+            observers = {member for member, at in group.arrived_at.items() if at < half_ago}
+            self._fail(key, RoundFailure(absent[0]), observers)
 
     def _end(self, key: object) -> None:
         group = self._open.pop(key, None)
@@ -178,12 +183,13 @@ class AllReduces:
                 ),
             )
 
-    def _fail(self, key: object, failure: RoundFailure) -> None:
-        """The member that came first sees the failure, and the others hear of it."""
+    def _fail(self, key: object, failure: RoundFailure, observers: Collection[PeerId] = ()) -> None:
+        """The member that came first and the observers see the failure; the others hear of it."""
         group = self._open.pop(key)
-        observer = next((m for m in group.arrived if m != failure.culprit), None)
-        heard = self._failed[key] = replace(failure, aborted_by=observer)
-        self._give(group, lambda member: failure if member == observer else heard)
+        first = next((m for m in group.arrived if m != failure.culprit), None)
+        heard = self._failed[key] = replace(failure, aborted_by=first)
+        seen_by = {first, *observers}
+        self._give(group, lambda member: failure if member in seen_by else heard)
 
     def _give(self, group: Round, result: Callable[[PeerId], Exchange | RoundFailure]) -> None:
         for member, (_, done) in group.arrived.items():

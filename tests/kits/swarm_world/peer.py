@@ -20,6 +20,7 @@ from kits.swarm_world.stage import Stage
 from kits.swarm_world.sums import SumLie
 from kits.swarm_world.trainer import Trainer
 from swarm_coordinator.core import events
+from swarm_coordinator.core.state.held_time import REFUSED_FOR_SECONDS
 from swarm_shared import protocol
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
@@ -317,8 +318,19 @@ class SimPeer:
     def _is_expelled(self, message: protocol.Goodbye | protocol.Refused) -> bool:
         return isinstance(message, protocol.Refused) and message.code == "protocol"
 
+    def _rest_seconds(self, message: protocol.Goodbye | protocol.Refused) -> float:
+        """Seconds after which a peer may come back that accidents had hold up several steps."""
+        if not isinstance(message, protocol.Refused) or "held up the run" not in message.reason:
+            return 0.0
+        seconds = message.retry_seconds or 0.0
+        return seconds if seconds < REFUSED_FOR_SECONDS else 0.0
+
     def _parted(self, message: protocol.Goodbye | protocol.Refused) -> None:
-        if self._is_expelled(message) and not (self.lies or self.sum_lie):
+        rest_seconds = self._rest_seconds(message)
+        if rest_seconds:
+            self.world.counts["rest"] += 1
+            self.world.later(rest_seconds, lambda: self.world.start_again(self))
+        elif self._is_expelled(message) and not (self.lies or self.sum_lie):
             raise Violation(f"{self.id} is honest and is refused: {message.reason}")
         self.gone = isinstance(message, protocol.Refused) or message.finished or self.leaving
         if isinstance(message, protocol.Refused) and message.code == "admission":

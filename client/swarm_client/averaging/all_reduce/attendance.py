@@ -28,6 +28,18 @@ class Attendance:
     """Members whose stream to us has not arrived yet."""
     waiting_for: PeerId | None = None
     """The member whose next piece the sum needs."""
+    begun_at: float = field(default_factory=anyio.current_time)
+
+    def is_silent(self, peer: PeerId, stall_seconds: float, join_seconds: float) -> bool:
+        """Whether nothing has come from a member for more than half of what is allowed."""
+        now = anyio.current_time()
+        if peer in self.to_accept or peer in self.to_connect:
+            return now - self.begun_at > join_seconds / 2
+        return any(
+            link.peer == peer and not link.finished
+            and now - link.last_received_at > stall_seconds / 2
+            for link in self.links
+        )  # fmt: skip
 
 
 async def enforce_timeouts(
@@ -39,7 +51,6 @@ async def enforce_timeouts(
 ) -> None:
     """Send heartbeats until a time limit is exceeded, then fail the round."""
     interval = stall_seconds / 8
-    begun = anyio.current_time()
     heartbeat_ticks = 0
     while True:
         before = anyio.current_time()
@@ -48,7 +59,7 @@ async def enforce_timeouts(
         late = now - before - interval
         if late > interval:
             # This process itself was stopped or starved; what arrived meanwhile is unread.
-            begun += late
+            attendance.begun_at += late
             state.last_progress += late
             for link in attendance.links:
                 link.last_received_at += late
@@ -57,7 +68,7 @@ async def enforce_timeouts(
         if heartbeat_ticks % 2 == 0:
             for link in attendance.links:
                 link.queue_heartbeat()
-        failure = _overdue(state, attendance, now, begun, stall_seconds, join_seconds)
+        failure = _overdue(state, attendance, now, stall_seconds, join_seconds)
         if failure is not None:
             fail(failure)
             return
@@ -67,7 +78,6 @@ def _overdue(
     state: RoundState,
     attendance: Attendance,
     now: float,
-    begun: float,
     stall_seconds: float,
     join_seconds: float,
 ) -> RoundFailed | None:
@@ -77,7 +87,7 @@ def _overdue(
     absent = [
         p for p in state.spec.members if p in attendance.to_accept or p in attendance.to_connect
     ]
-    if absent and now - begun > join_seconds:
+    if absent and now - attendance.begun_at > join_seconds:
         return RoundFailed(
             f"member {absent[0]} did not join within {join_seconds:g} s"
             + (f" ({len(absent)} are missing)" if len(absent) > 1 else ""),

@@ -105,9 +105,10 @@ async def all_reduce(
     if len(spec.members) == 1:
         await to_thread(partial(_copy_alone, spec, source, result))
         return ()
-    round_ = _Round(spec, carrier, source, result, to_thread, received)
+    limits = (stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    round_ = _Round(spec, carrier, source, result, to_thread, received, limits)
     try:
-        await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+        await round_.run()
     except RoundFailed as failure:
         failure.links = round_.links_report()
         raise
@@ -148,6 +149,7 @@ class _Round:
         result: Totals,
         to_thread: ToThread,
         received: ReceivedPieces | None,
+        limits_seconds: tuple[float, float],
     ) -> None:
         self.spec = spec
         self.state = RoundState(spec, round_tag(spec.round_id), anyio.current_time())
@@ -160,6 +162,8 @@ class _Round:
         self._slices = partition(spec)
         self._me = spec.my_index
         self._attendance = Attendance()
+        self._limits_seconds = limits_seconds
+        """Of silence, and of joining."""
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
         self._arrivals: IncomingStreams | None = None
@@ -174,10 +178,10 @@ class _Round:
 
     # --------------------------------------------------------------------------- the round's life
 
-    async def run(self, stall_seconds: float, join_seconds: float) -> None:
+    async def run(self) -> None:
         async with anyio.create_task_group() as pumps:
             with self._work_scope:
-                await self._guarded(self._work, pumps, stall_seconds, join_seconds)
+                await self._guarded(self._work, pumps)
             if self._failure is not None:
                 await self._send_aborts(self._failure)
             pumps.cancel_scope.cancel()
@@ -196,9 +200,7 @@ class _Round:
         self._source = self._result = np.empty(0, dtype_of(self.spec.codec))
         self._inboxes.clear()
 
-    async def _work(
-        self, pumps: anyio.abc.TaskGroup, stall_seconds: float, join_seconds: float
-    ) -> None:
+    async def _work(self, pumps: anyio.abc.TaskGroup) -> None:
         others = [i for i in range(len(self.spec.members)) if i != self._me]
         reducers = [i for i in others if self._slices[i].pieces]
         senders = others if self._slices[self._me].pieces else []
@@ -212,8 +214,7 @@ class _Round:
                     self.state,
                     self._attendance,
                     self._fail,
-                    stall_seconds,
-                    join_seconds,
+                    *self._limits_seconds,
                 )
                 async with anyio.create_task_group() as work:
                     for reducer in reducers:
@@ -226,10 +227,20 @@ class _Round:
     def _fail(self, failure: RoundFailed) -> None:
         """Fail the round; the first failure counts, and everything stops."""
         if self._failure is None:
+            if failure.aborted_by is not None and self._confirms(failure):
+                failure.aborted_by = None
             self._failure = failure
             if self._arrivals is not None:
                 self._arrivals.late_abort_frame = abort_frame(self.spec, self.state.tag, failure)
         self._work_scope.cancel()
+
+    def _confirms(self, reported: RoundFailed) -> bool:
+        """Whether this member was about to report the same failure itself."""
+        return (
+            reported.culprit is not None
+            and reported.failure in (RoundFailure.STALLED, RoundFailure.UNREACHABLE)
+            and self._attendance.is_silent(reported.culprit, *self._limits_seconds)
+        )
 
     async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
         try:

@@ -8,12 +8,17 @@ accuser and accused are charged alike.
 
 from __future__ import annotations
 
+import math
+
 from swarm_coordinator.core.events import CloseSession, HeldTimeRecord, Remember
 from swarm_coordinator.core.state.held_time import (
+    FIRST_REST_SECONDS,
+    FIRST_REST_STEPS,
     HELD_BUDGET_SECONDS,
     MAX_SECONDS_PER_CHARGE,
     REFUSED_AT_SECONDS,
     REFUSED_FOR_SECONDS,
+    HeldAccount,
 )
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, display, short
 from swarm_coordinator.core.state.run import RunState
@@ -88,6 +93,12 @@ def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) 
         run.held_time.change(_keys(peer)[-1], now).record_at_odds(_keys(against)[-1], now)
 
 
+def are_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
+    """Whether an average has failed between the owners of two peers within an hour."""
+    account = run.held_time.accounts.get(_keys(one)[-1])
+    return account is not None and _keys(other)[-1] in account.parties(now)
+
+
 def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether averages have failed between a peer and most of the other owners of its stage.
 
@@ -103,15 +114,32 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     return len(others) > 1 and 2 * len(found) > len(others)
 
 
-def record_failed_alone(run: RunState, peer: PeerState, now: float) -> None:
-    """Remember that a peer alone kept a step from closing."""
-    run.held_time.change(peer.peer, now).record_at_odds(peer.peer, now)
+def record_alone(run: RunState, peer: PeerState, now: float) -> None:
+    """Remember that a peer has held up a step alone, which the others can end without it.
+
+    Once an hour is an accident; from the second time on it is refused for a while.
+    """
+    account = run.held_time.change(peer.peer, now)
+    account.record_alone(now)
+    if account.times_alone(now) > 1:
+        run.held_time.refusals_due.add(peer.peer)
 
 
-def has_failed_alone(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether a peer alone has kept an earlier step from closing, within an hour."""
+def was_alone(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether a peer has held up a step alone within an hour."""
     account = run.held_time.accounts.get(peer.peer)
-    return account is not None and peer.peer in account.parties(now)
+    return account is not None and account.times_alone(now) > 0
+
+
+def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
+    """How long the owner of an account is to be refused: the longer, the more it has held up."""
+    if account.held.at(now) >= REFUSED_AT_SECONDS:
+        return REFUSED_FOR_SECONDS
+    step, times = run.steps.current, account.times_alone(now)
+    if times < 2:
+        return 0.0
+    first = max(FIRST_REST_SECONDS, FIRST_REST_STEPS * pace(step) if step is not None else 0.0)
+    return min(REFUSED_FOR_SECONDS, first * 2.0 ** (times - 2))
 
 
 def _keys(peer: PeerState) -> tuple[PeerId, ...]:
@@ -126,11 +154,6 @@ def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
 def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether the run does not wait for a peer any more."""
     return held_seconds(run, peer, now) >= HELD_BUDGET_SECONDS
-
-
-def in_dispute(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
-    """Whether two peers have named each other, or one the other, for too long."""
-    return run.held_time.disputed_seconds(one.peer, other.peer, now) > KEPT_APART_SECONDS
 
 
 def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
@@ -209,8 +232,8 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         if peer is not None:
             for key in _keys(peer):
                 account = run.held_time.change(key, now)
-                if account.held.at(now) >= REFUSED_AT_SECONDS:
-                    account.refused_until = now + REFUSED_FOR_SECONDS
+                if seconds := _refusal_seconds(run, account, now):
+                    account.refused_until = now + seconds
                     account.refused_because, account.ends_with_self_test = "", False
             found.append(peer)
     return found
@@ -240,8 +263,8 @@ def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> st
     if because:
         return f"{device} was expelled: {because}"
     return (
-        f"{device} has held up the run for more than {REFUSED_AT_SECONDS:.0f} s within an hour and "
-        f"may take part again in {seconds / 60:.0f} min; check its connection and its load"
+        f"{device} has held up the run for too long or too often within an hour and may take part "
+        f"again in {math.ceil(seconds / 60)} min; check its connection and its load"
     )
 
 

@@ -297,7 +297,7 @@ def _late_observation(
         parties = _charge_failure(run, peer, accused, relayed.since, relayed.until, now)
         exclusions.count_failure(run, step, parties, now, at_once=accused is peer)
     elif accused is not None and accused is not peer:
-        held_up.record_at_odds(run, peer, accused, now)
+        exclusions.observe(run, step, peer, accused, now)
 
 
 def attribute_relayed(run: RunState, step: StepState, now: float) -> None:
@@ -351,6 +351,8 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
         peer = run.peers.get(peer_id)
         if peer is not None:
             _charge_late_apply(run, step, closing, peer, now)
+            if shared and not over:
+                held_up.record_alone(run, peer, now)
         closing.remove_member(peer_id)
 
 
@@ -407,6 +409,17 @@ def _exclude_silent(
     found.awaited.difference_update(silent)
     for peer_id in silent:
         _charge_silent(run, step, found, peer_id, now)
+        _exclude_late(run, step, found, peer_id, now)
+
+
+def _exclude_late(
+    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+) -> None:
+    """Exclude a member that has not answered; at its cost alone where most of its stage have."""
+    peer = run.peers.get(peer_id)
+    if peer is not None and found.members.get(peer_id) in found.most_reported_at:
+        exclusions.exclude_alone(run, step, peer, now)
+    else:
         exclusions.exclude(run, step, peer_id, now)
 
 
@@ -451,7 +464,7 @@ def _abort_without(
         _charge_silent(run, step, late, peer, now)
     round_membership.abort(run, late, "it took too long", now)
     for peer in silent:
-        exclusions.exclude(run, step, peer, now)
+        _exclude_late(run, step, late, peer, now)
 
 
 def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -> None:

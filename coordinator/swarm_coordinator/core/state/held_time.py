@@ -44,6 +44,12 @@ PARTNER_SECONDS = 3600.0
 """Seconds for which the other end of a computation that was not finite, or of an average that
 failed, is remembered."""
 
+FIRST_REST_SECONDS = 60.0
+"""Refusal in seconds of a peer that has held up a second step alone within an hour, doubled with
+each further one; at least FIRST_REST_STEPS steps."""
+
+FIRST_REST_STEPS = 4
+
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
@@ -74,8 +80,9 @@ class HeldAccount:
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
     at_odds_with: dict[PeerId, float] = field(default_factory=dict)
-    """The other parties of averages that failed between the two, and when the latest one did; the
-    party itself where it kept steps from closing alone."""
+    """The other parties of averages that failed between the two, and when the latest one did."""
+    alone_at: tuple[float, ...] = ()
+    """When it held up a step alone that others could end without it, the last ones."""
     refused_until: float = -math.inf
     refused_because: str = ""
     ends_with_self_test: bool = False
@@ -101,6 +108,14 @@ class HeldAccount:
     def parties(self, now: float) -> set[PeerId]:
         """The parties of averages that failed within an hour."""
         return {other for other, at in self.at_odds_with.items() if now - at < PARTNER_SECONDS}
+
+    def record_alone(self, now: float) -> None:
+        """Remember a step that it held up alone."""
+        self.alone_at = (*self.alone_at[-MAX_DISPUTES:], now)
+
+    def times_alone(self, now: float) -> int:
+        """Number of steps within an hour that it held up alone."""
+        return sum(now - at < PARTNER_SECONDS for at in self.alone_at)
 
     def charge(self, since: float, until: float, most: float, now: float) -> float:
         """Charge an interval, without what was charged before; returns the seconds."""

@@ -152,6 +152,7 @@ class Tripwire:
 class Watched:
     def __init__(self, channel: MemoryChannel, wire: Tripwire) -> None:
         self.send, self.aclose, self.abort = channel.send, channel.aclose, channel.abort
+        self.route = channel.route
         self._channel, self._wire = channel, wire
 
     async def receive(self, max_bytes: int) -> memoryview:
@@ -282,6 +283,28 @@ def test_a_member_that_never_comes_is_named_after_the_join_limit() -> None:
     run_on_virtual_time(lambda: with_network(group.names, body))
     assert {failure.culprit for failure in group.failures.values()} == {C}
     assert 10 <= took[0] < 11
+
+
+@pytest.mark.parametrize(("late_seconds", "heard_from"), [(4, None), (6, A)])
+def test_a_member_that_was_about_to_report_the_same_reports_it_as_seen(
+    late_seconds: int, heard_from: PeerId | None
+) -> None:
+    """B has waited for C as well when A ends the round: for more than half of the limit or not."""
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async def member(name: PeerId, delay_seconds: int) -> None:
+            await anyio.sleep(delay_seconds)
+            await group.member(group.spec(name), carriers[name], stall_seconds=1, join_seconds=10)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member, A, 0)
+            tasks.start_soon(member, B, late_seconds)
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    assert {failure.culprit for failure in group.failures.values()} == {C}
+    assert group.failures[A].aborted_by is None
+    assert group.failures[B].aborted_by == heard_from
 
 
 def test_a_member_that_cannot_be_reached_fails_the_round_at_once(run: Any) -> None:

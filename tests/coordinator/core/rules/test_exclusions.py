@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Refused
 
 STAGE = ("a0", "b0", "c0", "d0", "e0", "f0")
 """Six owners; two of them are liars where a test says so."""
@@ -81,16 +84,57 @@ def test_it_is_remembered_so_that_later_steps_cost_one_attempt() -> None:
         excluded_after(bench, accuser, "f0")
     next_step(bench)
     assert excluded_after(bench, "d0", "f0") == {"f0"}
+
+
+def test_after_an_hour_it_is_forgotten() -> None:
+    bench = closing()
+    for accuser in ("a0", "b0", "c0"):
+        excluded_after(bench, accuser, "f0")
     next_step(bench)
     bench.tick(3600.0)
     assert excluded_after(bench, "d0", "f0") == set()
 
 
+def test_one_that_has_failed_two_steps_alone_pauses() -> None:
+    bench = closing()
+    for accuser in ("a0", "b0", "c0"):
+        excluded_after(bench, accuser, "f0")
+    next_step(bench)
+    excluded_after(bench, "d0", "f0")
+    bench.tick(0.25)
+    (refused,) = bench.sent("f0", Refused, bench.log)
+    assert refused.retry_seconds == 60.0
+    assert "f0" not in bench.run.peers
+
+
+def test_members_that_see_the_same_failure_exclude_the_absent_one_at_the_first_attempt() -> None:
+    """Each reports what it has seen itself, the later ones while the next attempt is awaited."""
+    bench = closing()
+    for observer in ("a0", "b0"):
+        bench.failed(observer, culprit="f0")
+        assert not bench.run.peers.excluded
+    bench.failed("c0", culprit="f0")
+    assert bench.run.peers.excluded == {"f0"}
+    step = bench.step()
+    assert step.close_not_before <= bench.now + ABORT_BACKOFF_SECONDS
+
+
+def test_an_exclusion_ends_the_pause_that_grows_with_failed_attempts() -> None:
+    bench = closing()
+    for accused in ("a0", "b0"):
+        excluded_after(bench, "f0", accused)
+    assert bench.step().close_not_before > bench.now + ABORT_BACKOFF_SECONDS
+    excluded_after(bench, "f0", "c0")
+    waits = bench.step().close_not_before - bench.now
+    assert waits <= max(ABORT_BACKOFF_SECONDS, bench.manifest.limits.receipt_interval_seconds)
+
+
 def test_liars_that_are_fewer_cannot_have_an_honest_member_blamed_alone() -> None:
     bench = closing()
-    for liar in (*LIARS, LIARS[0]):
+    for liar in (*LIARS, *LIARS):
         found = excluded_after(bench, liar, "a0")
-    assert found == {"a0", LIARS[0]}
+    assert found == set(LIARS), "all have passed no audit, and a0 is the one that came first"
+    assert not held_up.was_alone(bench.run, bench.run.peers[PeerId("a0")], bench.now)
 
 
 def test_what_a_member_has_heard_from_another_one_is_no_accusation_of_its_own() -> None:
@@ -116,8 +160,7 @@ def test_later_observations_of_a_failed_attempt_count_as_well() -> None:
     bench = closing()
     bench.failed("a0", culprit="f0")
     bench.failed("b0", culprit="f0")
-    bench.failed("c0", culprit="f0")
-    assert excluded_after(bench, "a0", "f0") == {"f0"}
+    assert excluded_after(bench, "c0", "f0") == {"f0"}
 
 
 def test_one_that_names_itself_sits_out_at_once_also_where_others_heard_of_it_first() -> None:
@@ -144,5 +187,6 @@ def test_of_two_owners_neither_is_most(accused: str) -> None:
     bench = Bench(stages=1)
     bench.join_all("a0", accused)
     to_close(bench)
-    for _ in range(2):
-        assert excluded_after(bench, "a0", accused) == set()
+    assert excluded_after(bench, "a0", accused) == set()
+    assert excluded_after(bench, "a0", accused) == {accused}, "it came later"
+    assert not held_up.was_alone(bench.run, bench.run.peers[PeerId(accused)], bench.now)

@@ -24,10 +24,9 @@ QUIET = AuditSettings(audit_share=0.0, probation_cells=3)
 def bench_of(*honest: str, crowd_owner: PeerId | None = ONE_OWNER, **options: Any) -> Bench:
     """Honest peers, each of an owner of its own, and a crowd in the first stage."""
     bench = Bench(audits=AuditBook(QUIET, lambda: 1.0), **options)
-    for peer in CROWD:
-        bench.sessions[peer] = 9
-        bench.join(peer, 0, owner=crowd_owner)
     bench.join_all(*honest)
+    for peer in CROWD:
+        bench.join(peer, 0, owner=crowd_owner)
     return bench
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
-from swarm_coordinator.core.rules.closing.exclusions import MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
@@ -267,7 +266,7 @@ def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
     bench.ready("y")
     assert stages_of(bench) == {"x": 0, "a1": 1, "y": 0}
     bench.fill()
-    for _ in range(MAX_FAILED_ATTEMPTS):
+    for _ in range(2):
         bench.tick(6.0)
         bench.failed("x", culprit=PeerId("y"))
     assert bench.run.peers.excluded == {"y"}

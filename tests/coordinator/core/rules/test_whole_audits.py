@@ -230,7 +230,8 @@ def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
     assert bench.run.phase is RunPhase.APPLYING
 
 
-def test_after_an_aborted_attempt_the_seed_is_known_and_another_one_is_drawn() -> None:
+def test_after_a_failed_attempt_the_cells_are_audited_again_under_a_seed_of_its_own() -> None:
+    """Else one liar could fail the first attempt, and another one put anything into the second."""
     numbers = iter(range(1, 10_000))
     book = AuditBook(WHOLE, lambda: next(numbers) / 10_000)
     bench = Bench(audits=book, stages=1, check_sums=True)
@@ -240,10 +241,29 @@ def test_after_an_aborted_attempt_the_seed_is_known_and_another_one_is_drawn() -
     bench.average_all()
     first = bench.sent("a0", SumCheck)[0].seed
     bench.failed("b0")
-    bench.tick(5.0)
+    bench.tick(1.0)
+    again = orders(bench)[2:]
+    assert {order.microbatch for _, order in again} == {0, 1}
+    (seed,) = {order.seed for _, order in again}
+    assert seed != first
+    answer_all(bench, since=2)
+    bench.tick(0.25)
     close(bench, part=14)
-    assert bench.sent("a0", SumCheck, bench.log)[-1].seed != first
-    assert bench.run.phase is RunPhase.APPLYING, "the audits were made under the old one"
+    assert bench.sent("a0", SumCheck, bench.log)[-1].seed == seed
+    assert bench.run.phase is RunPhase.COLLECT, "the sum is contested"
+
+
+def test_after_a_failed_attempt_an_honest_member_closes_the_step() -> None:
+    bench = filled()
+    answer_all(bench)
+    bench.average_all()
+    bench.failed("b0")
+    bench.tick(1.0)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+    assert lost(bench) == []
 
 
 # ---- whole swarms

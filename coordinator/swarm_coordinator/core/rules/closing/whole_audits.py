@@ -3,7 +3,9 @@
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
 their first cell (`swarm_coordinator.core.rules.verdicts`). Where one auditor's digests contradict
 the member, either may have lied: the round is aborted, and other owners audit the same cells until
-as many as decide an audit have stated the same.
+as many as decide an audit have stated the same. Every further attempt to close needs audits under a
+seed of its own: otherwise one liar could fail the first attempt, and another one put anything into
+the second.
 """
 
 from __future__ import annotations
@@ -81,6 +83,23 @@ def _stated_of(
 
 def _put_in(statement: SumStatement, parts: int) -> Sums:
     return tuple(from_text(one.part) for one in statement.checks[:parts])
+
+
+def renew(run: RunState, step: StepState, now: float) -> bool:
+    """Audit the members anew whose seed a failed attempt has revealed; whether there were any."""
+    if run.phase is not RunPhase.COLLECT:
+        return False
+    renewed = False
+    for member, whole in list(step.audits.whole.items()):
+        stage = member[1]
+        if whole.attempt is None or whole.contest is not None or run.steps.round_of(stage):
+            continue
+        fresh = step.audits.whole[member] = WholeAudit(verdicts.seed_of(run, step, stage))
+        for microbatch in _cells_of(step.table, member):
+            cell = (microbatch, stage)
+            if cell not in step.audits.open or not step.audits.open[cell].votes:
+                renewed = verdicts.open_audit(run, step, cell, now, fresh.seed) or renewed
+    return renewed
 
 
 # ---------------------------------------------------------------- contests
