@@ -29,8 +29,8 @@ from swarm_shared.protocol import Refused
 FREE_SECONDS = 1.0
 """Seconds by which a peer may be later than most others at no charge, at least."""
 
-FREE_PACE_SHARE = 0.5
-"""Part of the step's duration by which a peer may be later than most others at no charge."""
+PACE_SHARE = 0.5
+"""Part of the step's duration for which others wait at least, and at no charge."""
 
 SHORTEST_WAIT_SECONDS = 5.0
 """Seconds that the last members have after most others, at least: home machines stall that long."""
@@ -50,12 +50,12 @@ MIN_PARTNERS = 3
 
 def free_until(step: StepState, began_at: float, most_at: float) -> float:
     """Until when the answer to an order costs nothing, if most others took until `most_at`."""
-    return most_at + max(FREE_SECONDS, most_at - began_at, FREE_PACE_SHARE * pace(step))
+    return most_at + max(FREE_SECONDS, most_at - began_at, PACE_SHARE * pace(step))
 
 
 def deadline(run: RunState, step: StepState, began_at: float, most_at: float) -> float:
     """Until when the run waits for an answer, if most others took until `most_at`."""
-    wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), pace(step))
+    wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), PACE_SHARE * pace(step))
     return min(most_at + wait, began_at + run.manifest.limits.lease_seconds)
 
 
