@@ -6,8 +6,8 @@ Real programs over loopback: HONEST volunteers a stage, and beside them LIARS mo
 the kinds of `kits.attack.strangers`, every cell audited. A liar stays until it has lost an audit,
 or for STAY_STEPS steps; then the next kind takes its place with a new identity, so that a third of
 the members are liars at any time. All computations are paced to a time that two cores of a small
-machine can keep. The honest members alone train the same run with the same settings, for fewer steps. Both must end
-with the held-out loss and the parameters of one process, to the bit. Writes
+machine can keep. The honest members alone train the same run with the same settings, for fewer
+steps. Both must end with the held-out loss and the parameters of one process, to the bit. Writes
 benchmarks/results/strangers.json.
 """
 
@@ -239,7 +239,8 @@ def main(steps: int, out: Path) -> None:
     document = {
         **result_head(PACKAGES), "load_average": os.getloadavg(), "stages": STAGES,
         "honest_per_stage": HONEST, "liars_per_stage": LIARS, "stay_steps": STAY_STEPS,
-        "forward_seconds": FORWARD_SECONDS, "microbatches": MICROBATCHES, "alone": honest, "among_liars": mixed,
+        "forward_seconds": FORWARD_SECONDS, "microbatches": MICROBATCHES,
+        "alone": honest, "among_liars": mixed,
     }  # fmt: skip
     write_result(out, document)
     click.echo(f"\n{strangers_markdown(document)}\n\nwritten to {out}")

@@ -27,9 +27,9 @@ def strangers_markdown(document: Mapping[str, Any]) -> str:
         f"{document['liars_per_stage']} beside {document['honest_per_stage']} honest members in "
         f"each of {document['stages']} stages at any time; each stays until it has lost an audit, "
         f"or for {document['stay_steps']} steps. Honest members that lost an audit: "
-        f"{len(among['wrongly_lost'])}. {document['microbatches']} microbatches a step, forward passes paced to "
-        f"{document['forward_seconds']} s, "
-        f"every cell audited, {document['measured_at'][:10]}."
+        f"{len(among['wrongly_lost'])}. {document['microbatches']} microbatches a step, forward "
+        f"passes paced to {document['forward_seconds']} s, every cell audited, "
+        f"{document['measured_at'][:10]}."
     )
     columns = ("", "steps", "tokens/s", "over honest alone", "held-out loss", "one process's bits")
     sides = markdown_table(columns, "lrrrrl", rows)
