@@ -81,9 +81,8 @@ class Options:
     """Whether averages are exact, and checked."""
     alike: bool = False
     """Whether all machines compute alike, to the bit, although cells are audited."""
-    sum_lie: SumLie = SumLie.NONE
-    sum_liars: int = 0
-    """Number of peers that lie so in averages."""
+    sum_lies: tuple[SumLie, ...] = ()
+    """What the first peers do in averages."""
     moves: Moves = Moves.NONE
     """If set, peers differ in speed, some cannot hold two stages, and every gain is worth a
     move."""

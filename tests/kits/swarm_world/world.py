@@ -489,8 +489,8 @@ class World:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"), memory_bytes, speed)
         peer.machine = self.rng.choice([0, 0, 1]) if self._differ else 0
         peer.lies = len(self.peers) < self.options.liars
-        if len(self.peers) < self.options.sum_liars:
-            peer.sum_lie = self.options.sum_lie
+        if len(self.peers) < len(self.options.sum_lies):
+            peer.sum_lie = self.options.sum_lies[len(self.peers)]
         self.peers[peer.id] = peer
         peer.start()
         return peer

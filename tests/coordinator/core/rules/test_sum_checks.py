@@ -405,7 +405,7 @@ def test_no_liar_changes_a_sum_and_no_honest_peer_is_expelled(lie: SumLie, stage
         world = run_to_the_end(
             Options(
                 stages=stages, peers=4 * stages, microbatches=4, steps=4, starting=3,
-                check_sums=True, sum_lie=lie, sum_liars=1, tied=bool(seed % 2),
+                check_sums=True, sum_lies=(lie,), tied=bool(seed % 2),
                 staleness=seed // 2,
             ),
             seed,
@@ -415,9 +415,7 @@ def test_no_liar_changes_a_sum_and_no_honest_peer_is_expelled(lie: SumLie, stage
 
 
 def test_without_the_check_a_changed_sum_is_applied_and_the_world_notices() -> None:
-    options = Options(
-        stages=1, peers=4, steps=2, starting=3, sum_lie=SumLie.CHANGES_SUM, sum_liars=1
-    )
+    options = Options(stages=1, peers=4, steps=2, starting=3, sum_lies=(SumLie.CHANGES_SUM,))
     with pytest.raises(Violation, match="sums up"):
         run_to_the_end(options, 0)
 
@@ -428,8 +426,8 @@ def test_without_the_check_a_changed_sum_is_applied_and_the_world_notices() -> N
 def test_what_the_statements_show_expels_the_liar(lie: SumLie) -> None:
     for seed in range(3):
         options = Options(
-            stages=1, peers=4, microbatches=8, steps=4, starting=3, check_sums=True, sum_lie=lie,
-            sum_liars=1,
+            stages=1, peers=4, microbatches=8, steps=4, starting=3, check_sums=True,
+            sum_lies=(lie,),
         )  # fmt: skip
         assert lies_of(run_to_the_end(options, seed)) == {"peer0"}
 

@@ -272,7 +272,7 @@ def test_after_a_failed_attempt_an_honest_member_closes_the_step() -> None:
 def audited_world(lie: SumLie, seed: int, stages: int = 1, **changes: Any) -> World:
     values: dict[str, Any] = {
         "stages": stages, "peers": 4 * stages, "microbatches": 4, "steps": 4, "starting": 3,
-        "check_sums": True, "audit_share": 2.0, "alike": True, "sum_lie": lie, "sum_liars": 1,
+        "check_sums": True, "audit_share": 2.0, "alike": True, "sum_lies": (lie,),
         "tied": bool(seed % 2), "staleness": seed // 2 % 2,
     }  # fmt: skip
     return run_to_the_end(Options(**{**values, **changes}), seed)
@@ -300,6 +300,16 @@ def test_honest_swarms_that_are_audited_whole_lose_nothing() -> None:
         world = audited_world(SumLie.NONE, seed, 2)
         assert lies_of(world) == set()
         assert world.counts["abort"] == 0
+
+
+def test_a_member_cannot_add_to_its_sum_behind_an_attempt_that_another_liar_has_failed() -> None:
+    lies = (SumLie.ADDS, SumLie.EQUIVOCATES)
+    aborts = 0
+    for seed in range(6):
+        world = audited_world(SumLie.NONE, seed, peers=6, starting=5, sum_lies=lies)
+        assert lies_of(world) <= {"peer0", "peer1"}
+        aborts += world.counts["abort"]
+    assert aborts > 0
 
 
 def test_unlike_machines_make_no_liar() -> None:
