@@ -93,10 +93,11 @@ def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) 
         run.held_time.change(_keys(peer)[-1], now).record_at_odds(_keys(against)[-1], now)
 
 
-def are_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> bool:
-    """Whether an average has failed between the owners of two peers within an hour."""
+def at_odds_since(run: RunState, one: PeerState, other: PeerState, now: float) -> float | None:
+    """When an average has last failed between the owners of two peers, within an hour."""
     account = run.held_time.accounts.get(_keys(one)[-1])
-    return account is not None and _keys(other)[-1] in account.parties(now)
+    key = _keys(other)[-1]
+    return account.at_odds_with[key] if account and key in account.parties(now) else None
 
 
 def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
@@ -114,14 +115,16 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     return len(others) > 1 and 2 * len(found) > len(others)
 
 
-def record_alone(run: RunState, peer: PeerState, now: float) -> None:
+def record_alone(
+    run: RunState, peer: PeerState, now: float, *, rests_at_once: bool = False
+) -> None:
     """Remember that a peer has held up a step alone, which the others can end without it.
 
     Once an hour is an accident; from the second time on it is refused for a while.
     """
     account = run.held_time.change(peer.peer, now)
     account.record_alone(now)
-    if account.times_alone(now) > 1:
+    if rests_at_once or account.times_alone(now) > 1:
         run.held_time.refusals_due.add(peer.peer)
 
 
@@ -136,10 +139,10 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
     if account.held.at(now) >= REFUSED_AT_SECONDS:
         return REFUSED_FOR_SECONDS
     step, times = run.steps.current, account.times_alone(now)
-    if times < 2:
+    if not times:
         return 0.0
     first = max(FIRST_REST_SECONDS, FIRST_REST_STEPS * pace(step) if step is not None else 0.0)
-    return min(REFUSED_FOR_SECONDS, first * 2.0 ** (times - 2))
+    return min(REFUSED_FOR_SECONDS, first * 2.0 ** max(0, times - 2))
 
 
 def _keys(peer: PeerState) -> tuple[PeerId, ...]:
@@ -174,6 +177,15 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
         ):
             return True
     return False
+
+
+def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
+    """Whether averages have failed between a peer and a holder of a stage, within an hour."""
+    return any(
+        at_odds_since(run, peer, holder, now) is not None
+        for holder in run.peers.at(stage)
+        if holder is not peer
+    )
 
 
 def store_changed(run: RunState, now: float) -> None:

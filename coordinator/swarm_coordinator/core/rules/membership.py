@@ -188,6 +188,7 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         )  # fmt: skip
         return
     open_rows = [row for row in rows if not is_full(run, row.stage)]
+    open_rows = _without_adversaries(run, peer, open_rows, now) or open_rows
     if not open_rows:
         reason = "every stage has as many peers as can average together; try again later"
         held_up.refuse_for_now(run, peer.peer, reason)
@@ -209,6 +210,18 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
     else:
         reason = f"stage {request.stage} was taken meanwhile; stage {stage} needs a peer more"
     assign(run, peer, stage, reason, now)
+
+
+def _without_adversaries(
+    run: RunState, peer: PeerState, rows: Sequence[StageRow], now: float
+) -> list[StageRow]:
+    """Stages that fit and have no peer with which an average of this one has failed."""
+    return [
+        row
+        for row in rows
+        if row.memory_bytes <= peer.profile.memory_bytes
+        and not held_up.is_at_odds_in(run, peer, row.stage, now)
+    ]
 
 
 def stage_limit(run: RunState, stage: StageIndex) -> int:

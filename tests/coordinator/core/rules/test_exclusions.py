@@ -9,8 +9,8 @@ from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import PeerId
-from swarm_shared.protocol import Refused
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Refused, StageRequest
 
 STAGE = ("a0", "b0", "c0", "d0", "e0", "f0")
 """Six owners; two of them are liars where a test says so."""
@@ -180,6 +180,26 @@ def test_one_that_failed_alone_in_an_earlier_step_sits_out_at_its_first_failure(
     assert excluded_after(bench, "f0", None) == {"f0"}
     next_step(bench)
     assert excluded_after(bench, "f0", "f0") == {"f0"}
+
+
+def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhere() -> None:
+    """Which of two is at fault nothing shows; in another stage it does no harm to be wrong."""
+    bench = Bench(stages=2)
+    bench.join_all(*STAGE, "a1", "b1")
+    to_close(bench)
+    for _ in range(2):
+        excluded_after(bench, "a0", "f0")
+    assert bench.run.peers.excluded == {"f0"}
+    next_step(bench)
+    assert not bench.sent("f0", Refused, bench.log)
+    assert excluded_after(bench, "a0", "f0") == {"f0"}
+    bench.tick(0.25)
+    (refused,) = bench.sent("f0", Refused, bench.log)
+    assert refused.retry_seconds == 60.0
+    bench.tick(61.0)
+    bench.attach("f0")
+    bench.send("f0", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("f0")].stage == 1
 
 
 @pytest.mark.parametrize("accused", ["b0", "c0"])

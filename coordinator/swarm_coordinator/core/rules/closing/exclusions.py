@@ -25,19 +25,23 @@ def count_failure(
 
     One that is at odds with most owners of its stage sits the step out at once; so does a peer that
     failed alone in an earlier step. Of two others that failed together before, neither is at fault
-    for sure: the one whose owner has passed fewer audits sits the step out. With `at_once` at the
-    first attempt: one of the two has lied, or a peer has named itself.
+    for sure: the one whose owner has passed fewer audits sits the step out, and rests if they
+    failed together in an earlier step. With `at_once` at the first attempt: one of the two has
+    lied, or a peer has named itself.
     """
     if len(parties) == 1:
         _count_alone(run, step, parties[0], now, at_once=at_once)
         return
     one, other = parties
-    again = held_up.are_at_odds(run, one, other, now)
+    since = held_up.at_odds_since(run, one, other, now)
     if observe(run, step, one, other, now):
         return
     spent = [peer for peer in parties if held_up.is_spent(run, peer, now)]
-    for peer in sorted(parties if at_once or again else spent, key=lambda p: _rank(run, p)):
+    at_limit = parties if at_once or since is not None else spent
+    for peer in sorted(at_limit, key=lambda p: _rank(run, p)):
         if exclude(run, step, peer.peer, now):
+            if since is not None and since < step.previous_applied_at:
+                held_up.record_alone(run, peer, now, rests_at_once=True)
             return
 
 
