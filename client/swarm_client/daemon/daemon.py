@@ -221,7 +221,7 @@ class Daemon:
                 raise
             self._failed(join, expected)
         finally:
-            if self.device_group is not None:
+            if self.device_group is not None and self._contribution.steps:
                 self.event(str(self._contribution))
             self.device_group, self._participation_scope, self._handing_over = None, None, False
             self.governor = None
@@ -452,7 +452,7 @@ class Daemon:
 
     def _switch_to(self, join: JoinArguments) -> None:
         """Leave the current run in order, then join this one."""
-        self.failure = None
+        self.failure, self._stopped = None, StopCause(SuspendReason.NO_RUN)
         self._end_participation()
         self._target = join
         self._wake()

@@ -336,6 +336,9 @@ class Welcome(FrozenModel):
     """What the client already holds is current: it needs no new stage."""
     site: Site = ""
     """The client's own, to compare with those of roster records."""
+    finished: bool = False
+    """The run has finished: a Goodbye follows, and the certificate lets the client fetch the model
+    from the coordinator."""
     heartbeat_seconds: Annotated[Seconds, Field(gt=0, le=3600)] | None = None
     """Interval of heartbeats where it is longer than the manifest's."""
 
