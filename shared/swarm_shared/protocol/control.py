@@ -56,8 +56,11 @@ from swarm_shared.protocol.common import (
     Reduction,
     StageRow,
 )
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS, VersionRange
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
+"""The same in all versions (`swarm_shared.protocol.versions`): a client of any of them is answered
+by a coordinator of any other."""
 
 MAX_LINKS = 4096
 """Most links that one peer reports and that the coordinator stores for it."""
@@ -72,6 +75,8 @@ class Hello(FrozenModel):
     kind: Literal["hello"] = "hello"
     run: RunId
     software: SoftwareVersion
+    protocols: VersionRange = PROTOCOL_VERSIONS
+    """Versions that the client understands."""
     token: Token | None = None
     name: DisplayName | None = None
     team: DisplayName | None = None

@@ -55,6 +55,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
 from swarm_shared.protocol import Goodbye, Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.protocol.versions import VersionRange
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
 
@@ -137,14 +138,25 @@ async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path)
         for changes, code, reason in (
             ({"token": "wrong"}, "admission", "token is not the right one"),
             ({"token": None}, "admission", "the invite carries no token"),
-            ({"software": "0.9.0"}, "version", "needs swarmtrain 0.1.0"),
+            (
+                {"protocols": VersionRange(oldest=0, newest=0), "software": "0.0.9"},
+                "version",
+                "(swarmtrain 0.0.9) version 0: update swarmtrain on this machine",
+            ),
+            (
+                {"protocols": VersionRange(oldest=2, newest=3), "software": "0.9.0"},
+                "version",
+                "(swarmtrain 0.9.0) versions 2 to 3: install swarmtrain 0.1.0 on this machine, or "
+                "ask the organiser to update",
+            ),
             ({"run": "cd" * 32}, "admission", "not cdcdcdcdcdcd"),
         ):
             answer = await welcomed(run.invite, **changes)
             assert isinstance(answer, Refused)
             assert answer.code == code
             assert reason in answer.reason
-        assert isinstance(await welcomed(run.invite), Welcome)
+        wider = VersionRange(oldest=0, newest=9)
+        assert isinstance(await welcomed(run.invite, protocols=wider), Welcome)
 
 
 async def test_the_first_message_must_be_hello(folder: RunFolder) -> None:
