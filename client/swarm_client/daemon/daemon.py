@@ -251,9 +251,13 @@ class Daemon:
     # ---- signals
 
     async def _take_signals(self) -> None:
+        leaving_at_once = False
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
+                if leaving_at_once:
+                    continue  # received, so that none ends the process before its workers
                 if self._handing_over or not self._can_hand_over():
+                    leaving_at_once = True
                     self.event("leaving at once")
                     self._notifier.stopping(ENDING_SECONDS)
                     self._ending, self._target = True, None
