@@ -199,7 +199,7 @@ def _serve(
     manifest = _follow_settings(folder, settings, manifest, restored)
     over = restored is not None and _is_finished(restored, manifest)
     if restored is not None and over:
-        _print_finished(folder, restored)
+        _print_finished(folder, restored, elsewhere=checkpoint is None)
         if standby:  # it has finished while this one stood by
             return True
     identity = load_identity(folder)
@@ -284,13 +284,16 @@ def _is_finished(restored: Restored, manifest: Manifest) -> bool:
     return restored.finished and restored.version >= manifest.training.steps
 
 
-def _print_finished(folder: RunFolder, restored: Restored) -> None:
+def _print_finished(folder: RunFolder, restored: Restored, *, elsewhere: bool = False) -> None:
+    """Print that the run is over, and where the model is. `elsewhere`: a standby's folder does not
+    have it."""
     heldout = restored.heldout_loss
     loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
-    click.echo(
-        f"the run has finished after {restored.version} steps{loss}; the model is in "
-        f"{folder.checkpoints}, as safetensors files"
-    )
+    ended = f"the run has finished after {restored.version} steps{loss}"
+    if elsewhere:
+        click.echo(f"{ended}; the model is on the machine whose coordinator finished it")
+        return
+    click.echo(f"{ended}; the model is in {folder.checkpoints}, as safetensors files")
     if not load_manifest(folder).model.bottlenecks:
         command = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
         click.echo(f"export the model with: {command}")

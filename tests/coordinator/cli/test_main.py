@@ -304,6 +304,7 @@ def test_a_finished_run_says_so_and_what_can_be_done_until_it_is_stopped(
     folder: RunFolder,
 ) -> None:
     finish(folder)
+    write(folder, store_checkpoint(folder, 4))
     started = Started(folder)
     started.until("serving the model to members at /ip4/127.0.0.1/tcp/")
     assert started.lines[0] == (
