@@ -94,7 +94,7 @@ from swarm_coordinator.core.state.utilisation import UtilisationStats
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
 from swarm_coordinator.core.trust.classes import restored_classes
 from swarm_coordinator.core.trust.standing import restored_standings
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
     Applied,
@@ -113,6 +113,7 @@ from swarm_shared.protocol import (
     SnapshotReady,
     StageRequest,
     SyncFailed,
+    Welcome,
 )
 from swarm_shared.run.manifest import Manifest
 
@@ -248,7 +249,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             release(run, older, Release.MEMBERSHIP, now)
             step_close.advance_close(run, now)
         if run.phase is RunPhase.FINISHED:
-            membership.attach_after_end(run, event)
+            _attach_after_end(run, event)
         else:
             membership.attach(run, event, now)
     elif isinstance(event, CheckpointStored):
@@ -480,9 +481,28 @@ def _finish(run: RunState) -> None:
         run.note("the run reached its last step, but its last checkpoint could not be stored")
     enter_phase(run, RunPhase.FINISHED)
     for peer in run.peers.values():
-        membership.say_run_is_over(run, peer.peer)
+        _say_run_is_over(run, peer.peer)
     run.peers.clear()
     run.commands.append(ShutDown())
+
+
+def _attach_after_end(run: RunState, event: PeerAttached) -> None:
+    """Answer a client that attaches to a finished run: it is admitted, so that it can fetch the
+    model, and its session ends."""
+    run.send(
+        event.peer,
+        Welcome(
+            generation=Generation(run.start.generation), certificate=event.certificate,
+            manifest=run.start.manifest_envelope, stages=run.peers.stage_rows(), finished=True,
+        ),
+    )  # fmt: skip
+    _say_run_is_over(run, event.peer)
+
+
+def _say_run_is_over(run: RunState, peer: PeerId) -> None:
+    reason = f"the run has finished after {run.history.version} steps; nothing is left to compute"
+    run.send(peer, Goodbye(finished=True, reason=reason))
+    run.commands.append(CloseSession(peer, "the run has finished"))
 
 
 def _stop(run: RunState, requested_at: float, now: float) -> None:

@@ -26,7 +26,7 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.types import Generation, PeerId, StageIndex, Version
+from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.protocol import Apply, Goodbye, Hello, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
@@ -93,29 +93,6 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
                 microbatches.commit(run, receipt, now)
     else:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
-
-
-def attach_after_end(run: RunState, event: PeerAttached) -> None:
-    """Answer a client that attaches to a finished run: it is admitted, so that it can fetch the
-    model, and its session ends."""
-    run.send(
-        event.peer,
-        Welcome(
-            generation=Generation(run.start.generation),
-            certificate=event.certificate,
-            manifest=run.start.manifest_envelope,
-            stages=run.peers.stage_rows(),
-            finished=True,
-        ),
-    )
-    say_run_is_over(run, event.peer)
-
-
-def say_run_is_over(run: RunState, peer: PeerId) -> None:
-    """End a peer's session because the run has finished."""
-    reason = f"the run has finished after {run.history.version} steps; nothing is left to compute"
-    run.send(peer, Goodbye(finished=True, reason=reason))
-    run.commands.append(CloseSession(peer, "the run has finished"))
 
 
 def _is_current(run: RunState, event: PeerAttached, stage: StageIndex) -> bool:
