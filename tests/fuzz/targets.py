@@ -48,6 +48,7 @@ from swarm_shared.base.errors import (
     NetworkError,
     ProtocolError,
     SwarmError,
+    VersionError,
 )
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import Transcript
@@ -82,6 +83,7 @@ from swarm_shared.network.libp2p.yamux_frames import control_frame
 from swarm_shared.network.nat.circuit import HopMessage, StopMessage, read_message
 from swarm_shared.protocol import doctor
 from swarm_shared.protocol.framing import PREFIX_BYTES, FrameDecoder, FrameLimits, encode_frame
+from swarm_shared.protocol.versions import VersionRange, check_versions, version_refusal
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, GRADIENT_CODECS, encoded_bytes
 from swarm_shared.run.model_config import ComputeDtype
 
@@ -429,6 +431,13 @@ def json_target(adapter: TypeAdapter[Any], *said: FrozenModel) -> Target:
     return Target(partial(parse_message, adapter), encoded(*said), (FrameError,), JSON_WORDS)
 
 
+def read_versions(data: bytes) -> None:
+    """What both sides read of a message of any version."""
+    refusal = version_refusal(data)
+    assert refusal is None or len(str(refusal)) <= 500
+    check_versions(data)
+
+
 TARGETS: dict[str, Target] = {
     "frames": Target(
         decode_frames,
@@ -448,6 +457,18 @@ TARGETS: dict[str, Target] = {
         protocol.Roster(serial=1, peers=(RECORD,), revoked=(PEER.peer_id,)),
         protocol.Apply(step=1, attempt=1, global_norm=1.0, learning_rate=1e-3),
         protocol.Refused(code="admission", reason="no"),
+    ),
+    "hello_versions": Target(
+        read_versions,
+        encoded(
+            protocol.Hello(
+                run=RUN, software="9", protocols=VersionRange(oldest=1, newest=9),
+                addresses=(ADDRESS,), device="cpu", memory_bytes=1,
+            ),
+            protocol.Refused(code="version", reason="update"),
+        ),
+        (VersionError,),
+        JSON_WORDS,
     ),
     "stage_requests": json_target(
         protocol.stage_requests,

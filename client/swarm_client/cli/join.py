@@ -120,10 +120,12 @@ def join(
     elif detach:
         _start_detached(place)
         try:
-            join_through_daemon(place, arguments)
+            joined = join_through_daemon(place, arguments)
         except SwarmError:
             _shut_down(place)
             raise
+        if not joined:
+            _shut_down(place)
     else:
         _in_foreground(home, arguments)
 
@@ -157,11 +159,12 @@ def daemon(home: Path | None, idle: bool) -> None:
     trio.run(run_daemon, DaemonOptions(home, resume=not idle), print_event, notifier)
 
 
-def join_through_daemon(place: Home, arguments: JoinArguments) -> None:
-    """Have a running daemon join, and report until it is attached or has failed."""
+def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
+    """Have a running daemon join, and report until it is attached or has failed; False if the run
+    has finished."""
     from swarm_client.control.client import ask, stream
     from swarm_client.control.messages import ErrorReport, error_from_report
-    from swarm_client.control.status_document import LogLine, Status
+    from swarm_client.control.status_document import LogLine, Status, SuspendReason
     from swarm_shared.identity.invite import Invite
 
     run = str(Invite.decode(arguments.invite).run_id)
@@ -179,10 +182,12 @@ def join_through_daemon(place: Home, arguments: JoinArguments) -> None:
         status = Status.model_validate(document)
         if status.run is not None and status.run.id == run and status.run.coordinator_attached:
             click.echo(f"{status.state.value}; `swarm-client status` shows the progress")
-            return
+            return True
+        if status.reason is SuspendReason.RUN_FINISHED:
+            return False
         if time.monotonic() > deadline:
             click.echo("the run has not answered yet; the daemon keeps trying", err=True)
-            return
+            return True
     raise DaemonError(f"the daemon has ended; its log is in {place.log_folder}")
 
 
@@ -235,7 +240,8 @@ def _raise_as(code: int, sentence: str) -> None:
 
 
 def _shut_down(place: Home) -> None:
-    """Shut down a daemon that was started for a run that does not admit this peer."""
+    """Shut down a daemon that was started for a run that has finished or does not admit this
+    peer."""
     from swarm_client.control.client import ask
 
     try:

@@ -63,10 +63,11 @@ def _run_text(run: RunView) -> str:
 def _device_text(device: DeviceView) -> str:
     if device.stage is None:
         return f"{device.label}: {device.phase}"
-    return (
-        f"{device.label}: stage {device.stage}, {device.phase}, "
-        f"{device.microbatches_per_second:.2f} microbatches/s, {device.queued} in flight"
-    )
+    text = f"{device.label}: stage {device.stage}, {device.phase}"
+    if device.phase == "downloading":
+        return text  # the sentence has its progress
+    text += f", {device.microbatches_per_second:.2f} microbatches/s, {device.queued} in flight"
+    return "; ".join([text, *(f"downloading {one}" for one in device.downloads)])
 
 
 def contribution_text(given: ContributionView) -> str:

@@ -55,6 +55,8 @@ class StatusFacts:
     """The stage that is held."""
     working: bool = False
     """Whether something was computed or averaged a moment ago."""
+    downloads: tuple[str, ...] = ()
+    """Downloads in progress, with how far they are."""
     waiting_for: str = ""
     """What the run waits for, as the coordinator reports it."""
     away: str = ""
@@ -86,15 +88,16 @@ def describe(facts: StatusFacts, now: float) -> StateDescription:
     if not facts.attached:
         return StateDescription(DaemonState.SYNCING, f"connecting to the run's coordinator{away}")
     if facts.stage is None and facts.loading_stage is not None:
-        return StateDescription(
-            DaemonState.SYNCING, f"downloading stage {facts.loading_stage}{away}"
-        )
+        loading = _downloading(facts) or f"loading stage {facts.loading_stage}"
+        return StateDescription(DaemonState.SYNCING, f"{loading}{away}")
     if facts.stage is None:
-        return StateDescription(
-            DaemonState.SYNCING, f"joining: downloading data and waiting for a stage{away}"
-        )
+        return StateDescription(DaemonState.SYNCING, f"joining: waiting for a stage{away}")
     if facts.working:
         return StateDescription(DaemonState.CONTRIBUTING, f"computing stage {facts.stage}")
+    if facts.downloads:
+        return StateDescription(
+            DaemonState.QUEUED, f"holding stage {facts.stage}; {_downloading(facts)}"
+        )
     if facts.waiting_for:
         return StateDescription(
             DaemonState.QUEUED,
@@ -103,6 +106,10 @@ def describe(facts: StatusFacts, now: float) -> StateDescription:
     return StateDescription(
         DaemonState.QUEUED, f"holding stage {facts.stage}, with nothing to compute at the moment"
     )
+
+
+def _downloading(facts: StatusFacts) -> str:
+    return f"downloading {'; '.join(facts.downloads)}" if facts.downloads else ""
 
 
 _STATE_PRECEDENCE = (

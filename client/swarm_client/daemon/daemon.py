@@ -221,7 +221,7 @@ class Daemon:
                 raise
             self._failed(join, expected)
         finally:
-            if self.device_group is not None:
+            if self.device_group is not None and self._contribution.steps:
                 self.event(str(self._contribution))
             self.device_group, self._participation_scope, self._handing_over = None, None, False
             self.governor = None
@@ -251,9 +251,13 @@ class Daemon:
     # ---- signals
 
     async def _take_signals(self) -> None:
+        leaving_at_once = False
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
+                if leaving_at_once:
+                    continue  # received, so that none ends the process before its workers
                 if self._handing_over or not self._can_hand_over():
+                    leaving_at_once = True
                     self.event("leaving at once")
                     self._notifier.stopping(ENDING_SECONDS)
                     self._ending, self._target = True, None
@@ -452,7 +456,7 @@ class Daemon:
 
     def _switch_to(self, join: JoinArguments) -> None:
         """Leave the current run in order, then join this one."""
-        self.failure = None
+        self.failure, self._stopped = None, StopCause(SuspendReason.NO_RUN)
         self._end_participation()
         self._target = join
         self._wake()

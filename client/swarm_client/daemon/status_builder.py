@@ -17,6 +17,7 @@ from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
     AuditsView,
     DeviceView,
+    DownloadView,
     InterruptionView,
     KnownRun,
     LeaderboardRow,
@@ -180,6 +181,7 @@ class StatusBuilder:
             loading_stage=volunteer.loading_stage,
             stage=None if holding is None else holding.stage,
             working=self._is_working(volunteer, facts.moment),
+            downloads=tuple(str(download) for download in volunteer.downloads),
             waiting_for="" if volunteer.news is None else volunteer.news.waiting_for,
             away=interruption.sentence if interruption is not None and recent else "",
         )
@@ -281,11 +283,19 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
         volunteer.holding,
         volunteer.loading_stage,
     )
+    downloads = tuple(
+        DownloadView(
+            what=one.what, received_bytes=one.received_bytes, total_bytes=one.total_bytes,
+            bytes_per_second=one.bytes_per_second,
+        )
+        for one in volunteer.downloads
+    )  # fmt: skip
     view = DeviceView(
         id=device.id, label=device.label, memory_bytes=device.memory_bytes,
         peer=volunteer.node.peer_id, state=described.state, reason=described.reason,
         sentence=described.sentence, until=described.until,
-        stage=loading_stage, phase="idle" if loading_stage is None else "downloading",
+        stage=loading_stage, downloads=downloads,
+        phase="idle" if loading_stage is None else "downloading" if downloads else "loading",
     )  # fmt: skip
     if holding is None:
         return view

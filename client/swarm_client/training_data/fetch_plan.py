@@ -43,6 +43,11 @@ class LeafQueue:
         """Leaves that wait to be taken."""
         return len(self._queued)
 
+    @property
+    def outstanding(self) -> int:
+        """Leaves that are wanted and have not arrived."""
+        return len(self._queued) + len(self._taken)
+
     def want(self, leaf: LeafId, need: Need) -> None:
         """Queue a leaf, or move it up if it is queued as less urgent."""
         known = self._queued.get(leaf)

@@ -26,9 +26,11 @@ from swarm_shared.base.errors import (
     ProtocolError,
     StorageError,
 )
+from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, check_leaf
 from swarm_shared.network import Node
 from swarm_shared.protocol import MAX_LEAVES_ASKED, TransferHello
+from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
 from swarm_shared.transfer.leaf_transfer import FetchedLeaf, LeafStream
 from swarm_shared.transfer.source import TransferSource
 
@@ -42,6 +44,8 @@ WORKERS = 4
 PATIENCE_SECONDS = 60.0
 """Seconds that a microbatch waits for its data before it goes back to the coordinator: half of the
 default time of a lease."""
+SHOWN_AFTER_SECONDS = 2.0
+"""Seconds of waiting after which a download is shown; most take milliseconds."""
 IDLE_SECONDS = 30.0
 """Seconds without work after which a stream to the coordinator is closed."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
@@ -74,6 +78,7 @@ class LeafFetcher:
         cache: LeafCache,
         claim_disk: Callable[[int], None],
         mirrors: Mirrors,
+        report: Callable[[str], None],
     ) -> None:
         self._node = node
         self._membership = membership
@@ -82,12 +87,16 @@ class LeafFetcher:
         self._cache = cache
         self._claim_disk = claim_disk
         self._mirrors = mirrors
+        self._report = report
         self.use_mirrors = True
         """False while only this peer's own transport may be used, where bytes are counted."""
         self._queue = LeafQueue()
         self._waiting: dict[LeafId, list[_Waiting]] = {}
         self._work = trio.Event()
         self._failure = "no answer so far"
+        self._meter: DownloadMeter | None = None
+        """Since something was waited for; None while nothing is."""
+        self._metered_bytes = 0
 
     def _hello(self) -> TransferHello:
         membership = self._membership.now
@@ -109,6 +118,7 @@ class LeafFetcher:
         for leaf in missing:
             self._waiting.setdefault(leaf, []).append(waiting)
         self._want((leaf for leaf in wanted if leaf in missing), Need.WAITED_FOR)
+        self._measure(0)
         try:
             with trio.fail_after(PATIENCE_SECONDS):
                 await waiting.done.wait()
@@ -143,6 +153,27 @@ class LeafFetcher:
             if not others:
                 del self._waiting[leaf]
                 self._queue.withdraw([leaf])
+        self._measure(0)
+
+    @property
+    def download(self) -> DownloadProgress | None:
+        """The download that microbatches wait for, with what is fetched ahead beside it; None where
+        they have waited for a moment only."""
+        meter = self._meter
+        return None if meter is None or meter.seconds < SHOWN_AFTER_SECONDS else meter.progress
+
+    def _measure(self, received_bytes: int) -> None:
+        """Follow the download that something waits for."""
+        if not self._waiting:
+            self._meter = None
+            return
+        if self._meter is None:
+            self._meter, self._metered_bytes = DownloadMeter("training data", trio.current_time), 0
+        self._metered_bytes += received_bytes
+        missing_bytes = self._queue.outstanding * LEAF_BYTES
+        self._meter.record(self._metered_bytes, self._metered_bytes + missing_bytes)
+        if (due := self._meter.due_line()) is not None:
+            self._report(due)
 
     @property
     def kept_leaves(self) -> int:
@@ -250,6 +281,7 @@ class LeafFetcher:
             self._queue.arrived(one.leaf)
             for waiting in self._waiting.pop(one.leaf, ()):
                 waiting.arrived(one.leaf, one.content)
+        self._measure(sum(len(one.content) for one in fetched))
 
     def _make_room(self) -> None:
         more_bytes = self._cache.growth_bytes()

@@ -164,6 +164,7 @@ def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
             line((printable(device.label), "dim")),
         ),
         _named("", *gauges, *rest),
+        *(_named("download", line(printable(str(one)))) for one in device.downloads),
     ]
 
 

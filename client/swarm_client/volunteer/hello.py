@@ -19,6 +19,7 @@ from swarm_shared.protocol import (
     LinkBytes,
     PeerRecord,
 )
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 
 
@@ -28,6 +29,7 @@ def hello(
     return Hello(
         run=invite.run_id,
         software=SOFTWARE_VERSION,
+        protocols=PROTOCOL_VERSIONS,
         token=invite.token,
         name=options.name,
         team=options.team,
@@ -52,6 +54,7 @@ def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
     return DoctorHello(
         run=invite.run_id,
         software=SOFTWARE_VERSION,
+        protocols=PROTOCOL_VERSIONS,
         token=None if membership is not None else invite.token,
         certificate=None if membership is None else membership.certificate,
     )

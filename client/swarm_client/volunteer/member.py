@@ -40,6 +40,7 @@ from swarm_shared.protocol import (
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.source import TransferSource
 
 MAX_STAGE_STREAMS = 4
@@ -83,6 +84,7 @@ class Member:
             context.node, current, TransferSource(invite.coordinator, invite.addresses),
             context.data_cache, context.disk.claim,
             Mirrors(membership.manifest, WebClient(context.options.private_web_downloads)),
+            context.report,
         )  # fmt: skip
         # Public: the protocol checks a certificate itself, and a joining peer's may arrive before
         # the roster does.
@@ -109,6 +111,12 @@ class Member:
     def _use(self, membership: Membership) -> None:
         self._current.now = membership
         self._averager.admitted(membership.manifest, membership.certificate)
+
+    @property
+    def downloads(self) -> tuple[DownloadProgress, ...]:
+        """Downloads in progress: the state of a stage, training data that is waited for."""
+        found = (self.stages.download, self._fetcher.download)
+        return tuple(one for one in found if one is not None)
 
     def use_mirrors(self, *, allowed: bool) -> None:
         """Whether training data may come from web folders, whose bytes are not counted."""

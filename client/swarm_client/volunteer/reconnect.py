@@ -213,6 +213,12 @@ class Attachment:
     ) -> SwarmError | None:
         """Run one session; return the reason why it ended."""
         welcome = session.welcome
+        if welcome.finished:
+            goodbye = await session.receive()
+            if not isinstance(goodbye, Goodbye):
+                raise ProtocolError(f"the coordinator of a finished run sent {goodbye.kind!r}")
+            self._take_goodbye(goodbye)
+            return None
         limits = await handler.accept_welcome(welcome)
         self.session = session
         self.problem = None
@@ -232,8 +238,7 @@ class Attachment:
                 while not self.finished:
                     message = await session.receive()
                     if isinstance(message, Goodbye):
-                        self._report(f"the coordinator ended the session: {message.reason}")
-                        self.finished = message.finished or self.leaving
+                        self._take_goodbye(message)
                         break
                     await handler.handle(message)
                 nursery.cancel_scope.cancel()
@@ -245,6 +250,11 @@ class Attachment:
             self.session = self._scope = None
             handler.detached()
         return problem
+
+    def _take_goodbye(self, message: Goodbye) -> None:
+        ended = "" if message.finished else "the coordinator ended the session: "
+        self._report(f"{ended}{message.reason}")
+        self.finished = message.finished or self.leaving
 
     async def _report_receipts(self, handler: AttachmentHandler, interval_seconds: float) -> None:
         while True:

@@ -34,6 +34,7 @@ from swarm_shared.protocol import (
     encode,
     parse,
 )
+from swarm_shared.protocol.versions import version_refusal
 
 CONTROL_LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=0)
 """Frame limits of the control stream; a roster of ten thousand peers has about ten megabytes."""
@@ -101,7 +102,7 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Coor
     try:
         await stream.send(encode(hello), timeout_seconds=WELCOME_SECONDS)
         frame = await stream.receive(timeout_seconds=WELCOME_SECONDS)
-        answer = parse(coordinator_messages, frame.header)
+        answer = _parse_answer(frame.header)
         if isinstance(answer, Refused):
             raise refusal_error(answer)
         if not isinstance(answer, Welcome):
@@ -110,6 +111,18 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Coor
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(1.0):
             await stream.close()
+
+
+def _parse_answer(header: bytes) -> CoordinatorMessage:
+    """The answer to a hello; VersionError also where another version's refusal is all that is
+    understood."""
+    try:
+        return parse(coordinator_messages, header)
+    except ProtocolError:
+        refusal = version_refusal(header)
+        if refusal is None:
+            raise
+    raise refusal
 
 
 class RefusedForNow(ProtocolError):

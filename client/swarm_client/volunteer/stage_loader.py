@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
@@ -16,11 +19,12 @@ from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.text import size_text
+from swarm_shared.base.text import duration_text, size_text
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import AssignStage
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes
+from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
 from swarm_shared.volunteer_rules.stage_account import StageAccount
 
 GRAPH_SHARE = 0.5
@@ -48,6 +52,12 @@ class StageLoader:
         self._snapshots = snapshots
         self._spare = spare
         self._numbers = itertools.count(1)
+        self._download: DownloadMeter | None = None
+
+    @property
+    def download(self) -> DownloadProgress | None:
+        """The download in progress."""
+        return None if self._download is None else self._download.progress
 
     def open_worker(self, stage: StageIndex) -> AbstractAsyncContextManager[StageWorker]:
         """A worker of the stage, with parameters from the manifest's seed. CapacityError when the
@@ -74,22 +84,38 @@ class StageLoader:
             if is_fresh:
                 return worker.configured.digest
             return (await worker.reinitialise(assignment.version)).digest
-        context, member = self._context, self._membership.now
-        check_file_size(member.manifest, assignment)
-        context.disk.claim(assignment.bytes)
-        path = await self._snapshots.fetch(
-            context.node, assignment, member.certificate, member.run,
-            lambda _done, _all: inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version),
-        )  # fmt: skip
-        context.report(
-            f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
-            f"{len(assignment.holders)} peer(s)"
-        )
+        path = await self._fetch(assignment)
         faults.corrupt_file(FaultPoint.STATE_DOWNLOAD, assignment.version + 1, path)
         try:
             return (await worker.load_state(path, assignment.version)).digest
         finally:
             path.unlink(missing_ok=True)
+
+    async def _fetch(self, assignment: AssignStage) -> Path:
+        """Download the assigned state, with its progress as lines for people."""
+        context, member = self._context, self._membership.now
+        check_file_size(member.manifest, assignment)
+        context.disk.claim(assignment.bytes)
+        meter = self._download = DownloadMeter(f"stage {assignment.stage}", trio.current_time)
+
+        def progress(received_bytes: int, total_bytes: int) -> None:
+            inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version)
+            meter.record(received_bytes, total_bytes)
+            if (due := meter.due_line()) is not None:
+                context.report(due)
+
+        try:
+            path = await self._snapshots.fetch(
+                context.node, assignment, member.certificate, member.run, progress
+            )
+        finally:
+            if self._download is meter:
+                self._download = None
+        context.report(
+            f"downloaded {size_text(assignment.bytes)} of state from "
+            f"{len(assignment.holders)} peer(s) in {duration_text(meter.seconds)}"
+        )
+        return path
 
     def loaded_stage(self, worker: StageWorker, version: Version) -> LoadedStage:
         """The worker's stage with a new account."""

@@ -47,6 +47,7 @@ from swarm_shared.protocol import (
     Welcome,
 )
 from swarm_shared.run.manifest import LimitsConfig
+from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.transfer import serve_transfers
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta
 
@@ -111,6 +112,10 @@ class Volunteer:
     def loading_stage(self) -> StageIndex | None:
         """The stage that is being loaded while none is held."""
         return None if self.member is None else self.member.stages.loading_stage
+
+    @property
+    def downloads(self) -> tuple[DownloadProgress, ...]:
+        return () if self.member is None else self.member.downloads
 
     async def use_directory(self) -> None:
         """Publish this peer in hivemind's DHT; look other members up while the coordinator is

@@ -1,6 +1,6 @@
 """Admission of peers to the run, and their membership certificates.
 
-Owns the decision at a hello (software, run, ban, token or list) and the life of certificates. What
+Owns the decision at a hello (run, ban, token or list) and the life of certificates. What
 the organiser has decided is in `swarm_coordinator.admission.book`; the organiser's key signs; the
 content and verification of a certificate are in `swarm_shared.identity.credentials`. Why it is done
 this way: docs/decisions/0010-admission.md.
@@ -19,7 +19,7 @@ from swarm_coordinator.admission.book import (
 )
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_shared.base.clock import Clock, wall
-from swarm_shared.base.errors import AdmissionError, StorageError, VersionError
+from swarm_shared.base.errors import AdmissionError, StorageError
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
@@ -29,7 +29,7 @@ from swarm_shared.identity.credentials import (
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
-from swarm_shared.protocol import SOFTWARE_VERSION, Hello
+from swarm_shared.protocol import Hello
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """Lifetime of a certificate. While the coordinator is unavailable, members trust a peer for the
@@ -66,19 +66,13 @@ class AdmissionAuthority:
     async def admit(self, peer: PeerId, hello: Hello) -> str:
         """Return a certificate for `peer` in base64, after recording durably the use of a token.
 
-        ProtocolError: an invalid owner binding. VersionError: incompatible software.
-        AdmissionError: the hello names another run, or the rules of this one refuse the peer.
-        `peer` must come from the connection.
+        ProtocolError: an invalid owner binding. AdmissionError: the hello names another run, or the
+        rules of this one refuse the peer. `peer` must come from the connection.
         """
         if hello.run != self.run:
             raise AdmissionError(
                 f"this coordinator serves run {self.run[:12]}, not {hello.run[:12]}; "
                 f"ask the organiser for a new invite"
-            )
-        if not compatible(hello.software, SOFTWARE_VERSION):
-            raise VersionError(
-                f"this run needs swarmtrain {SOFTWARE_VERSION}, and this machine has "
-                f"{hello.software}; install {SOFTWARE_VERSION} and join again"
             )
         owner = named_owner(peer, hello.owner)
         banned = self._owner_refusal(owner)
@@ -123,16 +117,3 @@ class AdmissionAuthority:
             expires=now + CERTIFICATE_SECONDS, role=role,
         )  # fmt: skip
         return encode_envelope(sign_certificate(self.organiser, certificate))
-
-
-def compatible(theirs: str, ours: str) -> bool:
-    """Whether two software versions are compatible.
-
-    Before 1.0 the minor versions must be equal, afterwards the major versions.
-    """
-
-    def key(version: str) -> tuple[str, ...]:
-        parts = version.split(".")
-        return tuple(parts[:2]) if parts[0] == "0" else (parts[0],)
-
-    return key(theirs) == key(ours)

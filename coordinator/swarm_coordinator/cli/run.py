@@ -160,7 +160,9 @@ def init_command(
 def start_command(run_dir: Path, port: int | None, http: str | None, standby: bool) -> None:
     """Serve the run in RUN_DIR and print the invite.
 
-    Ctrl-C finishes the step, stores a checkpoint and stops.
+    Ctrl-C finishes the step, stores a checkpoint and stops. When the run finishes, this ends by
+    itself; started again, it tells volunteers that the run is over and serves the model to members
+    until Ctrl-C.
     """
     if http:
         parse_address(http)
@@ -184,7 +186,8 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
 def _serve(
     folder: RunFolder, location: DatabaseLocation, port: int | None, http: str | None, standby: bool
 ) -> bool:
-    """Serve the run to its end. False when another standby has taken over first."""
+    """Serve the run to its end, or a finished one until Ctrl-C. False when another standby has
+    taken over first."""
     from swarm_coordinator.server.context import CoordinatorContext
     from swarm_coordinator.server.coordinator import serve
     from swarm_coordinator.storage.open_store import open_store
@@ -198,9 +201,11 @@ def _serve(
         refuse_damage(check)
     restored = read_progress(folder)
     manifest = _follow_settings(folder, settings, manifest, restored)
-    if restored is not None and _is_finished(restored, manifest):
-        _print_finished(folder, restored)
-        return True
+    over = restored is not None and _is_finished(restored, manifest)
+    if restored is not None and over:
+        _print_finished(folder, restored, elsewhere=checkpoint is None)
+        if standby:  # it has finished while this one stood by
+            return True
     identity = load_identity(folder)
     store = open_store(location)
     try:
@@ -213,7 +218,9 @@ def _serve(
             report=_report,
             port=port,
             verified=checkpoint,
-            on_serving=_print_serving(folder, settings, manifest),
+            on_serving=_print_serving_finished
+            if over
+            else _print_serving(folder, settings, manifest),
             dashboard_process=_dashboard_process(
                 folder, settings.http.listen if http is None else http
             ),
@@ -226,7 +233,7 @@ def _serve(
     finally:
         store.close()
     end = read_progress(folder)
-    if end is not None and _is_finished(end, manifest):
+    if not over and end is not None and _is_finished(end, manifest):
         _print_finished(folder, end)
     return True
 
@@ -281,13 +288,17 @@ def _is_finished(restored: Restored, manifest: Manifest) -> bool:
     return restored.finished and restored.version >= manifest.training.steps
 
 
-def _print_finished(folder: RunFolder, restored: Restored) -> None:
+def _print_finished(folder: RunFolder, restored: Restored, *, elsewhere: bool = False) -> None:
+    """Print that the run is over, and where the model is. `elsewhere`: a standby's folder does not
+    have it."""
     heldout = restored.heldout_loss
     loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
-    click.echo(f"the run is finished after {restored.version} steps{loss}")
-    if load_manifest(folder).model.bottlenecks:
-        click.echo(f"the model is in {folder.checkpoints}, as safetensors files")
-    else:
+    ended = f"the run has finished after {restored.version} steps{loss}"
+    if elsewhere:
+        click.echo(f"{ended}; the model is on the machine whose coordinator finished it")
+        return
+    click.echo(f"{ended}; the model is in {folder.checkpoints}, as safetensors files")
+    if not load_manifest(folder).model.bottlenecks:
         command = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
         click.echo(f"export the model with: {command}")
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
@@ -313,6 +324,14 @@ def _print_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest)
         sys.stdout.flush()
 
     return print_invite
+
+
+def _print_serving_finished(invite: Invite) -> None:
+    click.echo(
+        f"serving the model to members at {', '.join(invite.addresses)}, and telling volunteers "
+        "that the run is over; Ctrl-C stops"
+    )
+    sys.stdout.flush()
 
 
 def _report(line: str) -> None:

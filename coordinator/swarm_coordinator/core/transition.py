@@ -94,7 +94,7 @@ from swarm_coordinator.core.state.utilisation import UtilisationStats
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
 from swarm_coordinator.core.trust.classes import restored_classes
 from swarm_coordinator.core.trust.standing import restored_standings
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.protocol import (
     AddressUpdate,
     Applied,
@@ -113,6 +113,7 @@ from swarm_shared.protocol import (
     SnapshotReady,
     StageRequest,
     SyncFailed,
+    Welcome,
 )
 from swarm_shared.run.manifest import Manifest
 
@@ -140,6 +141,7 @@ def begin(
 ) -> RunState:
     """Return the initial state of a coordinator, from the manifest and what its store has restored.
 
+    A finished run stays in FINISHED until the organiser stops it.
     `moves` configures whether and when peers move between stages; without it they never do.
     `audits` has the settings and draws of audits; without it no cell is drawn. `kept_checkpoints`
     is the number of newest ones that the organiser's folder keeps.
@@ -176,6 +178,7 @@ def begin(
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
         audits=audits,
         held_time=restored_held_time(restored.held_time, now),
+        phase=RunPhase.FINISHED if restored.finished else RunPhase.WAITING,
         statistics=RunStatistics(UtilisationStats(manifest.stage_count)),
     )
 
@@ -245,7 +248,10 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             # What it held is either reported again in this Hello or lost.
             release(run, older, Release.MEMBERSHIP, now)
             step_close.advance_close(run, now)
-        membership.attach(run, event, now)
+        if run.phase is RunPhase.FINISHED:
+            _attach_after_end(run, event)
+        else:
+            membership.attach(run, event, now)
     elif isinstance(event, CheckpointStored):
         checkpoints.store_done(run, event, now)
     elif isinstance(event, CheckpointFailed):
@@ -476,16 +482,37 @@ def _finish(run: RunState) -> None:
         run.note("the run reached its last step, but its last checkpoint could not be stored")
     enter_phase(run, RunPhase.FINISHED)
     for peer in run.peers.values():
-        run.send(peer.peer, Goodbye(finished=True, reason="the run is finished"))
-        run.commands.append(CloseSession(peer.peer, "the run is finished"))
+        _say_run_is_over(run, peer.peer)
     run.peers.clear()
     run.commands.append(ShutDown())
+
+
+def _attach_after_end(run: RunState, event: PeerAttached) -> None:
+    """Answer a client that attaches to a finished run: it is admitted, so that it can fetch the
+    model, and its session ends."""
+    run.send(
+        event.peer,
+        Welcome(
+            generation=Generation(run.start.generation), certificate=event.certificate,
+            manifest=run.start.manifest_envelope, stages=run.peers.stage_rows(), finished=True,
+        ),
+    )  # fmt: skip
+    _say_run_is_over(run, event.peer)
+
+
+def _say_run_is_over(run: RunState, peer: PeerId) -> None:
+    reason = f"the run has finished after {run.history.version} steps; nothing is left to compute"
+    run.send(peer, Goodbye(finished=True, reason=reason))
+    run.commands.append(CloseSession(peer, "the run has finished"))
 
 
 def _stop(run: RunState, requested_at: float, now: float) -> None:
     """Stop on the organiser's request: let a close end, store a checkpoint, disconnect the
     peers."""
-    if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
+    if run.phase is RunPhase.STOPPING:
+        return
+    if run.phase is RunPhase.FINISHED:  # and was so at the start: nothing is in progress
+        run.commands.append(ShutDown())
         return
     late = now - requested_at > STOP_TIMEOUT_SECONDS
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and not late:

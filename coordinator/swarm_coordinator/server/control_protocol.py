@@ -1,6 +1,6 @@
 """CONTROL_PROTOCOL at the coordinator: turns a client's frames into events for the core.
 
-Owns the hello (run, software, admission), the check of every receipt's signature, and the rule that
+Owns the hello (version, run, admission), the check of every receipt's signature, and the rule that
 an invalid message ends only the session that sent it. Decides nothing about the run.
 """
 
@@ -59,6 +59,7 @@ from swarm_shared.protocol import (
     encode,
     parse,
 )
+from swarm_shared.protocol.versions import check_versions
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.trust.votes import Claim
 
@@ -166,6 +167,7 @@ class ControlServer:
         """Serve one client's stream from its hello to its end."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         try:
+            check_versions(frame.header)
             hello = parse(client_messages, frame.header)
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")

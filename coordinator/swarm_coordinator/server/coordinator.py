@@ -42,6 +42,7 @@ from swarm_coordinator.core.events import (
     StopRequested,
     VerdictRecord,
 )
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import transition
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
@@ -87,8 +88,9 @@ REVOKED_LINGER_SECONDS = 2.0
 
 
 async def serve(service: CoordinatorContext) -> None:
-    """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on.
+    """Run until the run finishes or the organiser stops it. SwarmError when it cannot go on.
 
+    A run that has finished before is served until the organiser stops it.
     A peer whose message the core fails on is banned, and the run continues from the store, as after
     a crash: a failed event may have left the state half-changed.
     """
@@ -400,8 +402,9 @@ class Coordinator:
             if asked:
                 raise KeyboardInterrupt
             asked = True
-            self._service.report(
-                "stopping: the step in progress and a last checkpoint are finished first; "
-                "press Ctrl-C again to stop at once"
-            )
+            if self._state.phase is not RunPhase.FINISHED:
+                self._service.report(
+                    "stopping: the step in progress and a last checkpoint are finished first; "
+                    "press Ctrl-C again to stop at once"
+                )
             await self._queue.put(StopRequested())

@@ -10,19 +10,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from swarm_coordinator.admission.authority import AdmissionAuthority, compatible
+from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.probe.server import AnswerHello
 from swarm_shared.protocol import (
-    SOFTWARE_VERSION,
     DoctorHello,
     DoctorWelcome,
     Neighbour,
     Reachability,
 )
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS
 from swarm_shared.run.manifest import Manifest
 
 MAX_NEIGHBOURS = 3
@@ -52,7 +52,7 @@ def probe_judge(
             probe_pass = sign_probe_pass(admission.organiser, remote, admission.run, now)
             neighbours = _neighbours(state(), remote)
         return DoctorWelcome(
-            software_fits=compatible(hello.software, SOFTWARE_VERSION),
+            software_fits=hello.protocols.overlaps(PROTOCOL_VERSIONS),
             admission=(refusal or "")[:500],
             probe_pass=probe_pass,
             neighbours=neighbours,

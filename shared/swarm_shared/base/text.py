@@ -30,6 +30,17 @@ def rate_text(bytes_per_second: float | None) -> str:
     return text if text == MISSING else f"{text}/s"
 
 
+def progress_text(done_bytes: int, total_bytes: int, bytes_per_second: float | None) -> str:
+    """Format how far a transfer is: `1.2 GB of 3.4 GB (35 %), 12.5 MB/s, 2 min left`."""
+    share = f" ({100 * done_bytes // total_bytes} %)" if total_bytes else ""
+    parts = [f"{size_text(done_bytes)} of {size_text(total_bytes)}{share}"]
+    if bytes_per_second is not None:
+        parts.append(rate_text(bytes_per_second))
+    if bytes_per_second:
+        parts.append(f"{duration_text((total_bytes - done_bytes) / bytes_per_second)} left")
+    return ", ".join(parts)
+
+
 def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
     if value is None or not math.isfinite(value):
         return MISSING

@@ -26,7 +26,7 @@ JSON:
                         DoctorRefused
 
 Every bound is checked before memory is taken. Field names are the wire format: changing one is a
-new protocol version.
+new protocol version (`swarm_shared.protocol.versions`).
 """
 
 from __future__ import annotations

@@ -56,8 +56,11 @@ from swarm_shared.protocol.common import (
     Reduction,
     StageRow,
 )
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS, VersionRange
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
+"""The same in all versions (`swarm_shared.protocol.versions`): a client of any of them is answered
+by a coordinator of any other."""
 
 MAX_LINKS = 4096
 """Most links that one peer reports and that the coordinator stores for it."""
@@ -72,6 +75,8 @@ class Hello(FrozenModel):
     kind: Literal["hello"] = "hello"
     run: RunId
     software: SoftwareVersion
+    protocols: VersionRange = PROTOCOL_VERSIONS
+    """Versions that the client understands."""
     token: Token | None = None
     name: DisplayName | None = None
     team: DisplayName | None = None
@@ -338,6 +343,9 @@ class Welcome(FrozenModel):
     """What the client already holds is current: it needs no new stage."""
     site: Site = ""
     """The client's own, to compare with those of roster records."""
+    finished: bool = False
+    """The run has finished: a Goodbye follows, and the certificate lets the client fetch the model
+    from the coordinator."""
     heartbeat_seconds: Annotated[Seconds, Field(gt=0, le=3600)] | None = None
     """Interval of heartbeats where it is longer than the manifest's."""
 

@@ -27,6 +27,7 @@ from swarm_shared.base.types import (
     UnixSeconds,
 )
 from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS, VersionRange
 
 DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"
 
@@ -40,6 +41,8 @@ class DoctorHello(FrozenModel):
     kind: Literal["doctor_hello"] = "doctor_hello"
     run: RunId
     software: SoftwareVersion
+    protocols: VersionRange = PROTOCOL_VERSIONS
+    """Versions that the client understands."""
     token: Token | None = None
     """For the coordinator alone, which checks it without using it up."""
     certificate: Envelope | None = None
@@ -57,7 +60,7 @@ class DoctorWelcome(FrozenModel):
     kind: Literal["doctor_welcome"] = "doctor_welcome"
     software: SoftwareVersion = SOFTWARE_VERSION
     software_fits: bool = True
-    """Whether the server's version accepts the client's `software`."""
+    """Whether the server understands one of the client's `protocols`."""
     observed_address: Address | None = None
     """The source of the client's connection; None when it comes through a relay."""
     admission: Text = ""

@@ -17,7 +17,14 @@ from swarm_client.control import contribution_log, known_runs
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.messages import JoinArguments
-from swarm_client.control.status_document import DaemonState, LeaderboardRow, Status, SuspendReason
+from swarm_client.control.status_document import (
+    DaemonState,
+    DeviceView,
+    DownloadView,
+    LeaderboardRow,
+    Status,
+    SuspendReason,
+)
 from swarm_client.control.status_sentence import (
     SENTENCES,
     StatusFacts,
@@ -59,7 +66,19 @@ PAUSES = [
             StatusFacts(attached=True, loading_stage=2),
             DaemonState.SYNCING,
             None,
-            "downloading stage 2",
+            "loading stage 2",
+        ),
+        (
+            StatusFacts(attached=True, loading_stage=2, downloads=("stage 2: 1 MB of 4 MB",)),
+            DaemonState.SYNCING,
+            None,
+            "downloading stage 2: 1 MB of 4 MB",
+        ),
+        (
+            StatusFacts(attached=True, stage=2, downloads=("training data: 0 B of 4 MB",)),
+            DaemonState.QUEUED,
+            None,
+            "holding stage 2; downloading training data: 0 B of 4 MB",
         ),
         (
             StatusFacts(problem="nobody answers", stage=3, working=True),
@@ -135,6 +154,19 @@ def test_names_of_others_cannot_steer_a_terminal() -> None:
         peer="p" * 20, name="\x07me", leaderboard=(LeaderboardRow(name="x"),),
     )  # fmt: skip
     assert all(line.isprintable() for line in status_text(status).splitlines())
+
+
+def test_a_download_beside_the_held_stage_is_in_the_row_of_its_device() -> None:
+    download = DownloadView(
+        what="stage 3", received_bytes=10**6, total_bytes=4 * 10**6, bytes_per_second=1e5
+    )
+    device = DeviceView(id="cpu", label="CPU", stage=2, phase="serving", downloads=(download,))
+    status = Status(
+        software="1", pid=1, time=NOON, started_at=NOON, state=DaemonState.CONTRIBUTING,
+        sentence="computing stage 2", peer="p" * 20, devices=(device,),
+    )  # fmt: skip
+    [row] = [line for line in status_text(status).splitlines() if "device" in line]
+    assert row.endswith("; downloading stage 3: 1 MB of 4 MB (25 %), 100 kB/s, 30 s left")
 
 
 # ---------------------------------------------------------------- credit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import Lease, LeasedMicrobatch
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer import download_meter
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
@@ -69,6 +71,8 @@ class World:
     nursery: trio.Nursery
     holder: Node
     claimed: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """Lines for people."""
 
     async def fetcher(self, home: Path, budget_leaves: int = 64) -> LeafFetcher:
         identity = Identity.generate()
@@ -82,7 +86,7 @@ class World:
             node, member_of(RUN, self.manifest, shown),
             TransferSource(self.holder.peer_id, self.holder.addresses),
             LeafCache(home, budget_leaves * LEAF_BYTES), self.claimed.append,
-            Mirrors(self.manifest, WebClient(allow_private=True)),
+            Mirrors(self.manifest, WebClient(allow_private=True)), self.lines.append,
         )  # fmt: skip
         self.nursery.start_soon(fetcher.run)
         return fetcher
@@ -177,6 +181,33 @@ async def test_a_lease_is_fetched_ahead_with_the_forecast_of_the_next_step_and_k
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert same(await again.drawn(Step(2), MicrobatchIndex(2)), w.expected(2, 2))
         assert len(w.organiser.contents) == len(needed)
+
+
+async def test_data_that_is_waited_for_shows_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "SHOWN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(download_meter, "LINE_SECONDS", 0.0)
+    async with world(tmp_path) as w:
+        fetching = await w.fetcher(tmp_path / "home")
+        samples = RunSamples(w.manifest, fetching)
+        leaves = len(leaves_of(SampleRanges(w.manifest).training(1, 0)))
+        hold, release = threading.Event(), w.organiser.damage
+
+        def wait(content: bytes) -> bytes:
+            assert hold.wait(20)
+            return release(content)
+
+        w.organiser.damage = wait
+        w.nursery.start_soon(samples.drawn, Step(1), MicrobatchIndex(0))
+        await w.until(lambda: fetching.download is not None and bool(w.organiser.contents))
+        download = fetching.download
+        assert download is not None
+        assert (download.what, download.received_bytes) == ("training data", 0)
+        assert download.total_bytes >= leaves * LEAF_BYTES
+        hold.set()
+        await w.until(lambda: fetching.download is None)
+    assert w.lines[0].startswith("downloading training data: 0 B of ")
 
 
 async def test_what_was_handed_back_is_not_fetched_ahead(tmp_path: Path) -> None:

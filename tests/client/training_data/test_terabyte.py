@@ -123,6 +123,7 @@ async def test_a_terabyte_starts_at_once_with_the_bytes_of_its_first_microbatche
                 one.node, member_of(run.invite.run_id, manifest, welcome.certificate),
                 TransferSource(run.invite.coordinator, run.invite.addresses),
                 LeafCache(home, 2**30), lambda size_bytes: None, Mirrors(manifest, WebClient()),
+                lambda line: None,
             )  # fmt: skip
             nursery.start_soon(fetcher.run)
             samples = RunSamples(manifest, fetcher)

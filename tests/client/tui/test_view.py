@@ -21,7 +21,12 @@ from kits.tui import (
     walk,
 )
 from kits.tui.client import status
-from swarm_client.control.status_document import DaemonState, Status, SuspendReason
+from swarm_client.control.status_document import (
+    DaemonState,
+    DownloadView,
+    Status,
+    SuspendReason,
+)
 from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientApp
@@ -174,6 +179,24 @@ def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
         for key, words in (("2", "no stage is known yet"), ("4", "no credit has been counted yet")):
             await press(pilot, key)
             assert words in screen(pilot)
+
+    watch(session, script)
+
+
+def test_a_download_has_a_row_with_its_rate_and_the_time_left() -> None:
+    script: Script[Status] = Script()
+    download = DownloadView(
+        what="stage 1", received_bytes=250_000_000, total_bytes=10**9, bytes_per_second=5e6
+    )
+    [device] = status().devices
+    loading = device.model_copy(update={"phase": "downloading", "downloads": (download,)})
+    script.tell(status(devices=(loading,)))
+
+    async def session(pilot: Pilot[None]) -> None:
+        [row] = [one for one in screen(pilot).splitlines() if "download " in one]
+        assert row.split("  ")[1:] == [
+            "download", "stage 1: 250 MB of 1 GB (25 %), 5 MB/s, 2 min left",
+        ]  # fmt: skip
 
     watch(session, script)
 

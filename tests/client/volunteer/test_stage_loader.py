@@ -1,14 +1,31 @@
-"""What a volunteer refuses to download as the state of its stage."""
+"""The download of a stage's state: what is refused, and what is shown of its progress."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from kits.client.held_stage import member_of
 from kits.swarm_world.facts import Options, manifest_of
-from swarm_client.volunteer.stage_loader import check_file_size
+from swarm_client.machine.home import Home
+from swarm_client.stage.handle.worker_handle import StageWorker
+from swarm_client.volunteer.snapshots import SnapshotStore
+from swarm_client.volunteer.stage_loader import StageLoader, check_file_size
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.protocol import AssignStage
+from swarm_shared.base.types import RunId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import open_node
+from swarm_shared.protocol import AssignStage, PeerRecord
 from swarm_shared.scheduling.placement.stage_sizes import MAX_STATE_HEADER_BYTES, stage_sizes
+from swarm_shared.transfer import download_meter
+from swarm_shared.transfer.download_meter import DownloadProgress
+from swarm_shared.transfer.transfer import serve_transfers
+
+RUN = RunId("ab" * 32)
 
 
 @pytest.mark.parametrize("surplus", [-1, MAX_STATE_HEADER_BYTES + 1, 6 << 30])
@@ -21,3 +38,59 @@ def test_a_file_that_cannot_be_the_state_of_the_stage_is_not_fetched(surplus: in
     check_file_size(manifest, assignment)
     with pytest.raises(ProtocolError, match="another source is needed"):
         check_file_size(manifest, assignment.model_copy(update={"bytes": size + surplus}))
+
+
+class Loaded:
+    """The worker that takes the state."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    async def load_state(self, path: Path, _version: int) -> Any:
+        self.content = path.read_bytes()
+        return SimpleNamespace(digest="its digest")
+
+
+async def test_a_download_shows_its_progress_while_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_meter, "LINE_SECONDS", 0.0)
+    manifest = manifest_of(Options())
+    content = bytes(stage_sizes(manifest)[1].state_bytes)
+    (tmp_path / "state").write_bytes(content)
+    async with (
+        open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as holder,
+        open_node(Identity.generate()) as node,
+    ):
+        serve_transfers(holder, lambda item, _: tmp_path / "state", lambda remote, hello: None)
+        record = PeerRecord(
+            peer=holder.peer_id, stage=1, addresses=holder.addresses, certificate="",
+            microbatches_per_second=1.0,
+        )  # fmt: skip
+        assignment = AssignStage(
+            stage=1, version=3, source="snapshot", item="x", bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(), holders=(record,),
+        )  # fmt: skip
+        lines: list[str] = []
+        shown: list[DownloadProgress | None] = []
+
+        def report(line: str) -> None:
+            lines.append(line)
+            shown.append(loader.download)
+
+        snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
+        snapshots.clear()
+        disk = SimpleNamespace(claim=lambda size_bytes: None)
+        context = SimpleNamespace(node=node, report=report, disk=disk)
+        loader = StageLoader(cast(Any, context), member_of(RUN, manifest), snapshots, cast(Any, 0))
+        worker = Loaded()
+        digest = await loader.load(cast(StageWorker, worker), assignment, is_fresh=True)
+    assert (digest, worker.content) == ("its digest", content)
+    *during, last = lines
+    assert during[0].startswith("downloading stage 1: 0 B of ")
+    assert during[-1].startswith("downloading stage 1: ")
+    assert "(100 %)" in during[-1]
+    assert last.startswith("downloaded ")
+    assert last.endswith("of state from 1 peer(s) in 0 s")
+    assert all(progress is not None for progress in shown[:-1])
+    assert shown[-1] is None

@@ -300,15 +300,21 @@ def test_status_before_the_first_start(
     assert json.loads(capsys.readouterr().out)["running"] is False
 
 
-def test_a_finished_run_says_so_and_what_can_be_done(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+def test_a_finished_run_says_so_and_what_can_be_done_until_it_is_stopped(
+    folder: RunFolder,
 ) -> None:
     finish(folder)
-    assert run(["start", str(folder.path)]) == 0
-    out = capsys.readouterr().out
-    assert "finished after 4 steps, held-out loss 1.5000" in out
-    assert "swarm-coordinator export" in out
-    assert "raise [training] steps" in out
+    write(folder, store_checkpoint(folder, 4))
+    started = Started(folder)
+    started.until("serving the model to members at /ip4/127.0.0.1/tcp/")
+    assert started.lines[0] == (
+        "the run has finished after 4 steps, held-out loss 1.5000; the model is in "
+        f"{folder.checkpoints}, as safetensors files\n"
+    )
+    assert "swarm-coordinator export" in started.lines[1]
+    assert "raise [training] steps" in started.lines[2]
+    assert started.stop() == 0
+    assert "stopping" not in started.lines[-1], "no step is in progress"
 
 
 def announce(folder: RunFolder, address: str) -> None:
@@ -345,10 +351,13 @@ class Started:
         self.lines: list[str] = []
 
     def invite(self) -> str:
+        return self.until("swarm1")
+
+    def until(self, start: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            if line.startswith("swarm1"):
+            if line.startswith(start):
                 return line.strip()
         raise AssertionError("".join(self.lines))
 

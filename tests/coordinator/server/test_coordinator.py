@@ -54,7 +54,8 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.protocol import Goodbye, Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.protocol.versions import VersionRange
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
 
@@ -137,14 +138,25 @@ async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path)
         for changes, code, reason in (
             ({"token": "wrong"}, "admission", "token is not the right one"),
             ({"token": None}, "admission", "the invite carries no token"),
-            ({"software": "0.9.0"}, "version", "needs swarmtrain 0.1.0"),
+            (
+                {"protocols": VersionRange(oldest=0, newest=0), "software": "0.0.9"},
+                "version",
+                "(swarmtrain 0.0.9) version 0: update swarmtrain on this machine",
+            ),
+            (
+                {"protocols": VersionRange(oldest=2, newest=3), "software": "0.9.0"},
+                "version",
+                "(swarmtrain 0.9.0) versions 2 to 3: install swarmtrain 0.1.0 on this machine, or "
+                "ask the organiser to update",
+            ),
             ({"run": "cd" * 32}, "admission", "not cdcdcdcdcdcd"),
         ):
             answer = await welcomed(run.invite, **changes)
             assert isinstance(answer, Refused)
             assert answer.code == code
             assert reason in answer.reason
-        assert isinstance(await welcomed(run.invite), Welcome)
+        wider = VersionRange(oldest=0, newest=9)
+        assert isinstance(await welcomed(run.invite, protocols=wider), Welcome)
 
 
 async def test_the_first_message_must_be_hello(folder: RunFolder) -> None:
@@ -303,6 +315,37 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             await done.wait()
     assert cut == ["it does not read what it is sent"]
     assert len(sessions) == 0
+
+
+async def test_a_finished_run_is_served_again_until_it_is_stopped(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    async with served(folder) as run:
+        await train_to_the_end(crew_of(run.invite, run.manifest, folder.path))
+        await run.ended.wait()
+    identity = Identity.generate()
+    async with served(folder) as run, client(run.invite, identity) as one:
+        await one.send(hello_for(run.invite))
+        welcome, goodbye = await one.receive(), await one.receive()
+        assert isinstance(welcome, Welcome)
+        assert welcome.finished
+        assert isinstance(goodbye, Goodbye)
+        assert goodbye.finished
+        await one.until_closed()
+        record = history(folder.database).restored.checkpoint
+        assert record is not None
+        content = snapshot_content(run.manifest, 4, 1)
+        await fetch(
+            one.node, [TransferSource(run.invite.coordinator, run.invite.addresses)],
+            "checkpoint/4/1", len(content), record.stages[1].sha256, tmp_path / "model",
+            welcome.certificate, run.invite.run_id,
+        )  # fmt: skip
+        assert (tmp_path / "model").read_bytes() == content
+        status = json.loads(folder.status.read_text())
+        assert (status["phase"], status["running"]) == ("finished", True)
+        os.kill(os.getpid(), signal.SIGINT)
+        await run.ended.wait()
+    assert run.lines == [], "nothing is under way that a stop would have to finish"
 
 
 async def test_data_is_served_to_members_only(folder: RunFolder, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def check_checkpoint(folder: RunFolder, manifest: Manifest) -> None:
 async def lose_power(
     disk: PowerCutDisk, folder: RunFolder, lab: Lab, crew: list[Lasting], cut: Cut
 ) -> bool:
-    """One start that ends with a cut, unless the run ends first; whether it was cut."""
+    """One start that ends with a cut, unless the run ends first; whether it goes on."""
     manifest = load_manifest(folder)
     process = await lab.start(*run_words(folder))
     disk.arm(cut.after, [process.pid], cut.seed)
@@ -78,7 +78,8 @@ async def lose_power(
     check_nothing_forgotten(folder.database, manifest, crew)
     check_checkpoint(folder, manifest)
     assert check_run(folder).findings == ()
-    return True
+    # A coordinator that is started on a finished run does not end by itself.
+    return not history(folder.database).restored.finished
 
 
 async def run_under_cuts(

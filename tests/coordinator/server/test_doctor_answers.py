@@ -40,6 +40,7 @@ from swarm_shared.protocol import (
     Reachability,
     Welcome,
 )
+from swarm_shared.protocol.versions import VersionRange
 
 NOW = 1_800_000_000.0
 RUN = RunId("ab" * 32)
@@ -164,7 +165,7 @@ def test_a_banned_visitor_is_not_answered() -> None:
 
 
 def test_another_version_is_reported_and_answered() -> None:
-    hello = HELLO.model_copy(update={"software": "0.0.1"})
+    hello = HELLO.model_copy(update={"protocols": VersionRange(oldest=7, newest=7)})
     verdict = judge_with("open")(VISITOR.peer_id, hello)
     assert not verdict.software_fits
     assert verdict.probe_pass is not None

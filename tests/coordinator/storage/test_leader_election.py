@@ -23,7 +23,7 @@ from kits.coordinator.coordinator_lab import (
     run_words,
 )
 from kits.coordinator.postgresql import Server
-from kits.coordinator.shell_world import make_run
+from kits.coordinator.shell_world import crew_of, make_run, train_to_the_end
 from kits.runs.fault_run import STEPS, TINY
 from kits.runs.real_run import Run, runs
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -287,6 +287,25 @@ async def test_a_second_start_is_refused_while_the_first_one_lives(
         await leader.ended()
         again = await two.labs[0].start(*run_words(two.folders[0]))
         await again.serves()
+        again.kill(signal.SIGINT)
+        assert await again.ended() == 0
+
+
+async def test_a_standby_ends_with_the_run(tmp_path: Path, postgresql: Server) -> None:
+    place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
+    with pair(make_run(tmp_path / "run").path, tmp_path, place) as two:
+        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        invite = await leader.serves()
+        standby = await two.labs[1].start(*run_words(two.folders[1], "--standby"))
+        await until_standing_by(standby.text)
+        await train_to_the_end(crew_of(invite, load_manifest(two.folders[0]), tmp_path))
+        assert await leader.ended() == 0
+        assert await standby.ended() == 0, standby.text()
+        assert "finished after 4 steps" in standby.text()
+        assert "the model is on the machine whose coordinator finished it" in standby.text()
+        again = await two.labs[0].start(*run_words(two.folders[0]))
+        while "telling volunteers that the run is over" not in again.text():
+            await trio.sleep(0.01)
         again.kill(signal.SIGINT)
         assert await again.ended() == 0
 

@@ -264,7 +264,8 @@ class World:
             rebalancing_settings(self.options), audits.book(self),
             kept_checkpoints=self.options.steps + 1 if self.options.rolls_back else 1,
         )  # fmt: skip
-        self.stopped = False
+        # The coordinator of a finished run answers clients until it is stopped: the run is over.
+        self.stopped = restored.finished
         self.progressed_at = self.now
 
     def crash(self, back_after: float | None = 2.0) -> None:

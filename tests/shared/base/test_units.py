@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from swarm_shared.base.text import duration_text, latency_text, memory_text, rate_text, size_text
+from swarm_shared.base.text import (
+    duration_text,
+    latency_text,
+    memory_text,
+    progress_text,
+    rate_text,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +41,16 @@ def test_sizes_and_rates() -> None:
     assert memory_text(1.5 * 2**30) == "1.5 GiB"
     assert rate_text(12.5e6) == "12.5 MB/s"
     assert rate_text(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "rate", "text"),
+    [
+        (0, 4_000_000, None, "0 B of 4 MB (0 %)"),
+        (1_000_000, 4_000_000, 1e5, "1 MB of 4 MB (25 %), 100 kB/s, 30 s left"),
+        (3_999_999, 4_000_000, 0.0, "4 MB of 4 MB (99 %), 0 B/s"),
+        (0, 0, None, "0 B of 0 B"),
+    ],
+)
+def test_how_far_a_transfer_is(done: int, total: int, rate: float | None, text: str) -> None:
+    assert progress_text(done, total, rate) == text

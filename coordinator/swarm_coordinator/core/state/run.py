@@ -56,7 +56,8 @@ class RunState:
     audits: AuditBook = field(default_factory=no_audits)
     held_time: HeldTime = field(default_factory=HeldTime)
     phase: RunPhase = RunPhase.WAITING
-    """Assigned by `enter_phase` alone."""
+    """FINISHED at the start of a coordinator whose run has finished; afterwards assigned by
+    `enter_phase` alone."""
     waiting_reason: str = ""
     """What the run waits for in WAITING, for people."""
     stop_requested_at: float | None = None

@@ -38,6 +38,7 @@ from swarm_shared.protocol import (
     SnapshotFailed,
     SnapshotReady,
     StageRequest,
+    Welcome,
 )
 from swarm_shared.scheduling.placement.stage_sizes import MAX_STATE_HEADER_BYTES
 
@@ -310,12 +311,20 @@ def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() ->
     assert bench.run.phase is RunPhase.EVALUATING
 
 
-def test_a_run_that_is_finished_already_stops_at_once() -> None:
+def test_a_run_that_is_finished_at_the_start_answers_clients_until_it_is_stopped() -> None:
     last = Bench.applied_step(1, 7)
     restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), True, 2.0)
     bench = Bench(restored, steps=1, evaluation=1)
-    commands = bench.tick()
-    assert isinstance(commands[-1], ShutDown)
+    assert bench.tick(3600.0) == []
+    bench.attach("a0", stage=0, version=1)
+    [welcome], [goodbye] = bench.sent("a0", Welcome), bench.sent("a0", Goodbye)
+    assert (welcome.finished, welcome.certificate) == (True, "cert")
+    assert goodbye.finished
+    assert goodbye.reason == "the run has finished after 1 steps; nothing is left to compute"
+    assert isinstance(bench.last[-1], CloseSession)
+    assert bench.send("a0", StageRequest(stage=StageIndex(0))) == []
+    assert bench.lose("a0") == []
+    assert bench.event(StopRequested()) == [ShutDown()]
 
 
 def test_a_run_whose_steps_were_raised_goes_on_and_is_evaluated_at_its_new_end() -> None:
