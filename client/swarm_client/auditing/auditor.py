@@ -163,7 +163,7 @@ class Auditor:
             except _Withheld as error:
                 log.info("audit %d: %s", order.audit, error)
         done = await holding.worker.audit(
-            order.step, order.microbatch, files.inputs, computed, order.claimed, order.seed
+            order.step, order.microbatch, files.inputs, computed, order.claimed, order.secret
         )
         return self._statement(order, done)
 

@@ -32,6 +32,15 @@ _WINDOW_ELEMENTS: Final = 1 << 15
 """Elements per pass: key, vector and product of one stay in a core's cache."""
 
 
+CHECKS_PER_SECRET: Final = 3
+"""Seeds that follow from one secret."""
+
+
+def check_seed(secret: str, number: int) -> str:
+    """The seed of one check, in hex digits; it tells nothing of the secret's others."""
+    return blake3(bytes.fromhex(secret) + b"check %d" % number).hexdigest(length=16)
+
+
 class DigestKey:
     """The key of one reduction, from the seed and the reduction's name."""
 

@@ -99,8 +99,8 @@ class AuditStatement(FrozenModel):
     """Largest relative L2 distance between what was claimed and what was computed, over output,
     input gradient and gradient."""
     sums: tuple[LinearDigests, ...] = Field(default=(), max_length=2)
-    """Linear digests of the gradient as it is counted, where the order gave a seed: one digest per
-    part of the gradient (the stage's own, then the tied one), in an entry of its own."""
+    """Linear digests of the gradient as it is counted, where the order gave a secret: an entry per
+    part of the gradient (the stage's own, then the tied one), with a digest per check."""
 
 
 class SumDigests(FrozenModel):

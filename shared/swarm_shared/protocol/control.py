@@ -487,8 +487,9 @@ class Audit(FrozenModel):
     targets: WireDigest | Literal[""] = ""
     """Empty but at the last stage."""
     claimed: Transcript | None = None
-    seed: Seed | None = None
-    """Also state the linear digests of the gradient as it is counted, with the key of this seed."""
+    secret: Seed | None = None
+    """Also state the linear digests of the gradient as it is counted, for each check whose seed
+    follows from this."""
 
 
 class SumCheck(FrozenModel):

@@ -17,7 +17,12 @@ import numpy as np
 
 from swarm_coordinator.core import events
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.identity.linear_digest import DigestKey, to_text
+from swarm_shared.identity.linear_digest import (
+    CHECKS_PER_SECRET,
+    DigestKey,
+    check_seed,
+    to_text,
+)
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Audit, Close, Reduction, SumCheck, SumsChecked
 
@@ -97,15 +102,16 @@ def put_in(peer: SimPeer, own: Gradient) -> Gradient:
 
 def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
     """What an auditor states of a cell: digests of its own part and, at tied ends, the tied one."""
-    assert order.seed is not None
+    assert order.secret is not None
     gradient = Counter([(int(order.stage), int(order.microbatch))])
     if peer.sum_lie is SumLie.FALSE_AUDITS:
         gradient[0, -1] += 1
+    seeds = [check_seed(order.secret, number) for number in range(CHECKS_PER_SECRET)]
     last = peer.world.options.stages - 1
     tied = peer.world.options.tied and last > 0 and order.stage in (0, last)
     cells = _cells(peer.world)
     return tuple(
-        (_digest(DigestKey(order.seed, part), gradient, cells, 0),)
+        tuple(_digest(DigestKey(seed, part), gradient, cells, 0) for seed in seeds)
         for part in (("own", "tied") if tied else ("own",))
     )
 

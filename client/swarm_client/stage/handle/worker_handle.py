@@ -156,13 +156,13 @@ class StageWorker:
 
     async def audit(
         self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
-        claimed: Transcript | None, seed: str | None = None,
+        claimed: Transcript | None, secret: str | None = None,
     ) -> messages.AuditDone:  # fmt: skip
         """Compute another peer's microbatch from files; see `messages.RunAudit`."""
         request = messages.RunAudit(
             step=step, microbatch=microbatch, inputs_path=str(inputs),
             computed_path=None if computed is None else str(computed), claimed=claimed,
-            seed=seed,
+            secret=secret,
         )  # fmt: skip
         return await self._rpc.call(request, messages.AuditDone)
 

@@ -134,7 +134,7 @@ class RunAudit(Numbered):
     """Compute a microbatch of another peer's from the file of its inputs; nothing is accumulated.
 
     With `computed_path`, the file of what the other peer has computed, measure the distance to it,
-    if the file has the digests that are `claimed`. With `seed`, compute the linear digests of the
+    if the file has the digests that are `claimed`. With `secret`, compute the linear digests of the
     gradient where it is counted exactly.
     """
 
@@ -144,7 +144,7 @@ class RunAudit(Numbered):
     inputs_path: str
     computed_path: str | None = None
     claimed: Transcript | None = None
-    seed: Seed | None = None
+    secret: Seed | None = None
 
 
 class Discard(Numbered):

@@ -31,7 +31,12 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES
-from swarm_shared.identity.linear_digest import DigestKey, to_text
+from swarm_shared.identity.linear_digest import (
+    CHECKS_PER_SECRET,
+    DigestKey,
+    check_seed,
+    to_text,
+)
 from swarm_shared.identity.work_statements import wire_digest
 
 SMALLEST_NORM = 1e-30
@@ -104,7 +109,7 @@ class AuditRunner:
 
     def audit(
         self, step: Step, inputs: Path, computed: Path | None, claimed: Transcript | None,
-        seed: str | None = None,
+        secret: str | None = None,
     ) -> AuditFindings:  # fmt: skip
         """Compute a microbatch from the file of its inputs, and compare it with another peer's;
         see `swarm_client.stage.protocol.messages.RunAudit`.
@@ -120,7 +125,7 @@ class AuditRunner:
         other = None if computed is None else self._cut(_read(computed))
         if other is not None and claimed is not None and self._fits(kept, other, claimed):
             distance = max(map(_relative, other, own))
-        sums = () if seed is None else self._sums(own.gradient_P, seed)
+        sums = () if secret is None else self._sums(own.gradient_P, secret)
         return AuditFindings(transcript, loss_sum, distance, sums)
 
     def _fits(self, kept: KeptMicrobatch, tensors: AuditedTensors, claimed: Transcript) -> bool:
@@ -130,9 +135,9 @@ class AuditRunner:
         except CodecError:
             return False
 
-    def _sums(self, gradient_P: Tensor, seed: str) -> tuple[LinearDigests, ...]:
-        """A linear digest of each part of a gradient; none where it is not counted in whole
-        numbers."""
+    def _sums(self, gradient_P: Tensor, secret: str) -> tuple[LinearDigests, ...]:
+        """Linear digests of each part of a gradient, for each check that follows from the secret;
+        none where it is not counted in whole numbers."""
         if self._runner.parameter_sets.quantum is None:
             return ()
         counts_P = gradient_P.numpy()
@@ -140,7 +145,11 @@ class AuditRunner:
         parts = [("own", counts_P[:own])]
         if self._runner.layout.tied_count:
             parts.append(("tied", counts_P[own:]))
-        return tuple((to_text(DigestKey(seed, name).digest(part_P)),) for name, part_P in parts)
+        seeds = [check_seed(secret, number) for number in range(CHECKS_PER_SECRET)]
+        return tuple(
+            tuple(to_text(DigestKey(seed, name).digest(part_P)) for seed in seeds)
+            for name, part_P in parts
+        )
 
     def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[AuditedTensors, float | None]:
         """What the microbatch gives here, and the loss on the last stage."""

@@ -203,7 +203,7 @@ class ComputeLoop:
                 computed = None if request.computed_path is None else Path(request.computed_path)
                 found = self._auditing.audit(
                     request.step, Path(request.inputs_path), computed, request.claimed,
-                    request.seed,
+                    request.secret,
                 )  # fmt: skip
                 return messages.AuditDone(
                     transcript=found.transcript, loss_sum=found.loss_sum,

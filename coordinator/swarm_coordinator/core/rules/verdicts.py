@@ -31,6 +31,7 @@ from swarm_coordinator.core.trust import chains
 from swarm_coordinator.core.trust.audits import (
     ALIKE_FIRST_SHARE,
     MAX_IN_HAND,
+    CheckSecret,
     Exactly,
     OpenAudit,
     Order,
@@ -38,6 +39,7 @@ from swarm_coordinator.core.trust.audits import (
 from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.protocol import Audit, Drop, Dropped
 from swarm_shared.trust.votes import (
@@ -86,31 +88,34 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
     elif cell not in step.audits.open:
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
-        seed = _whole_seed(run, step, peer, cell[1]) if checked else ""
+        secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
         # The draw is made for every cell, so that its outcome tells nothing of the others.
-        if run.audits.draw() < run.audits.share(owner_of(peer)) or seed:
-            open_audit(run, step, cell, now, seed)
+        if run.audits.draw() < run.audits.share(owner_of(peer)) or secret:
+            open_audit(run, step, cell, now, secret)
 
 
-def _whole_seed(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
-    """The seed of a member's whole audit, which is drawn with its first cell; empty without."""
+def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
+    """The secret of a member's whole audit, which is drawn with its first cell; empty without."""
     if not run.checks_sums:
         return ""
     key = (peer.peer, stage)
     if key not in step.audits.drawn:
         step.audits.drawn.add(key)
         if run.audits.draw() < run.audits.share(owner_of(peer)) / 2:
-            step.audits.whole[key] = WholeAudit(seed_of(run, step, stage))
+            step.audits.whole[key] = WholeAudit(secret_of(run, step, stage).text)
     whole = step.audits.whole.get(key)
-    # Once the seed is known, further cells are audited as drawn.
-    return whole.seed if whole is not None and whole.attempt is None else ""
+    # Once all seeds are known, further cells are audited as drawn.
+    return whole.secret if whole is not None and whole.has_another_check else ""
 
 
-def seed_of(run: RunState, step: StepState, stage: StageIndex) -> str:
-    """The seed of the next check of a stage's sums; both ends of a tied model share one."""
+def secret_of(run: RunState, step: StepState, stage: StageIndex) -> CheckSecret:
+    """The secret of the next check of a stage's sums; both ends of a tied model share one."""
     tied = run.tied_stages()
     at = min(tied) if stage in tied else stage
-    return step.audits.seeds.setdefault(at, run.audits.draw_seed())
+    known = step.audits.secrets.get(at)
+    if known is None or known.revealed == CHECKS_PER_SECRET:
+        known = step.audits.secrets[at] = CheckSecret(run.audits.draw_secret())
+    return known
 
 
 def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:
@@ -138,7 +143,7 @@ def _suspect(
 
 
 def open_audit(
-    run: RunState, step: StepState, cell: CellKey, now: float, seed: str = "",
+    run: RunState, step: StepState, cell: CellKey, now: float, secret: str = "",
     asked: set[PeerId] | None = None,
 ) -> bool:  # fmt: skip
     """Begin the audit of a cell, if there is an auditor. With the owners that have been `asked`
@@ -148,8 +153,8 @@ def open_audit(
     peer = run.peers[counted_cell.peer]
     audit = OpenAudit(
         _machine(peer, stage), microbatch, owner_of(peer),
-        Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding, seed=seed,
-        asked=set() if asked is None else asked, confirms=asked is not None,
+        Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding,
+        secret=secret, asked=set() if asked is None else asked, confirms=asked is not None,
     )  # fmt: skip
     candidates = _candidates(run, audit)
     if candidates:
@@ -236,7 +241,7 @@ def _ask(
             output_gradient=claimed.output_gradient,
             targets=claimed.output if is_last else "",
             claimed=claimed if compares else None,
-            seed=audit.seed or None,
+            secret=audit.secret or None,
         ),
     )
 
@@ -309,11 +314,12 @@ def _keep_sums(
     sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
     if (
         whole is not None
-        and sums is not None
-        and audit.seed == whole.seed
+        and sums
+        and audit.secret == whole.secret
         and statement.transcript == audit.claim.transcript
     ):
-        stated = CellSums(audit.claim.transcript, sums, order.auditor, envelope)
+        claimed = audit.claim.transcript
+        stated = tuple(CellSums(claimed, one, order.auditor, envelope) for one in sums)
         whole.add(audit.microbatch, order.owner, stated)
 
 

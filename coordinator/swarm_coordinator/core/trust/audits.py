@@ -95,7 +95,7 @@ class OpenAudit:
     votes: list[Vote] = field(default_factory=list)
     asked: set[PeerId] = field(default_factory=set)
     """Owners that have been asked, whether they voted or not."""
-    seed: str = ""
+    secret: str = ""
     """Of the digests that the auditor also states; empty outside of whole audits."""
     confirms: bool = False
     """Whether it is repeated to confirm what another auditor has stated."""
@@ -150,6 +150,14 @@ class OpenAudit:
 
 
 @dataclass(slots=True)
+class CheckSecret:
+    """A secret from which the seeds of checks follow, and how many of them are revealed."""
+
+    text: str
+    revealed: int = 0
+
+
+@dataclass(slots=True)
 class StepAudits:
     """The audits of one step in progress."""
 
@@ -161,8 +169,8 @@ class StepAudits:
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
 
-    seeds: dict[StageIndex, str] = field(default_factory=dict)
-    """Seeds of the checks of sums to come, by stage, known to auditors only."""
+    secrets: dict[StageIndex, CheckSecret] = field(default_factory=dict)
+    """What the seeds of the checks of sums to come follow from, by stage; auditors know it."""
     drawn: set[tuple[PeerId, StageIndex]] = field(default_factory=set)
     """Members of which it has been drawn whether they are audited whole."""
     whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)
@@ -208,8 +216,8 @@ class AuditBook:
             return settings.audit_share
         return max(settings.audit_share, PROBATION_SHARE)
 
-    def draw_seed(self) -> str:
-        """A seed that no peer can predict."""
+    def draw_secret(self) -> str:
+        """A secret that no peer can predict."""
         return "".join(f"{int(self.draw() * 2**32):08x}" for _ in range(4))
 
     def of_the_data(

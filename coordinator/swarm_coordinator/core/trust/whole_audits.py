@@ -3,7 +3,9 @@
 Values and pure decisions (docs/decisions, number 0036). Auditors compute every counted cell of the
 member again, and state linear digests of the gradients under the seed of the step's check of sums.
 Digests add up as gradients do, so that their sum must be the digest that the member states of what
-it put in. The rules are in `swarm_coordinator.core.rules.closing.whole_audits`.
+it put in. Each check has a seed of its own; auditors state digests for several checks to come, so
+that a failed attempt to close costs no audits. The rules are in
+`swarm_coordinator.core.rules.closing.whole_audits`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from swarm_coordinator.core.trust.sums import SignedSums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId
-from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, digest_sum, from_text
 
 Sums = tuple[int, ...]
 """Linear digests of a stage's own gradient and, at the ends of a tied model, of the tied one."""
@@ -47,31 +49,43 @@ class Contest:
 class WholeAudit:
     """The whole audit of one member in one stage of a step."""
 
-    seed: str
-    cells: dict[MicrobatchIndex, dict[PeerId, CellSums]] = field(default_factory=dict)
-    """What auditors have stated, by microbatch and by owner."""
+    secret: str
+    """From which the seeds of the checks follow; auditors know it."""
+    cells: dict[MicrobatchIndex, dict[PeerId, tuple[CellSums, ...]]] = field(default_factory=dict)
+    """What auditors have stated for each check, by microbatch and by owner."""
     asked: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
     """Owners that have been asked for a contested cell."""
+    check: int = 0
+    """Number of the check under whose seed digests are compared."""
     attempt: int | None = None
-    """The attempt to close in whose check the seed is revealed; it proves nothing in later ones."""
+    """The attempt to close in which that seed was revealed; it proves nothing in later ones."""
     contest: Contest | None = None
 
-    def add(self, microbatch: MicrobatchIndex, owner: PeerId, stated: CellSums) -> None:
+    @property
+    def has_another_check(self) -> bool:
+        """Whether the secret has a seed that was not revealed."""
+        return self.attempt is None or self.check + 1 < CHECKS_PER_SECRET
+
+    def begin_another_check(self) -> None:
+        self.attempt, self.check = None, self.check + 1
+
+    def add(self, microbatch: MicrobatchIndex, owner: PeerId, stated: tuple[CellSums, ...]) -> None:
         self.cells.setdefault(microbatch, {})[owner] = stated
 
     def of_receipt(
         self, microbatch: MicrobatchIndex, transcript: Transcript
     ) -> dict[PeerId, CellSums]:
-        """What is stated of a cell whose receipt says this."""
+        """What is stated for the check of a cell whose receipt says this."""
         found = self.cells.get(microbatch, {})
-        return {owner: one for owner, one in found.items() if one.transcript == transcript}
+        of_check = {owner: stated[self.check] for owner, stated in found.items()}
+        return {owner: one for owner, one in of_check.items() if one.transcript == transcript}
 
 
-def sums_of(digests: Sequence[LinearDigests], parts: int) -> Sums | None:
-    """The digests of an auditor's statement, one for each part; None if it has others."""
-    if len(digests) != parts or any(len(of_part) != 1 for of_part in digests):
-        return None
-    return tuple(from_text(digest) for (digest,) in digests)
+def sums_of(digests: Sequence[LinearDigests], parts: int) -> tuple[Sums, ...]:
+    """The digests of an auditor's statement for each check; empty unless it has all of them."""
+    if len(digests) != parts or any(len(part) != CHECKS_PER_SECRET for part in digests):
+        return ()
+    return tuple(zip(*(map(from_text, part) for part in digests), strict=True))
 
 
 def total(cells: Iterable[Sums]) -> Sums:

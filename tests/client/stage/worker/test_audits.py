@@ -21,7 +21,7 @@ from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.configuration.trust_section import TOLERANCES
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.codecs.tensors import round_trip
-from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, digest_sum, from_text
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.run.codec_sizes import (
     ACTIVATION_CODECS,
@@ -238,12 +238,14 @@ def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:
     return manifest.model_copy(update={"codecs": codecs})
 
 
-def digests_of(runner: StageRunner, stops: dict[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
+def digests_of(
+    runner: StageRunner, stops: dict[str, tuple[int, ...]], seed: str
+) -> list[tuple[str, ...]]:
     """The linear digests of what is in the accumulator, as a member states its part."""
     flats = (runner.accumulator.flat, torch.zeros_like(runner.accumulator.flat))
     found = []
     for part, ends in stops.items():
-        parts, results = StepRunner(runner).digest_sums(STEP, part, SEED, ends, flats)
+        parts, results = StepRunner(runner).digest_sums(STEP, part, seed, ends, flats)
         assert set(results) == {"0" * 16}
         found.append(parts)
     return found
@@ -270,9 +272,10 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
             inputs = tmp_path / "inputs"
             AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, computed=False)
             found.append(AuditRunner(auditor).audit(STEP, inputs, None, None, SEED).sums)
-        for index, parts in enumerate(digests_of(peer, stops)):
-            of_cells = digest_sum(from_text(sums[index][0]) for sums in found)
-            assert of_cells == digest_sum(map(from_text, parts))
+        for check in range(CHECKS_PER_SECRET):
+            for index, parts in enumerate(digests_of(peer, stops, check_seed(SEED, check))):
+                of_cells = digest_sum(from_text(sums[index][check]) for sums in found)
+                assert of_cells == digest_sum(map(from_text, parts))
 
 
 def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_path: Path) -> None:
@@ -282,11 +285,11 @@ def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_pat
     assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, None, SEED).sums == ()
     count = runners[0].layout.own_count
     with pytest.raises(RequestFailed, match="rounded"):
-        digests_of(runners[0], {"own": (count,)})
+        digests_of(runners[0], {"own": (count,)}, SEED)
     exact = runners_of(averaging(make_manifest(3), "exact"))[0]
     for stops in ((), (count - 1,), (count, 1, count), (count + 1,)):
         with pytest.raises(RequestFailed, match="no partition"):
-            digests_of(exact, {"own": stops})
+            digests_of(exact, {"own": stops}, SEED)
 
 
 def test_only_a_microbatch_of_an_open_step_whose_inputs_are_kept_is_shown(tmp_path: Path) -> None:

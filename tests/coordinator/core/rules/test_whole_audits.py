@@ -18,7 +18,7 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
-from swarm_shared.identity.linear_digest import to_text
+from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Audit, Close, Refused, SumCheck
 
@@ -54,7 +54,7 @@ def answer(
         order.step, order.microbatch, order.stage, last, 1 if unlike else 0
     )
     value = GRADIENTS[order.microbatch] if gradient is None else gradient
-    sums = () if unlike else ((to_text(value),),)
+    sums = () if unlike else ((to_text(value),) * CHECKS_PER_SECRET,)
     bench.audited(auditor, order, transcript, **{"sums": sums, **changes})
 
 
@@ -88,15 +88,15 @@ def lost(bench: Bench) -> list[str]:
 # ---- the draw
 
 
-def test_all_cells_of_a_drawn_member_are_audited_with_one_secret_seed() -> None:
+def test_all_cells_of_a_drawn_member_are_audited_with_one_secret() -> None:
     bench = filled()
     assert sorted(order.microbatch for _, order in orders(bench)) == [0, 1]
-    (seed,) = {order.seed for _, order in orders(bench)}
-    assert seed is not None
+    (secret,) = {order.secret for _, order in orders(bench)}
+    assert secret is not None
     answer_all(bench)
     assert bench.run.phase is RunPhase.CLOSING
     bench.average_all()
-    assert bench.sent("a0", SumCheck)[0].seed == seed
+    assert bench.sent("a0", SumCheck)[0].seed == check_seed(secret, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_all_cells_of_a_drawn_member_are_audited_with_one_secret_seed() -> None:
     [AuditSettings(1.0, 0, check_sums=True), AuditSettings(2.0, 0)],
     ids=["half of the share", "no checked sums"],
 )
-def test_a_member_that_is_not_drawn_is_audited_without_a_seed(settings: AuditSettings) -> None:
+def test_a_member_that_is_not_drawn_is_audited_without_a_secret(settings: AuditSettings) -> None:
     bench = filled(settings=settings)
-    assert {order.seed for _, order in orders(bench)} == {None}
+    assert {order.secret for _, order in orders(bench)} == {None}
 
 
-def test_both_ends_of_a_tied_model_are_audited_with_one_seed() -> None:
+def test_both_ends_of_a_tied_model_are_audited_with_one_secret() -> None:
     bench = filled("a0", "b0", "a1", "b1", stages=2, tied=True)
     assert {order.stage for _, order in orders(bench)} == {0, 1}
-    assert len({order.seed for _, order in orders(bench)}) == 1
+    assert len({order.secret for _, order in orders(bench)}) == 1
     apart = filled("a0", "b0", "a1", "b1", stages=2)
     assert len({order.stage for _, order in orders(apart)}) == 2
 
@@ -230,37 +230,42 @@ def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
     assert bench.run.phase is RunPhase.APPLYING
 
 
-def test_after_a_failed_attempt_the_cells_are_audited_again_under_a_seed_of_its_own() -> None:
+def fail(bench: Bench) -> str:
+    """The attempt fails after its seed is known, which is returned; the next one begins."""
+    bench.average_all()
+    seed = bench.sent("a0", SumCheck, bench.log)[-1].seed
+    bench.failed("b0", culprit="c0")
+    while bench.run.phase is not RunPhase.CLOSING:
+        answer_all(bench)
+        bench.tick(0.25)
+    return seed
+
+
+@pytest.mark.parametrize("failed", [1, CHECKS_PER_SECRET, CHECKS_PER_SECRET + 1])
+def test_each_attempt_has_a_seed_of_its_own_that_audits_know_in_advance(failed: int) -> None:
     """Else one liar could fail the first attempt, and another one put anything into the second."""
-    numbers = iter(range(1, 10_000))
-    book = AuditBook(WHOLE, lambda: next(numbers) / 10_000)
+    numbers = iter(range(1, 100_000))
+    book = AuditBook(WHOLE, lambda: next(numbers) / 100_000)
     bench = Bench(audits=book, stages=1, check_sums=True)
-    bench.join_all("a0", "b0", "c0")
+    bench.join_all("a0", "b0", "c0", "d0")
     bench.fill()
     answer_all(bench)
-    bench.average_all()
-    first = bench.sent("a0", SumCheck)[0].seed
-    bench.failed("b0")
-    bench.tick(1.0)
-    again = orders(bench)[2:]
-    assert {order.microbatch for _, order in again} == {0, 1}
-    (seed,) = {order.seed for _, order in again}
-    assert seed != first
-    answer_all(bench, since=2)
-    bench.tick(0.25)
+    seeds = []
+    for _ in range(failed):
+        bench.run.held_time.accounts.clear()  # none of the two is excluded
+        seeds.append(fail(bench))
+    asked = len(orders(bench))
+    assert asked == 2 * (1 + failed // CHECKS_PER_SECRET), "a secret serves several attempts"
     close(bench, part=14)
-    assert bench.sent("a0", SumCheck, bench.log)[-1].seed == seed
+    seeds.append(bench.sent("a0", SumCheck, bench.log)[-1].seed)
+    assert len(set(seeds)) == len(seeds)
     assert bench.run.phase is RunPhase.COLLECT, "the sum is contested"
 
 
 def test_after_a_failed_attempt_an_honest_member_closes_the_step() -> None:
     bench = filled()
     answer_all(bench)
-    bench.average_all()
-    bench.failed("b0")
-    bench.tick(1.0)
-    answer_all(bench, since=2)
-    bench.tick(0.25)
+    fail(bench)
     close(bench)
     assert bench.run.phase is RunPhase.APPLYING
     assert lost(bench) == []

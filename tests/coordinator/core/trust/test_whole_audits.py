@@ -15,7 +15,7 @@ from swarm_coordinator.core.trust.whole_audits import (
     total,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId
-from swarm_shared.identity.linear_digest import MODULUS
+from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, MODULUS
 
 TRUTH: dict[int, Sums] = {0: (5,), 1: (MODULUS - 3,), 2: (70,)}
 WHOLE = total(TRUTH.values())
@@ -52,12 +52,14 @@ def test_digests_add_up_modulo_two_to_the_sixty_fourth_for_each_part() -> None:
     assert total([(1, MODULUS - 1), (2, 5)]) == (3, 4)
 
 
-def test_a_statement_has_one_digest_for_each_part() -> None:
-    assert sums_of((("0" * 15 + "a",),), 1) == (10,)
-    assert sums_of((("0" * 16,), ("0" * 15 + "1",)), 2) == (0, 1)
-    assert sums_of((("0" * 16,),), 2) is None
-    assert sums_of((("0" * 16, "0" * 16),), 1) is None
-    assert sums_of((), 1) is None
+def test_a_statement_has_a_digest_for_each_part_and_check() -> None:
+    ones = tuple(f"{number:016x}" for number in range(CHECKS_PER_SECRET))
+    tens = tuple(f"{10 + number:016x}" for number in range(CHECKS_PER_SECRET))
+    assert sums_of((tens,), 1) == tuple((10 + n,) for n in range(CHECKS_PER_SECRET))
+    assert sums_of((ones, tens), 2) == tuple((n, 10 + n) for n in range(CHECKS_PER_SECRET))
+    assert sums_of((ones,), 2) == ()
+    assert sums_of((ones[1:],), 1) == ()
+    assert sums_of((), 1) == ()
 
 
 def test_one_auditor_against_the_member_decides_nothing() -> None:
@@ -116,7 +118,8 @@ def test_as_long_as_most_owners_are_honest_only_true_digests_are_found(
 def test_what_is_stated_of_an_earlier_receipt_does_not_count() -> None:
     whole = WholeAudit("5eed" * 8)
     cell = MicrobatchIndex(0)
-    whole.add(cell, PeerId("a"), CellSums(TRANSCRIPT, (1,), PeerId("a"), "by a"))
+    stated = CellSums(TRANSCRIPT, (1,), PeerId("a"), "by a")
+    whole.add(cell, PeerId("a"), (stated,) * CHECKS_PER_SECRET)
     assert set(whole.of_receipt(cell, TRANSCRIPT)) == {"a"}
     other = TRANSCRIPT.model_copy(update={"gradient": "f" * 32})
     assert whole.of_receipt(cell, other) == {}

@@ -3,9 +3,8 @@
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
 their first cell (`swarm_coordinator.core.rules.verdicts`). Where one auditor's digests contradict
 the member, either may have lied: the round is aborted, and other owners audit the same cells until
-as many as decide an audit have stated the same. Every further attempt to close needs audits under a
-seed of its own: otherwise one liar could fail the first attempt, and another one put anything into
-the second.
+as many as decide an audit have stated the same. Every attempt to close has a seed of its own:
+otherwise one liar could fail the first attempt, and another one put anything into the second.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.peers import display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.core.state.step_table import StepTable
+from swarm_coordinator.core.state.step_table import CellKey, StepTable
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.trust.sums import RoundSums
 from swarm_coordinator.core.trust.whole_audits import (
@@ -28,7 +27,7 @@ from swarm_coordinator.core.trust.whole_audits import (
     total,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.identity.linear_digest import from_text
+from swarm_shared.identity.linear_digest import check_seed, from_text
 from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS
 
@@ -39,13 +38,12 @@ Known = dict[MicrobatchIndex, dict[PeerId, CellSums]]
 
 def reveal_seed(run: RunState, step: StepState, found: Round) -> str:
     """Take the seed of a round's check; the next attempt has another one, as members know it."""
-    seed = verdicts.seed_of(run, step, min(found.stages))
-    for stage in [stage for stage, one in step.audits.seeds.items() if one == seed]:
-        del step.audits.seeds[stage]
+    secret = verdicts.secret_of(run, step, min(found.stages))
+    number, secret.revealed = secret.revealed, secret.revealed + 1
     for whole in step.audits.whole.values():
-        if whole.seed == seed and whole.attempt is None:
-            whole.attempt = found.attempt
-    return seed
+        if whole.secret == secret.text and whole.attempt is None:
+            whole.attempt, whole.check = found.attempt, number
+    return check_seed(secret.text, number)
 
 
 def begin_contests(
@@ -86,7 +84,8 @@ def _put_in(statement: SumStatement, parts: int) -> Sums:
 
 
 def renew(run: RunState, step: StepState, now: float) -> bool:
-    """Audit the members anew whose seed a failed attempt has revealed; whether there were any."""
+    """Prepare whole audits whose seed a failed attempt has revealed for the next one; whether cells
+    are audited for that."""
     if run.phase is not RunPhase.COLLECT:
         return False
     renewed = False
@@ -94,12 +93,25 @@ def renew(run: RunState, step: StepState, now: float) -> bool:
         stage = member[1]
         if whole.attempt is None or whole.contest is not None or run.steps.round_of(stage):
             continue
-        fresh = step.audits.whole[member] = WholeAudit(verdicts.seed_of(run, step, stage))
+        if whole.has_another_check:
+            whole.begin_another_check()
+        else:
+            secret = verdicts.secret_of(run, step, stage).text
+            whole = step.audits.whole[member] = WholeAudit(secret)
         for microbatch in _cells_of(step.table, member):
-            cell = (microbatch, stage)
-            if cell not in step.audits.open or not step.audits.open[cell].votes:
-                renewed = verdicts.open_audit(run, step, cell, now, fresh.seed) or renewed
+            if not _stated_of(step, member, whole, microbatch):
+                renewed = _audit_anew(run, step, (microbatch, stage), whole, now) or renewed
     return renewed
+
+
+def _audit_anew(
+    run: RunState, step: StepState, cell: CellKey, whole: WholeAudit, now: float
+) -> bool:
+    """Audit a cell under the secret of a whole audit, unless it is being audited so."""
+    known = step.audits.open.get(cell)
+    if known is not None and (known.votes or known.secret == whole.secret):
+        return False
+    return verdicts.open_audit(run, step, cell, now, whole.secret)
 
 
 # ---------------------------------------------------------------- contests
@@ -140,12 +152,18 @@ def _proceed(
     sums = decided(known, put_in, needed, trusted)
     if sums is not None:
         _conclude(run, step, member, contest, known, sums, now)
+        for microbatch, of_cell in known.items():
+            for owner, one in of_cell.items():
+                if one.sums != sums[microbatch]:
+                    del whole.cells[microbatch][owner]
         return False
     waiting = False
     for microbatch in contest.cells:
         cell = (microbatch, stage)
         asked = whole.asked.setdefault(microbatch, set(known[microbatch]))
-        if cell in step.audits.open or verdicts.open_audit(run, step, cell, now, whole.seed, asked):
+        if cell in step.audits.open or verdicts.open_audit(
+            run, step, cell, now, whole.secret, asked
+        ):
             waiting = True
     if not waiting:
         _undecided(run, step, member, known, contest, now)
