@@ -90,6 +90,7 @@ _NOTES = """\
   seconds, so a terminal user may count as present for up to eight seconds longer.
 
 <!-- yielding figures -->
+
 <!-- /yielding figures -->
 """
 

@@ -281,7 +281,7 @@ def test_every_preference_has_a_meaning_and_the_page_of_the_documentation_is_up_
     text = (ROOT / "docs" / "preferences.md").read_text()
     mark, end = "<!-- yielding figures -->\n", "<!-- /yielding figures -->"
     before, _, rest = text.partition(mark)
-    assert before + mark + end + rest.partition(end)[2] == page()
+    assert before + mark + "\n" + end + rest.partition(end)[2] == page()
 
 
 def test_the_schema_is_json_and_refuses_what_is_unknown() -> None:
