@@ -188,7 +188,6 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         )  # fmt: skip
         return
     open_rows = [row for row in rows if not is_full(run, row.stage)]
-    open_rows = _without_adversaries(run, peer, open_rows, now) or open_rows
     if not open_rows:
         reason = "every stage has as many peers as can average together; try again later"
         held_up.refuse_for_now(run, peer.peer, reason)
@@ -196,8 +195,11 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         return
     if wanted is not None:
         allowed = [wanted]
+    elif deserted := _deserted(run, open_rows, memory_bytes):
+        allowed = deserted
     else:
-        allowed = _deserted(run, open_rows, memory_bytes) or [row.stage for row in open_rows]
+        peaceful = _without_adversaries(run, peer, open_rows, now)
+        allowed = [row.stage for row in peaceful or open_rows]
     try:
         stage = most_underserved_stage(rows, memory_bytes, request.up_bytes_per_second, allowed)
     except CapacityError as error:

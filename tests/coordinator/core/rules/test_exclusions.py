@@ -202,6 +202,17 @@ def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhe
     assert bench.run.peers[PeerId("f0")].stage == 1
 
 
+def test_a_stage_whose_last_holder_leaves_is_taken_also_by_its_adversary() -> None:
+    bench = Bench(stages=2)
+    bench.join_all("a0", "b0", "a1")
+    bench.attach("f0")
+    adversary, newcomer = (bench.run.peers[PeerId(peer)] for peer in ("a1", "f0"))
+    held_up.record_at_odds(bench.run, adversary, newcomer, bench.now)
+    adversary.leaving = True
+    bench.send("f0", StageRequest(stage=StageIndex(0)))
+    assert newcomer.stage == 1
+
+
 @pytest.mark.parametrize("accused", ["b0", "c0"])
 def test_of_two_owners_neither_is_most(accused: str) -> None:
     bench = Bench(stages=1)
