@@ -137,5 +137,5 @@ def choice_text(
         why = f"the largest that leave the peers of {len(stages)} stage(s) enough to do"
     return (
         f"microbatches: {microbatches} a step, of {sequences} sequence(s), {tokens} tokens: {why} "
-        f"({share:.0%} on two processor cores); a peer holds up to {queue}"
+        f"(overhead {share:.0%} on two processor cores); a peer holds up to {queue}"
     )

@@ -132,6 +132,6 @@ def test_the_reason_says_which_bound_decided():
     whole = choose_sequences(EQUAL, 64, 1, 64)
     text = choice_text(EQUAL, whole, 64 // whole, 8 * 256, 16)
     assert text.startswith("microbatches: 8 a step, of 8 sequence(s), 2048 tokens: the smallest")
-    assert text.endswith("(8% on two processor cores); a peer holds up to 16")
+    assert text.endswith("(overhead 8% on two processor cores); a peer holds up to 16")
     assert "the largest that leave" in choice_text(EQUAL, 1, 64, 256, 16)
     assert "\n" not in text

@@ -181,11 +181,7 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
     """Whether averages have failed between a peer and a holder of a stage, within an hour."""
-    return any(
-        at_odds_since(run, peer, holder, now) is not None
-        for holder in run.peers.at(stage)
-        if holder is not peer
-    )
+    return any(at_odds_since(run, peer, holder, now) is not None for holder in run.peers.at(stage))
 
 
 def store_changed(run: RunState, now: float) -> None:
@@ -231,9 +227,10 @@ def _judge(run: RunState, peer: PeerState, now: float) -> None:
 
 
 def take_refusals(run: RunState, now: float) -> list[PeerState]:
-    """Refuse the peers that went on after their budget was spent; the caller removes them.
+    """Refuse the peers that have held up too much, also those that have left meanwhile; the caller
+    removes the attached ones, which are returned.
 
-    A stage's last holder stays until there is another one.
+    A stage's last holder stays until there is another one, or until it is forgotten.
     """
     found: list[PeerState] = []
     for peer_id in sorted(run.held_time.refusals_due):
@@ -241,12 +238,12 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         if peer is not None and _is_last_holder(run, peer):
             continue
         run.held_time.refusals_due.discard(peer_id)
-        if peer is not None:
-            for key in _keys(peer):
-                account = run.held_time.change(key, now)
-                if seconds := _refusal_seconds(run, account, now):
-                    account.refused_until = now + seconds
-                    account.refused_because, account.ends_with_self_test = "", False
+        for key in (peer_id,) if peer is None else _keys(peer):
+            account = run.held_time.change(key, now)
+            if seconds := _refusal_seconds(run, account, now):
+                account.refused_until = now + seconds
+                account.refused_because, account.ends_with_self_test = "", False
+        if peer is not None and refused_seconds(run, peer_id, peer.profile.owner, now):
             found.append(peer)
     return found
 

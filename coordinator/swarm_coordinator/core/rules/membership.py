@@ -198,8 +198,8 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
     elif deserted := _deserted(run, open_rows, memory_bytes):
         allowed = deserted
     else:
-        peaceful = _without_adversaries(run, peer, open_rows, now)
-        allowed = [row.stage for row in peaceful or open_rows]
+        preferred = _without_conflicts(run, peer, open_rows, now)
+        allowed = [row.stage for row in preferred or open_rows]
     try:
         stage = most_underserved_stage(rows, memory_bytes, request.up_bytes_per_second, allowed)
     except CapacityError as error:
@@ -214,7 +214,7 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
     assign(run, peer, stage, reason, now)
 
 
-def _without_adversaries(
+def _without_conflicts(
     run: RunState, peer: PeerState, rows: Sequence[StageRow], now: float
 ) -> list[StageRow]:
     """Stages that fit and have no peer with which an average of this one has failed."""

@@ -202,7 +202,7 @@ def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhe
     assert bench.run.peers[PeerId("f0")].stage == 1
 
 
-def test_a_stage_whose_last_holder_leaves_is_taken_also_by_its_adversary() -> None:
+def test_a_stage_whose_last_holder_leaves_is_taken_also_by_a_peer_at_odds_with_it() -> None:
     bench = Bench(stages=2)
     bench.join_all("a0", "b0", "a1")
     bench.attach("f0")

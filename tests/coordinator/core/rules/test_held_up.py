@@ -183,6 +183,31 @@ def test_a_member_that_never_applies_is_refused_for_longer_each_time() -> None:
     assert max(held(bench, peer) for peer in ALL if peer != LIAR) == 0.0
 
 
+def test_a_peer_that_leaves_before_it_is_refused_does_not_come_back_sooner() -> None:
+    bench = collecting()
+    for _ in range(2):
+        held_up.record_alone(bench.run, bench.run.peers[PeerId(LIAR)], bench.now)
+    bench.lose(LIAR)
+    bench.tick(0.25)
+    bench.attach(LIAR)
+    assert refusals(bench, LIAR)[-1].retry_seconds == 60.0
+
+
+def test_a_last_holder_pauses_when_there_is_another_one_unless_it_is_forgotten() -> None:
+    for hours, refused in ((0, True), (1, False)):
+        bench = collecting("a0", "a1")
+        for _ in range(2):
+            held_up.record_alone(bench.run, bench.run.peers[PeerId("a0")], bench.now)
+        bench.tick(3600.0 * hours + 0.25)
+        assert not refusals(bench, "a0")
+        bench.join("b0", 0)
+        bench.tick(0.25)
+        fetch(bench, "b0")
+        bench.tick(0.25)
+        assert bool(refusals(bench, "a0")) == refused
+        assert (PeerId("a0") in bench.run.peers) != refused
+
+
 def spend(bench: Bench, peer: str, seconds: float) -> None:
     """Charge a peer as in so many seconds of waiting for it."""
     state = bench.run.peers[PeerId(peer)]
