@@ -177,11 +177,18 @@ async def test_unlimited_streams_with_half_a_hello() -> None:
     half = struct.pack(">IQ", 500_000, 0) + bytes(250_000)
     async with a_victim() as victim:
 
-        async def attack(_: int) -> None:
+        async def flood() -> None:
             async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
                 nursery.start_soon(connection.drain)
                 while not connection.closed.is_set():
                     await connection.open(HELLO, more=half)
+
+        async def attack(_: int) -> None:
+            # The victim refuses handshakes while the rate of the address is used up.
+            while True:
+                with suppress(*ENDINGS):
+                    await flood()
+                await trio.sleep(0.1)
 
         # Two rounds: what the first one took has to be free for the second. The victim reads slowly
         # from such an address, and so notices slowly that the connections are closed.
