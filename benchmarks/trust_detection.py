@@ -5,8 +5,9 @@ rules, until each liar has counted `CELLS` cells or was found, and compares with
 
     P(n) = 1 - (1 - p q)^n
 
-(p: audited share, q: share of cells in which a liar lies). A further run has honest machines alone,
-of three kinds that round differently, and every cell audited: none of them may lose. Writes
+(p: audited share, q: share of cells in which a liar lies), and with certainty after 2.8 / p cells for
+one that lies in all. A further run has honest machines alone, of three kinds that round
+differently, and every cell audited: none of them may lose. Writes
 benchmarks/results/trust-detection.json and docs/trust.png; needs no run and no network.
 """
 
@@ -26,7 +27,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.pictures import pyplot
 from benchmarks.simulator_scenarios import manifest_of
-from swarm_coordinator.core.trust.audits import AuditSettings
+from swarm_coordinator.core.trust.audits import MOST_UNAUDITED, AuditSettings
 from swarm_coordinator.simulator.audits import with_liars
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
@@ -119,7 +120,8 @@ def honest(audits: int) -> dict[str, Any]:
 
 
 def predicted(share: float, lies: float, cells: int) -> float:
-    return 1.0 - float((1.0 - share * lies) ** cells)
+    certain = lies == 1.0 and cells * share >= MOST_UNAUDITED
+    return 1.0 if certain else 1.0 - float((1.0 - share * lies) ** cells)
 
 
 def observed(row: Mapping[str, Any], cells: int) -> float:

@@ -89,8 +89,7 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
-        # The draw is made for every cell, so that its outcome tells nothing of the others.
-        if run.audits.draw() < run.audits.share(owner_of(peer)) or secret:
+        if run.audits.draws(owner_of(peer)) or secret:
             open_audit(run, step, cell, now, secret)
 
 
@@ -412,7 +411,7 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
     run.audits.passed += 1
     standing = run.audits.standings.change(audit.owner)
     standing.passed += 1
-    standing.withheld = 0
+    standing.withheld = standing.unaudited = 0
     standing.vested_step = max(standing.vested_step, step.step)
     standing.unvested_since = NO_STEP
     for said in audit.exactly.values():

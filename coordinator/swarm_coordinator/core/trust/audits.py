@@ -29,6 +29,11 @@ PROBATION_SHARE = 0.25
 """Probability that a cell of an owner on probation is audited: computing each one twice would halve
 the rate of a new run, and a constant cheat is found after four cells on average."""
 
+MOST_UNAUDITED = 2.8
+"""Cells that an owner counts at most without a passed audit, as a multiple of the mean number from
+one draw to the next: 140 at 2 %, which the draw alone would leave out one time in sixteen. Then
+each further cell is audited, and a verdict comes before it has counted 150."""
+
 ALIKE_FIRST_SHARE = 0.5
 """Share of the audits that go to machines which have agreed with the audited one to the bit, where
 there are some: they give exact answers. If all did, two liars would only audit each other."""
@@ -215,6 +220,17 @@ class AuditBook:
         if owner in settings.trusted_owners or self.established(owner):
             return settings.audit_share
         return max(settings.audit_share, PROBATION_SHARE)
+
+    def draws(self, owner: PeerId) -> bool:
+        """Whether a cell that this owner has just counted is audited.
+
+        Each one is with the same probability, whatever was audited before, and every one is once
+        too many have been counted since the last passed audit.
+        """
+        share = self.share(owner)
+        standing = self.standings.note_counted(owner)
+        # The draw is made for every cell, so that its outcome tells nothing of the others.
+        return self.draw() < share or standing.unaudited * share >= MOST_UNAUDITED
 
     def draw_secret(self) -> str:
         """A secret that no peer can predict."""

@@ -36,6 +36,8 @@ class Standing:
     """Steps in which it gave no tensors that fit an audited receipt, since an audit passed."""
     withheld_step: Step = NO_STEP
     """The latest of these steps."""
+    unaudited: int = 0
+    """Cells counted since the last passed audit; not stored."""
 
     def record(self, owner: PeerId) -> StandingRecord:
         return StandingRecord(
@@ -57,6 +59,15 @@ class Standings:
     def change(self, owner: PeerId) -> Standing:
         """The owner's standing, to be changed: it is stored with the next step."""
         self.changed.add(owner)
+        return self._kept(owner)
+
+    def note_counted(self, owner: PeerId) -> Standing:
+        """One more cell of the owner has been counted."""
+        standing = self._kept(owner)
+        standing.unaudited += 1
+        return standing
+
+    def _kept(self, owner: PeerId) -> Standing:
         standing = self.owners.get(owner)
         if standing is None:
             if len(self.owners) >= MAX_OWNERS:

@@ -25,7 +25,7 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import PeerId, Step, Version
 from swarm_shared.protocol import AssignStage, Audit
 
-ROLLS_BACK = AuditSettings(audit_share=1.0, probation_cells=0, rolls_back=True)
+ROLLS_BACK = AuditSettings(audit_share=0.001, probation_cells=0, rolls_back=True)
 NAMES = ("a0", "b0", "c0", "d0", "a1")
 LIAR = "a0"
 
@@ -121,7 +121,7 @@ def test_the_run_returns_to_the_checkpoint_before_the_first_unverified_step() ->
 
 
 def test_by_default_the_run_goes_on() -> None:
-    bench, lots = training(AuditSettings(audit_share=1.0, probation_cells=0))
+    bench, lots = training(AuditSettings(audit_share=0.001, probation_cells=0))
     steps(bench, 3)
     lose_audit(bench, lots)
     assert bench.records(VerdictRecord)

@@ -117,6 +117,19 @@ def test_a_draw_above_the_share_audits_nothing() -> None:
     assert not orders(bench)
 
 
+def test_an_owner_is_audited_in_every_cell_once_none_has_passed_for_too_long() -> None:
+    bench = audited(settings=AuditSettings(0.75, 0), draw=lambda: 0.8, microbatches=8)
+    for microbatch in range(3):
+        bench.report("a0", microbatch)
+        assert not orders(bench)
+    for microbatch in (3, 4):
+        bench.report("a0", microbatch)
+        auditor, order = the_order(bench)
+    bench.audited(auditor, order, true(order))
+    bench.report("a0", 5)
+    assert not orders(bench), "one has passed"
+
+
 def test_devices_of_one_owner_do_not_audit_each_other() -> None:
     bench = audited("a0", "a1")
     bench.join("b0", 0)

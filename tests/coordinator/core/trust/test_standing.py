@@ -28,6 +28,17 @@ def test_an_owner_on_probation_is_audited_more_often() -> None:
     assert book(share=0.9).share(NEW) == 0.9
 
 
+def test_an_established_owner_never_counts_150_cells_without_an_audit() -> None:
+    audits = book()  # draws that audit nothing
+    assert [audits.draws(OLD) for _ in range(141)] == [False] * 139 + [True] * 2
+    assert not audits.draws(OLDER), "each owner's cells are counted apart"
+
+
+def test_a_run_without_audits_audits_nothing_however_much_is_counted() -> None:
+    audits = AuditBook(AuditSettings(0.0, probation_cells=0), lambda: 0.5)
+    assert not any(audits.draws(NEW) for _ in range(1000))
+
+
 def test_a_trusted_owner_is_on_no_probation() -> None:
     assert book(trusted=True).share(TRUSTED) == 0.02
 
