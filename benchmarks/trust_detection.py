@@ -5,8 +5,8 @@ rules, until each liar has counted `CELLS` cells or was found, and compares with
 
     P(n) = 1 - (1 - p q)^n
 
-(p: audited share, q: share of cells in which a liar lies), and with certainty after 2.8 / p cells for
-one that lies in all. A further run has honest machines alone, of three kinds that round
+(p: audited share, q: share of cells in which a liar lies), and with certainty after 2.8 / p cells
+for one that lies in all. A further run has honest machines alone, of three kinds that round
 differently, and every cell audited: none of them may lose. Writes
 benchmarks/results/trust-detection.json and docs/trust.png; needs no run and no network.
 """
