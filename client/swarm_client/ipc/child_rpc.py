@@ -57,6 +57,8 @@ class ChildRpc(Generic[MessageT]):
         is killed."""
         self.received = 0
         """Number of messages received so far."""
+        self.answered: set[type[Numbered]] = set()
+        """Types of the requests of which at least one was answered."""
         self._child = child
         self._name = name
         self._send_seconds = send_seconds
@@ -180,6 +182,7 @@ class ChildRpc(Generic[MessageT]):
         pending = self._pending.pop(answer.request, None)
         if pending is None:
             return
+        self.answered.add(type(pending.message))
         pending.answer = answer
         pending.event.set()
         if pending.abandoned and pending.on_abandoned is not None:

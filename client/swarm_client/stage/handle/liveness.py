@@ -27,7 +27,8 @@ SLOWEST_DECAY = 0.8
 much slower than all others."""
 
 FIRST_COMPUTATION_SECONDS = 120.0
-"""Limit in place of both before the first computation has been answered."""
+"""Limit in place of both while a kind of computation waits for its first answer: its code may have
+to be read from a disk that other programs use, too."""
 
 STORAGE_TIMEOUT_SECONDS = 900.0
 """Limit while the worker reads or writes its state: gigabytes, on a disk with other users."""
@@ -38,6 +39,8 @@ class Outstanding(Enum):
 
     NOTHING = auto()
     COMPUTING = auto()
+    FIRST = auto()
+    """A kind of computation for the first time, perhaps among others."""
     STORAGE = auto()
     """Storage, perhaps among other requests, which wait behind it."""
 
@@ -47,14 +50,13 @@ class Liveness:
 
     def __init__(self) -> None:
         self.answers = 0
-        self._slowest_seconds: float | None = None
+        self._slowest_seconds = 0.0
 
     def answered(self, compute_seconds: float | None = None) -> None:
         """Count an answer; `compute_seconds` if it is to a computation."""
         self.answers += 1
         if compute_seconds is not None:
-            decayed = SLOWEST_DECAY * (self._slowest_seconds or 0.0)
-            self._slowest_seconds = max(decayed, compute_seconds)
+            self._slowest_seconds = max(SLOWEST_DECAY * self._slowest_seconds, compute_seconds)
 
     async def wait_hung(self, outstanding: Callable[[], Outstanding]) -> float:
         """Return when the worker has hung, with the seconds of its silence."""
@@ -72,6 +74,6 @@ class Liveness:
     def _timeout_seconds(self, outstanding_work: Outstanding) -> float:
         if outstanding_work is Outstanding.STORAGE:
             return STORAGE_TIMEOUT_SECONDS
-        if self._slowest_seconds is None:
+        if outstanding_work is Outstanding.FIRST:
             return FIRST_COMPUTATION_SECONDS
         return max(HUNG_SECONDS, HUNG_FACTOR * self._slowest_seconds)

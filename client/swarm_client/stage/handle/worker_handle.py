@@ -37,6 +37,13 @@ KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again, in bytes; see
 `messages.ConfigureStage`."""
 
+_COMPUTATIONS = (
+    messages.RunForward,
+    messages.RunBackward,
+    messages.SaveKept,
+    messages.RunAudit,
+)
+
 _STORAGE = (
     messages.ConfigureStage,
     messages.SaveStageState,
@@ -317,10 +324,11 @@ class StageWorker:
         self._backward_slots.close()
 
     async def _kill_when_hung(self) -> None:
-        silent_seconds = await self._liveness.wait_hung(self._outstanding)
+        silent_seconds = await self._liveness.wait_hung(self.outstanding)
         self._rpc.kill(f"it was ended after it had answered nothing for {silent_seconds:.0f} s")
 
-    def _outstanding(self) -> Outstanding:
+    def outstanding(self) -> Outstanding:
+        """What has been asked for and is not answered."""
         pending = self._rpc.pending
         if not pending:
             return Outstanding.NOTHING
@@ -328,7 +336,8 @@ class StageWorker:
             # A storage request is not yet served if nothing was answered since it queued up.
             if isinstance(one.message, _STORAGE) and one.queued_behind != self._rpc.received:
                 return Outstanding.STORAGE
-        return Outstanding.COMPUTING
+        kinds = {type(one.message) for one in pending} - self._rpc.answered
+        return Outstanding.FIRST if kinds.intersection(_COMPUTATIONS) else Outstanding.COMPUTING
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,

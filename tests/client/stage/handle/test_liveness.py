@@ -54,8 +54,8 @@ def test_a_slow_worker_is_given_many_times_its_slowest_computation() -> None:
     assert hung_after(answered(2.0, *[0.1] * 20), Outstanding.COMPUTING) == HUNG_SECONDS
 
 
-def test_nothing_is_known_before_the_first_computation_and_of_what_storage_takes() -> None:
-    assert hung_after(answered(), Outstanding.COMPUTING) == FIRST_COMPUTATION_SECONDS
+def test_the_first_of_a_kind_of_computation_and_storage_are_given_minutes() -> None:
+    assert hung_after(answered(0.1), Outstanding.FIRST) == FIRST_COMPUTATION_SECONDS
     assert hung_after(answered(0.1), Outstanding.STORAGE) == STORAGE_TIMEOUT_SECONDS
 
 

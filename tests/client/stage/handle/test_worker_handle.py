@@ -20,6 +20,7 @@ import trio.testing
 
 from kits.peer_names import named
 from swarm_client.ipc import shared_memory
+from swarm_client.stage.handle.liveness import Outstanding
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
@@ -291,6 +292,33 @@ def test_callers_that_wait_when_a_worker_is_given_up_fail(namespace: str, tmp_pa
         assert len(deaths) == 3
 
     run(main)
+
+
+def test_the_first_backward_pass_of_a_process_may_take_longer_than_later_ones(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2)
+    owed: list[Outstanding] = []
+
+    async def backward_owed(worker: StageWorker, number: int) -> None:
+        inputs, _ = tokens_of(manifest, number)
+        with await worker.forward(STEP, MicrobatchIndex(number), True, [inputs.tobytes()]) as out:
+            assert out.payload is not None
+            gradient = bytes(out.payload)
+        os.kill(worker.pid, signal.SIGSTOP)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.backward, out, gradient)
+            await trio.testing.wait_all_tasks_blocked()
+            owed.append(worker.outstanding())
+            os.kill(worker.pid, signal.SIGCONT)
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            for number in range(2):
+                await backward_owed(worker, number)
+
+    run(main)
+    assert owed == [Outstanding.FIRST, Outstanding.COMPUTING]
 
 
 def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(

@@ -17,7 +17,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -142,28 +143,39 @@ def _other_gradient_signed(module: ModuleType) -> None:
 
 def _stale(module: ModuleType) -> None:
     """Compute with the parameters of the start for ever: gradients of another model."""
-    honest = module.StageRunner._run
+    runner = module.StageRunner
+    run, differentiate = runner._run, runner._differentiate
     first: dict[int, list[Any]] = {}
 
-    def run(self: Any, parameter_set: Any, *arguments: Any, **named: Any) -> Any:
+    @contextmanager
+    def at_the_start(parameters: Sequence[Any]) -> Iterator[None]:
+        # By exchange of their memory: autograd refuses parameters that were written to.
+        now = [p.data for p in parameters]
+        for parameter, old in zip(parameters, first[id(parameters)], strict=True):
+            parameter.data = old
+        try:
+            yield
+        finally:
+            for parameter, new in zip(parameters, now, strict=True):
+                parameter.data = new
+
+    def stale_run(self: Any, parameter_set: Any, *arguments: Any, **named: Any) -> Any:
         import torch
 
         parameters = parameter_set.parameters
-        if id(self) not in first:
-            first[id(self)] = [p.detach().clone() for p in parameters]
-        elif not all(map(torch.equal, first[id(self)], parameters)):
+        old = first.setdefault(id(parameters), [p.detach().clone() for p in parameters])
+        if not all(map(torch.equal, old, parameters)):
             _lied()
-        now = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for parameter, old in zip(parameters, first[id(self)], strict=True):
-                parameter.copy_(old)
-        graph = honest(self, parameter_set, *arguments, **named)
-        with torch.no_grad():
-            for parameter, new in zip(parameters, now, strict=True):
-                parameter.data = new
-        return graph
+        with at_the_start(parameters):
+            return run(self, parameter_set, *arguments, **named)
 
-    module.StageRunner._run = run
+    def stale_differentiate(self: Any, graph: Any, gradient: Any, parameters: Any) -> Any:
+        if not parameters:
+            return differentiate(self, graph, gradient, parameters)
+        with at_the_start(parameters):
+            return differentiate(self, graph, gradient, parameters)
+
+    runner._run, runner._differentiate = stale_run, stale_differentiate
 
 
 def _no_inputs(module: ModuleType) -> None:
