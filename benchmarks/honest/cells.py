@@ -116,7 +116,7 @@ def _through(
 
 def _apply(runners: Sequence[StageRunner], steps: Sequence[StepRunner], step: Step) -> None:
     manifest = runners[0].manifest
-    flats = [runner.accumulator.flat.clone() for runner in runners]
+    flats = [runner.accumulator.totals() for runner in runners]
     tokens = manifest.tokens_per_microbatch * len(runners[0].accumulator.contents.microbatches())
     norms = [one.norm(step, tokens, flat).own for one, flat in zip(steps, flats, strict=True)]
     rate = learning_rate(manifest.optimizer, manifest.training.steps, step)

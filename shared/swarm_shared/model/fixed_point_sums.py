@@ -16,7 +16,7 @@ epsilon of a whole step. The quantum is at most 2^-16 epsilon, of the mean over 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,24 +60,24 @@ class Quantum:
         scaled = torch.mul(gradient, 1.0 / self.size)
         return scaled.round_().clamp_(-self.max_counts, self.max_counts)
 
-    def add(
-        self, totals: Sequence[Tensor], gradients: Sequence[Tensor],
-        see: Callable[[Tensor], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Add the counts of one microbatch's gradients to contiguous float64 totals.
-
-        `see` is called with each piece of the counts, in order.
-        """
+    def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Add the counts of one microbatch's gradients to contiguous float64 totals."""
         for total, gradient in zip(totals, gradients, strict=True):
             size = _window_elements(gradient)
             windows = torch.split(total.view(-1), size)
             for window, counts in zip(windows, self._windows(gradient), strict=True):
                 window.add_(counts)
-                if see is not None:
-                    see(counts)
+
+    def bounds(self, gradients: Sequence[Tensor]) -> list[float]:
+        """Upper bounds of the magnitudes of each finite gradient's counts, with a single wait for
+        the device."""
+        extremes = [torch.stack(torch.aminmax(g.detach())) for g in gradients if g.numel()]
+        largest = torch.stack(extremes).abs_().amax(1).tolist() if extremes else []
+        found = iter(min(one / self.size, self.max_counts) + 1.0 for one in largest)
+        return [next(found) if gradient.numel() else 0.0 for gradient in gradients]
 
     def each_counts(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The counts of one microbatch's gradients, in the pieces that `add` sees."""
+        """Yield the counts of one microbatch's gradients in pieces, float32."""
         for gradient in gradients:
             yield from self._windows(gradient)
 

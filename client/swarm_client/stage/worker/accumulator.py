@@ -1,7 +1,7 @@
 """The sum of one step's gradients, and what is needed to take a microbatch out of it again.
 
-Owns one flat vector on the stage's device, and beside it the set of microbatches in it, with the
-tensors from which their gradients can be recomputed
+Owns the sums (`swarm_client.stage.worker.gradient_sums`) and the set of microbatches in them, with
+the tensors from which their gradients can be recomputed
 (`swarm_shared.volunteer_rules.accumulated_set`). Does not own the computation of gradients. Within
 a step the parameters do not change, so a recomputed gradient is the same gradient. Where gradients
 are fixed-point counts (`swarm_shared.model.fixed_point_sums`), subtracting it undoes the addition
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm_client.stage.worker.digests import GradientDigest
+from swarm_client.stage.worker.gradient_sums import GradientSums, gradient_sums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout
@@ -43,14 +44,23 @@ class Accumulator:
         self, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
         quantum: Quantum | None = None,
     ) -> None:  # fmt: skip
-        self.flat = layout.new_flat(device, totals_dtype(quantum))
         self.contents: AccumulatedSet[KeptMicrobatch] = AccumulatedSet(kept_budget_bytes)
-        """The microbatches that `flat` contains."""
+        """The microbatches in the sums."""
         self.transcripts: dict[MicrobatchIndex, Transcript] = {}
-        """What was exchanged for each of them, as long as it is in `flat`."""
+        """What was exchanged for each of them, as long as it is in the sums."""
         self._layout = layout
-        self._quantum = quantum
-        self._views = list(layout.views(self.flat))
+        self._dtype = totals_dtype(quantum)
+        self._sums = gradient_sums(layout, device, quantum)
+
+    def totals(self) -> Tensor:
+        """Return the sums as a new flat vector in host memory."""
+        flat = self._layout.new_flat(dtype=self._dtype)
+        self._sums.write_to(flat)
+        return flat
+
+    def write_to(self, flat: Tensor) -> None:
+        """Write the sums to a flat vector in host memory."""
+        self._sums.write_to(flat)
 
     def add(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
@@ -60,7 +70,7 @@ class Accumulator:
         self.contents.add(microbatch, kept)
         digest = GradientDigest()
         if gradients:
-            self._add(self._views, gradients, digest)
+            self._sums.add(gradients, digest.update)
         return digest.hex()
 
     def subtract(
@@ -68,33 +78,20 @@ class Accumulator:
     ) -> None:
         """Carry out a removal, given the recomputed gradients: all of it, or nothing if a
         computation fails."""
-        total: Tensor | None = None
+        removed: GradientSums | None = None
         for one in gradients:
-            if one and total is None:
-                total = torch.zeros_like(self.flat)
-            if total is not None:
-                self._add(list(self._layout.views(total)), one)
-        if total is not None:
-            self.flat.sub_(total)
+            if one:
+                removed = removed or self._sums.zeros()
+                removed.add(one)
+        if removed is not None:
+            self._sums.subtract(removed)
         self.contents.remove(removal.microbatches)
         for microbatch in removal.microbatches:
             self.transcripts.pop(microbatch, None)
         if not self.contents:
-            self.flat.zero_()  # removes rounding errors
-
-    def _add(
-        self, views: list[Tensor], gradients: Sequence[Tensor], digest: GradientDigest | None = None
-    ) -> None:
-        see = None if digest is None else digest.update
-        if self._quantum is not None:
-            self._quantum.add(views, gradients, see)
-            return
-        torch._foreach_add_(views, list(gradients))
-        if see is not None:
-            for gradient in gradients:
-                see(gradient)
+            self._sums.clear()  # removes rounding errors
 
     def reset(self) -> None:
-        self.flat.zero_()
+        self._sums.clear()
         self.contents.clear()
         self.transcripts.clear()

@@ -64,7 +64,7 @@ class StepRunner:
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
         """Copy the accumulated sums out; microbatches that arrive later do not change the copy."""
         accumulator = self._runner.closing_parameter_set(step).accumulator
-        gradients.copy_(accumulator.flat)
+        accumulator.write_to(gradients)
         return accumulator.contents.microbatches()
 
     def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:

@@ -74,7 +74,7 @@ def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
             audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
             audits.audit(STEP, tmp_path / "inputs", None, None)
     for one, other in zip(with_audits, without, strict=True):
-        assert torch.equal(one.accumulator.flat, other.accumulator.flat)
+        assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
         assert one.accumulator.transcripts == other.accumulator.transcripts
         own, others = one.stage.all_parameters(), other.stage.all_parameters()
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(own, others, strict=True))
@@ -242,7 +242,7 @@ def digests_of(
     runner: StageRunner, stops: dict[str, tuple[int, ...]], seed: str
 ) -> list[tuple[str, ...]]:
     """The linear digests of what is in the accumulator, as a member states its part."""
-    flats = (runner.accumulator.flat, torch.zeros_like(runner.accumulator.flat))
+    flats = (runner.accumulator.totals(), torch.zeros_like(runner.accumulator.totals()))
     found = []
     for part, ends in stops.items():
         parts, results = StepRunner(runner).digest_sums(STEP, part, seed, ends, flats)

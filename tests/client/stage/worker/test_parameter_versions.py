@@ -179,7 +179,7 @@ def test_a_state_saved_in_the_middle_goes_on_elsewhere_to_the_bit(
     for runner in second.runners:
         for parameter_set in runner.parameter_sets:
             assert parameter_set.accumulator.contents.microbatches() == ()
-            assert not parameter_set.accumulator.flat.any()
+            assert not parameter_set.accumulator.totals().any()
     assert failure(second.runners[0].backward, 21, wire(under_way)) == "unknown_microbatch"
     overlapped(first, version + 1, version + 3)
     in_order(second, version + 1, version + 3)
@@ -239,7 +239,7 @@ def test_starting_again_from_the_seed_is_version_0_in_both_lanes(tmp_path: Path)
     pipeline.steps[0].reinitialise(Version(0))
     assert contents(pipeline.save(tmp_path / "again", 0)) == fresh
     assert all(
-        not parameter_set.accumulator.flat.any()
+        not parameter_set.accumulator.totals().any()
         for parameter_set in pipeline.runners[0].parameter_sets
     )
 
@@ -300,12 +300,12 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         if index != 1:
             without.microbatch(3, index)
     for runner, other in zip(pipeline.runners, without.runners, strict=True):
-        before = runner.parameter_sets.of(Step(2)).accumulator.flat.clone()
+        before = runner.parameter_sets.of(Step(2)).accumulator.totals()
         assert runner.uncommit(Step(3), (MicrobatchIndex(1),))
         ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
         assert ours.contents.microbatches() == expected.contents.microbatches() == (0, 2)
-        torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
-        assert torch.equal(runner.parameter_sets.of(Step(2)).accumulator.flat, before)
+        torch.testing.assert_close(ours.totals(), expected.totals(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(runner.parameter_sets.of(Step(2)).accumulator.totals(), before)
     pipeline.close(2)
     without.close(2)
     pipeline.microbatch(3, 1)
@@ -314,7 +314,7 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         assert runner.uncommit(Step(3), (MicrobatchIndex(0), MicrobatchIndex(1)))
         assert other.uncommit(Step(3), (MicrobatchIndex(0),))
         ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
-        torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.totals(), expected.totals(), rtol=1e-4, atol=1e-5)
         runner.reset_step(Step(4))
         assert ours.contents.microbatches() == (2,)
         runner.reset_step(Step(3))

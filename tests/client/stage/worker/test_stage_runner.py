@@ -123,7 +123,7 @@ def whole_gradients(manifest: Manifest, microbatches: Sequence[int]) -> dict[str
 
 
 def accumulated_gradients(runner: StageRunner) -> dict[str, torch.Tensor]:
-    views = runner.layout.views(runner.accumulator.flat)
+    views = runner.layout.views(runner.accumulator.totals())
     return {entry.name: view for entry, view in zip(runner.layout.entries, views, strict=True)}
 
 
@@ -151,7 +151,7 @@ def test_the_two_ends_of_a_tied_model_share_its_gradient_in_their_tied_parts() -
     runners = runners_of(manifest)
     through(runners, 0)
     table = whole_gradients(manifest, [0])["model.embed_tokens.weight"]
-    parts = [r.accumulator.flat[r.layout.own_count :] for r in (runners[0], runners[-1])]
+    parts = [r.accumulator.totals()[r.layout.own_count :] for r in (runners[0], runners[-1])]
     assert runners[1].layout.tied_count == 0
     torch.testing.assert_close((parts[0] + parts[1]).view_as(table), table, rtol=1e-4, atol=1e-5)
 
@@ -163,7 +163,7 @@ def test_recomputed_graphs_give_the_gradients_of_kept_ones() -> None:
         through(kept, microbatch)
         through(recomputed, microbatch)
     for one, other in zip(kept, recomputed, strict=True):
-        assert torch.equal(one.accumulator.flat, other.accumulator.flat)
+        assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
 
 
 def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
@@ -203,17 +203,17 @@ def test_without_accumulate_the_input_gradient_is_the_same_and_nothing_is_added(
         assert torch.equal(one, other)
     for runner in passing:
         assert runner.accumulator.contents.microbatches() == ()
-        assert not runner.accumulator.flat.any()
+        assert not runner.accumulator.totals().any()
 
 
 def test_a_microbatch_is_added_once_however_often_it_comes() -> None:
     manifest = make_manifest(2)
     runners = runners_of(manifest)
     through(runners, 0)
-    before = [runner.accumulator.flat.clone() for runner in runners]
+    before = [runner.accumulator.totals() for runner in runners]
     through(runners, 0, request=77)
     for runner, flat in zip(runners, before, strict=True):
-        assert torch.equal(runner.accumulator.flat, flat)
+        assert torch.equal(runner.accumulator.totals(), flat)
         assert runner.accumulator.contents.microbatches() == (0,)
 
 
@@ -228,7 +228,7 @@ def test_an_uncommitted_microbatch_leaves_what_never_having_had_it_leaves() -> N
         assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(2)))
         assert runner.accumulator.contents.microbatches() == (1, 3)
         torch.testing.assert_close(
-            runner.accumulator.flat, other.accumulator.flat, rtol=1e-4, atol=1e-5
+            runner.accumulator.totals(), other.accumulator.totals(), rtol=1e-4, atol=1e-5
         )
         # Again, and for one that it never had: harmless.
         assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(40)))
@@ -242,10 +242,10 @@ def test_uncommit_changes_nothing_when_one_of_the_microbatches_is_not_kept_any_m
     for microbatch in range(4):
         through(runners, microbatch)
     last = runners[1]
-    before = last.accumulator.flat.clone()
+    before = last.accumulator.totals()
     # The budget holds the newest only; the oldest went first.
     assert not last.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(3)))
-    assert torch.equal(last.accumulator.flat, before)
+    assert torch.equal(last.accumulator.totals(), before)
     assert last.accumulator.contents.microbatches() == (0, 1, 2, 3)
     assert last.uncommit(STEP, (MicrobatchIndex(3),))
     assert not last.uncommit(Step(2), (MicrobatchIndex(0),))
@@ -257,7 +257,7 @@ def test_uncommitting_everything_needs_nothing_kept_and_leaves_exact_zeros() -> 
     through([runner], 0)
     through([runner], 1)
     assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(1)))
-    assert not runner.accumulator.flat.any()
+    assert not runner.accumulator.totals().any()
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_a_good_one_may_follow() -> None:
@@ -271,7 +271,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_a_good_one_may_follow() ->
         bad[1, 3, 5] = bad_value
         assert failure(first.backward, 1, wire(bad)) == "bad_input"
     assert failure(first.backward, 1, wire(bad)[:-4]) == "bad_input"
-    assert not first.accumulator.flat.any()
+    assert not first.accumulator.totals().any()
     assert first.backward(1, wire(torch.ones_like(result.output))).added
     assert failure(first.backward, 1, wire(result.output)) == "unknown_microbatch"
 
@@ -280,14 +280,14 @@ def test_a_parameter_gradient_that_overflows_never_reaches_the_accumulator() -> 
     manifest = make_manifest(2)
     first = runners_of(manifest)[0]
     through([first, runners_of(manifest)[1]], 0)
-    before = first.accumulator.flat.clone()
+    before = first.accumulator.totals()
     inputs, _ = tokens_of(manifest, 1)
     result = first.forward(2, STEP, MicrobatchIndex(1), True, wire(inputs))
     assert isinstance(result, ForwardResult)
     # Finite itself, but its products are not.
     huge = torch.full_like(result.output, 3e38)
     assert failure(first.backward, 2, wire(huge)) == "not_finite"
-    assert torch.equal(first.accumulator.flat, before)
+    assert torch.equal(first.accumulator.totals(), before)
     assert first.accumulator.contents.microbatches() == (0,)
 
 
@@ -301,7 +301,7 @@ def test_an_output_or_a_loss_that_is_not_finite_is_refused() -> None:
     assert failure(runners[0].forward, 1, STEP, 0, True, wire(inputs)) == "not_finite"
     activation = torch.ones(2, 16, 32)
     assert failure(runners[1].forward, 1, STEP, 0, True, wire(activation, targets)) == "not_finite"
-    assert not runners[1].accumulator.flat.any()
+    assert not runners[1].accumulator.totals().any()
 
 
 def test_sizes_token_ids_and_steps_are_checked_first() -> None:
@@ -329,7 +329,7 @@ def test_a_bfloat16_run_sends_bfloat16_and_accumulates_float32() -> None:
     through(runners, 0)
     expected = whole_gradients(manifest, [0])
     for runner in runners:
-        assert runner.accumulator.flat.dtype == torch.float32
+        assert runner.accumulator.totals().dtype == torch.float32
         for name, gradient in accumulated_gradients(runner).items():
             # bfloat16 has 8 bits; the cut itself loses none, as the stream is bfloat16 anyway.
             error = (gradient - expected[name]).norm() / expected[name].norm()
@@ -341,7 +341,7 @@ def closed(manifest: Manifest) -> list[tuple[StageRunner, StepRunner, torch.Tens
     runners = runners_of(manifest)
     through(runners, 0)
     through(runners, 1)
-    return [(r, StepRunner(r), r.accumulator.flat.clone()) for r in runners]
+    return [(r, StepRunner(r), r.accumulator.totals()) for r in runners]
 
 
 def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
@@ -363,7 +363,7 @@ def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
             assert digest != before
             assert runner.version == 1
             assert runner.accumulator.contents.microbatches() == ()
-            assert not runner.accumulator.flat.any()
+            assert not runner.accumulator.totals().any()
             digests.append(digest)
     assert digests[:2] == digests[2:]
 
@@ -455,7 +455,7 @@ def test_a_gpu_computes_what_the_cpu_computes() -> None:
     through(on_cpu, 0)
     for one, other in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(
-            one.accumulator.flat.cpu(), other.accumulator.flat, rtol=1e-3, atol=1e-4
+            one.accumulator.totals().cpu(), other.accumulator.totals(), rtol=1e-3, atol=1e-4
         )
         assert one.uncommit(STEP, (index,))
     assert FlatLayout.of(on_gpu[0].stage) == on_cpu[0].layout

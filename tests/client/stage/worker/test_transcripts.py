@@ -112,7 +112,7 @@ def test_equal_inputs_give_equal_transcripts_and_the_digest_is_of_what_is_added(
     transcripts = through(runners, 1).transcripts()
     assert transcripts == through(others, 1).transcripts()
     for runner, transcript in zip(runners, transcripts, strict=True):
-        added = runner.accumulator.flat.float().numpy().tobytes()
+        added = runner.accumulator.totals().float().numpy().tobytes()
         assert wire_digest(added) == transcript.gradient
     assert through(others, 2, microbatch=6).transcripts() != transcripts
 
