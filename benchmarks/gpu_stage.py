@@ -38,8 +38,9 @@ class Timed:
     optimizer_seconds: float
 
 
-HOST_BYTES_PER_PARAMETER = 12
-"""Host memory of a step close: gradients, result of the all-reduce, and its mean."""
+HOST_BYTES_PER_PARAMETER = 20
+"""Host memory of a step close: gradients, result of the all-reduce and its mean, and AdamW's two
+moments."""
 
 
 def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host_bytes: int) -> int:

@@ -82,7 +82,7 @@ def train_reference(
             apply_step(
                 optimizer,
                 layout,
-                gradient,
+                gradient.cpu(),
                 learning_rate(manifest.optimizer, manifest.training.steps, step),
                 clip_factor(norm, manifest.optimizer.clip_norm),
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,11 @@ class Fingerprint:
 
 @dataclass(slots=True)
 class AdamW:
-    """The state of AdamW over a stage's parameters, in the stage's order.
+    """The state of AdamW over a stage's parameters, in the stage's order, in host memory.
+
+    The step is computed on the host wherever the parameters are: an accelerator needs no memory for
+    moments and mean gradient (12 bytes a parameter), and replicas on unlike devices end a step with
+    equal parameters. (The idea is ZeRO-Offload's, Ren et al. 2021, arXiv 2101.06840, section 4.)
 
     torch's functional form, fused: four times faster than foreach on a CPU, and measured bitwise
     equal for any number of threads and any alignment, which replicas depend on. Not the class
@@ -57,13 +62,13 @@ class AdamW:
             step.fill_(float(count))
 
     def step(self, gradients: list[Tensor], learning_rate: float) -> None:
-        """Take one step; weight decay applies to matrices only."""
-        for decayed in (True, False):
-            chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
-            if not chosen:
-                continue
+        """Take one step with gradients in host memory; weight decay applies to matrices only."""
+        for chosen in self._taken_together():
+            parameters = [self.parameters[i].detach() for i in chosen]
+            # On a CPU these are the parameters themselves.
+            weights = [parameter.cpu() for parameter in parameters]
             adamw(
-                [self.parameters[i] for i in chosen],
+                weights,
                 [gradients[i] for i in chosen],
                 [self.first_moments[i] for i in chosen],
                 [self.second_moments[i] for i in chosen],
@@ -75,10 +80,23 @@ class AdamW:
                 beta1=self.config.beta1,
                 beta2=self.config.beta2,
                 lr=learning_rate,
-                weight_decay=self.config.weight_decay if decayed else 0.0,
+                weight_decay=self.config.weight_decay if weights[0].ndim >= 2 else 0.0,
                 eps=self.config.epsilon,
                 maximize=False,
             )
+            for parameter, weight in zip(parameters, weights, strict=True):
+                if parameter.device != weight.device:
+                    parameter.copy_(weight)
+
+    def _taken_together(self) -> Iterator[list[int]]:
+        """Numbers of the parameters of one kernel call: from another device one at a time, so that
+        the host has one copy at a time."""
+        for decayed in (True, False):
+            chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
+            if chosen and self.parameters[chosen[0]].device.type == "cpu":
+                yield chosen
+            else:
+                yield from ([i] for i in chosen)
 
 
 def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:
@@ -88,9 +106,9 @@ def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:
     return AdamW(
         config,
         parameters,
-        [torch.zeros_like(p, requires_grad=False) for p in parameters],
-        [torch.zeros_like(p, requires_grad=False) for p in parameters],
-        [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters],
+        [torch.zeros(p.shape) for p in parameters],
+        [torch.zeros(p.shape) for p in parameters],
+        [torch.zeros(()) for _ in parameters],
     )
 
 
@@ -103,8 +121,8 @@ def apply_step(
 ) -> None:
     """Take one AdamW step with the clipped mean gradient (per token).
 
-    `flat_mean_gradient` lies on the stage's device and is scaled in place; the parameters' own
-    `.grad` is neither used nor changed.
+    `flat_mean_gradient` lies in host memory and is scaled in place; the parameters' own `.grad` is
+    neither used nor changed.
     """
     if clip_factor != 1.0:
         flat_mean_gradient.mul_(clip_factor)
@@ -127,15 +145,26 @@ def fingerprint(stage: Stage, optimizer: AdamW | None = None) -> Fingerprint:
             tensors += [(f"{kind}.{name}", t) for kind, t in zip("mvt", of_one, strict=True)]
     names = [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
     with torch.no_grad():
-        weights = _position_weights(stage.device)
-        sums = [_bit_sums(tensor.view(-1), weights) for _, tensor in tensors]
+        exact = _bit_sums_of([tensor for _, tensor in tensors])
         squares = [ordered_sum_of_squares(parameter.view(-1)) for _, parameter in named]
-        exact = torch.stack(sums).tolist()
         norm = math.sqrt(math.fsum(torch.stack(squares).tolist()))
     text = ";".join(
         f"{name}={plain},{weighted}" for name, (plain, weighted) in zip(names, exact, strict=True)
     )
     return Fingerprint(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), norm)
+
+
+def _bit_sums_of(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the two sums of each tensor, with one wait for each device that has some."""
+    numbers: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        numbers.setdefault(tensor.device, []).append(number)
+    found: dict[int, list[int]] = {}
+    for device, chosen in numbers.items():
+        weights = _position_weights(device)
+        sums = torch.stack([_bit_sums(tensors[number].view(-1), weights) for number in chosen])
+        found.update(zip(chosen, sums.tolist(), strict=True))
+    return [found[number] for number in range(len(tensors))]
 
 
 def _position_weights(device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.optimizer import apply_step, fingerprint, make_optimizer
+from swarm_shared.model.optimizer import AdamW, apply_step, fingerprint, make_optimizer
 from swarm_shared.run.manifest import OptimizerConfig, StageRange
 from swarm_shared.run.model_config import ModelConfig
 
@@ -34,6 +34,26 @@ def run_steps(model: Stage, steps: int, clip: float = 0.5):
     for step in range(1, steps + 1):
         apply_step(optimizer, layout, noise(layout, step), 0.01 / step, clip)
     return optimizer
+
+
+def test_parameters_that_step_one_at_a_time_are_the_same_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they do when they lie on another device than the moments."""
+    together, apart = stage(), stage()
+    expected = fingerprint(together, run_steps(together, 3))
+    monkeypatch.setattr(
+        AdamW, "_taken_together", lambda self: ([i] for i in range(len(self.parameters)))
+    )
+    assert fingerprint(apart, run_steps(apart, 3)) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_stage_on_a_gpu_steps_to_the_same_bits_and_has_its_moments_in_host_memory() -> None:
+    on_cpu, on_gpu = stage(), stage().to("cuda:0")
+    optimizer = run_steps(on_gpu, 3)
+    assert all(moment.device.type == "cpu" for moment in optimizer.first_moments)
+    assert fingerprint(on_gpu, optimizer) == fingerprint(on_cpu, run_steps(on_cpu, 3))
 
 
 def test_a_step_equals_the_published_formula_of_adamw():

@@ -106,7 +106,6 @@ class StepRunner:
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
         mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
-        mean = mean.to(self._runner.stage.device)
         newest = self._runner.parameter_sets.newest(self._runner.version)
         if parameter_set is not newest:
             parameter_set.take_parameters(newest)
