@@ -14,6 +14,7 @@ from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
 pytestmark = pytest.mark.timeout(420)
 
 STAGES, VOLUNTEERS = 3, 7
+CHECKPOINT_STEPS = 4
 PATIENCE_SECONDS = 120.0
 STILL_COUNTED = 8
 """Upper bound of microbatches that were counted before a pause and are reported after it: those of
@@ -53,7 +54,7 @@ def test_everything_at_once_changes_no_bit(make_run) -> None:
         **{
             **TINY, "codecs__activation": "int8", "codecs__gradient": "int8",
             "model__tie_embeddings": True, "model__bottleneck_size": 8, "training__staleness": 1,
-            "checkpoint__every_steps": 4,
+            "checkpoint__every_steps": CHECKPOINT_STEPS,
         },
     )  # fmt: skip
     swarm, fault_run = run.swarm, FaultRun(run, STAGES)
@@ -134,6 +135,10 @@ def lose_a_stage(fault_run: FaultRun) -> int:
         swarm.expect_exit(child)
     fault_run.plan_for_anybody("moving", FaultPoint.STAGE_MIGRATION, FaultAction.KILL, 0.0)
     lost = min(range(STAGES), key=lambda stage: len(fault_run.ready_names(stage)))
+    # Right after a checkpoint: at the version of one the run would not go back.
+    run.wait_for_version(
+        run.version() // CHECKPOINT_STEPS * CHECKPOINT_STEPS + CHECKPOINT_STEPS + 1
+    )
     for name in fault_run.ready_names(lost):
         fault_run.child(name).kill()
     lost_at = run.version()
