@@ -14,33 +14,25 @@ set -eu
 PLACE=/usr/lib/swarmtrain
 
 main() {
-    out=
-    from=
-    revision=1
-    python=/usr/bin/python3
-    packages_of=
+    out='' from='' revision=1 python=/usr/bin/python3
     while [ $# -gt 0 ]; do
         case $1 in
-        --out | --from | --revision | --python | --packages-of)
-            if [ $# -lt 2 ] || [ -z "$2" ]; then
-                refuse "$1 needs a value"
-            fi
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --out | --from | --revision | --python)
+            [ -n "${2:-}" ] || refuse "$1 needs a value"
             case $1 in
             --out) out=$2 ;;
             --from) from=$2 ;;
             --revision) revision=$2 ;;
             --python) python=$2 ;;
-            --packages-of) packages_of=$2 ;;
             esac
-            shift
-            ;;
-        -h | --help)
-            usage
-            exit 0
+            shift 2
             ;;
         *) refuse "there is no option $1" ;;
         esac
-        shift
     done
     settle
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/swarmtrain-deb.XXXXXX")
@@ -51,7 +43,6 @@ main() {
     tree=$scratch/tree
     install_program
     add_files
-    add_control
     pack
 }
 
@@ -62,8 +53,6 @@ usage: build_deb.sh --out DIR [OPTIONS]
   --from PATH_OR_URL   what install.sh takes [default: the checkout around this file]
   --revision N         of the package [default: 1]
   --python PROGRAM     the system's Python that it is for [default: /usr/bin/python3]
-  --packages-of PLACE  leave out what another Python has, and use it there; for tests, and for
-                       machines whose packages somebody else takes care of
 END
 }
 
@@ -94,11 +83,10 @@ settle() {
     command -v dpkg-deb >/dev/null || fail "there is no dpkg-deb here; Debian and Ubuntu have it"
 }
 
-# The install script does the work, into a folder that then becomes the package's.
+# The install script does the work; its environment can be moved, and becomes the package's.
 install_program() {
-    set -- --prefix "$scratch/made" --from "$from" --python "$python"
-    [ -z "$packages_of" ] || set -- "$@" --packages-of "$packages_of"
-    PIP_NO_COMPILE=1 sh "$here/install.sh" "$@" >"$scratch/log" 2>&1 || {
+    sh "$here/install.sh" --prefix "$scratch/made" --from "$from" --python "$python" \
+        >"$scratch/log" 2>&1 || {
         cat "$scratch/log" >&2
         fail "the program could not be installed; see above"
     }
@@ -107,34 +95,22 @@ install_program() {
     site=$(echo "$tree$PLACE"/lib/python3.*/site-packages)
     version=$("$tree$PLACE/bin/python" -c \
         'import importlib.metadata as m; print(m.version("swarmtrain"))')
-    # A package brings no tool to change it with, and no program but its own.
-    rm -rf "$site"/pip "$site"/pip-*.dist-info "$site"/swarmtrain-*.dist-info/direct_url.json \
+    # A package brings no programs but its own, and nothing of where it was made.
+    find "$tree$PLACE/bin" -type f ! -name 'swarm-*' -delete
+    rm -rf "$site"/swarmtrain-*.dist-info/direct_url.json "$tree$PLACE/CACHEDIR.TAG" \
         "$tree$PLACE/include" "$tree$PLACE/share"
-    find "$tree$PLACE/bin" -type f -delete
-    for program in swarm-client swarm-coordinator; do
-        printf '#!%s/bin/python\nimport sys\n\nfrom %s.cli.main import main\n\nsys.exit(main())\n' \
-            "$PLACE" "$(echo "$program" | tr - _)" >"$tree$PLACE/bin/$program"
-        ln -s "../lib/swarmtrain/bin/$program" "$tree/usr/bin/$program"
-    done
-    printf 'home = /usr/bin\ninclude-system-site-packages = false\n' >"$tree$PLACE/pyvenv.cfg"
+    ln -s ../lib/swarmtrain/bin/swarm-client ../lib/swarmtrain/bin/swarm-coordinator "$tree/usr/bin"
     # Compiled here, so that the files are the package's and go with it.
     find "$tree" -name __pycache__ -type d -prune -exec rm -rf {} +
     "$python" -m compileall -q -s "$tree" -p / --invalidation-mode unchecked-hash "$site" || true
 }
 
 add_files() {
-    mkdir -p "$tree/usr/lib/systemd/system" "$tree/usr/share/doc/swarmtrain"
+    mkdir -p "$tree/usr/lib/systemd/system" "$tree/usr/share/doc/swarmtrain" "$tree/DEBIAN"
     # Through the link: inside the package there is no checkout to point to.
     cp -L "$here/swarm-client-system.service" "$tree/usr/lib/systemd/system/swarm-client.service"
-    cat "$here/deb/copyright" >"$tree/usr/share/doc/swarmtrain/copyright"
-}
-
-add_control() {
-    mkdir "$tree/DEBIAN"
-    for script in postinst prerm postrm; do
-        cp "$here/deb/$script" "$tree/DEBIAN/$script"
-        chmod 755 "$tree/DEBIAN/$script"
-    done
+    cp "$here/deb/copyright" "$tree/usr/share/doc/swarmtrain"
+    (cd "$here/deb" && cp postinst prerm postrm "$tree/DEBIAN" && cd "$tree/DEBIAN" && chmod 755 ./*)
     "$python" -c 'import sys
 minor = sys.version_info.minor
 print(f"python3 (>= 3.{minor}), python3 (<< 3.{minor + 1})")' >"$scratch/depends"

@@ -1,7 +1,7 @@
 #Requires -Version 5.1
 <#
 .SYNOPSIS
-Installs swarmtrain on Windows: inside WSL, started by a task of yours at every logon.
+Installs swarmtrain on Windows: inside WSL, started by a task of yours at every logon. Or removes it.
 
 .DESCRIPTION
 The client needs Linux (its averaging has no build for Windows), so it runs inside the Windows
@@ -21,6 +21,13 @@ The WSL distribution to install into. Default: WSL's own default.
 .PARAMETER NoTask
 Makes no task: the client runs when you start it.
 
+.PARAMETER Uninstall
+Removes the task and the program. A client that runs is asked to end in order first. WSL and the
+distribution stay: they are not this program's.
+
+.PARAMETER Purge
+With -Uninstall: identity, caches, preferences and logs as well. Nothing is left.
+
 .EXAMPLE
 powershell -ExecutionPolicy Bypass -File install.ps1 -WhatIf
 Says what would be done, and does nothing.
@@ -29,7 +36,9 @@ Says what would be done, and does nothing.
 param(
     [string] $From = '',
     [string] $Distribution = '',
-    [switch] $NoTask
+    [switch] $NoTask,
+    [switch] $Uninstall,
+    [switch] $Purge
 )
 
 Set-StrictMode -Version 2.0
@@ -37,57 +46,56 @@ $ErrorActionPreference = 'Stop'
 
 $TaskName = 'swarmtrain client'
 
-function Install-Swarmtrain {
+function Invoke-Setup {
     [CmdletBinding(SupportsShouldProcess = $true)]
-    param(
-        [string] $From,
-        [string] $Distribution,
-        [switch] $NoTask
-    )
-    Assert-Wsl
+    param([string] $From, [string] $Distribution, [switch] $NoTask, [switch] $Uninstall, [switch] $Purge)
     $name = Get-WslDistribution -Wanted $Distribution
     $checkout = Split-Path -Parent (Split-Path -Parent $PSScriptRoot)
     $script = Join-Path $checkout 'installers\linux\install.sh'
     if (-not (Test-Path -LiteralPath $script)) {
         throw "There is no $script. Take the whole 'installers' folder, not this script alone."
     }
-    $source = $From
-    if ($source -eq '') {
-        $source = $checkout
+    if ($From -eq '') {
+        $From = $checkout
     }
-    if ($source -notmatch '^https?://') {
-        if (-not (Test-Path -LiteralPath $source)) {
-            throw "There is no $source. Name a wheel, a folder with the source, or a URL."
+    if ($Uninstall) {
+        $words = @('--uninstall')
+        if ($Purge) {
+            $words += '--purge'
         }
-        $source = ConvertTo-WslPath -Distribution $name -Path (Resolve-Path -LiteralPath $source).Path
+    } elseif ($From -match '^https?://') {
+        $words = @('--from', $From)
+    } else {
+        if (-not (Test-Path -LiteralPath $From)) {
+            throw "There is no $From. Name a wheel, a folder with the source, or a URL."
+        }
+        $source = (Resolve-Path -LiteralPath $From).Path
+        $words = @('--from', (ConvertTo-WslPath -Distribution $name -Path $source))
     }
     $inside = ConvertTo-WslPath -Distribution $name -Path $script
-    if ($PSCmdlet.ShouldProcess("the WSL distribution $name", "Install swarmtrain from $source")) {
-        & wsl.exe --distribution $name --exec sh $inside --from $source
+    if ($PSCmdlet.ShouldProcess("the WSL distribution $name", "Run install.sh $words")) {
+        & wsl.exe --distribution $name --exec sh $inside @words
         if ($LASTEXITCODE -ne 0) {
-            throw "The installation inside $name failed; its message above says why."
+            throw "install.sh failed inside $name; its message above says why."
         }
     }
-    if (-not $NoTask) {
+    if ($Uninstall) {
+        Unregister-ClientTask
+    } elseif (-not $NoTask) {
         Register-ClientTask -Distribution $name
     }
-    if (-not $WhatIfPreference) {
+    if (-not ($Uninstall -or $WhatIfPreference)) {
         Write-Output "Installed. Next: wsl -d $name -e sh -lc '~/.local/bin/swarm-client join INVITE'"
-    }
-}
-
-function Assert-Wsl {
-    [CmdletBinding()]
-    param()
-    if ($null -eq (Get-Command -Name 'wsl.exe' -ErrorAction SilentlyContinue)) {
-        throw ("This Windows has no WSL. An administrator runs 'wsl --install' once and starts the " +
-            'machine again; then run this script again, as yourself.')
     }
 }
 
 function Get-WslDistribution {
     [CmdletBinding()]
     param([string] $Wanted)
+    if ($null -eq (Get-Command -Name 'wsl.exe' -ErrorAction SilentlyContinue)) {
+        throw ("This Windows has no WSL. An administrator runs 'wsl --install' once and starts the " +
+            'machine again; then run this script again, as yourself.')
+    }
     # wsl.exe writes UTF-16, which arrives with a zero byte after each letter.
     $names = @(& wsl.exe --list --quiet | ForEach-Object { ($_ -replace "`0", '').Trim() } |
             Where-Object { $_ -ne '' })
@@ -137,4 +145,16 @@ function Register-ClientTask {
     Start-ScheduledTask -TaskName $TaskName
 }
 
-Install-Swarmtrain -From $From -Distribution $Distribution -NoTask:$NoTask
+function Unregister-ClientTask {
+    [CmdletBinding(SupportsShouldProcess = $true)]
+    param()
+    if ($null -eq (Get-ScheduledTask -TaskName $TaskName -ErrorAction SilentlyContinue)) {
+        return
+    }
+    if ($PSCmdlet.ShouldProcess("the scheduled task '$TaskName'", 'Stop and remove')) {
+        Stop-ScheduledTask -TaskName $TaskName
+        Unregister-ScheduledTask -TaskName $TaskName -Confirm:$false
+    }
+}
+
+Invoke-Setup -From $From -Distribution $Distribution -NoTask:$NoTask -Uninstall:$Uninstall -Purge:$Purge

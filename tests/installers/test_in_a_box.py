@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kits.installers import packages as index
 from kits.installers.box import Box, box
-from kits.installers.tree import LINUX, PACKAGES, PATIENCE_SECONDS, SUITABLE, shop
+from kits.installers.tree import LINUX, PATIENCE_SECONDS, SUITABLE, shop
 
 # Not in the group of the labs: a box has network namespaces of its own, and nothing sweeps it.
 GROUP = pytest.mark.xdist_group("box")
@@ -76,9 +77,9 @@ def packages(for_sale: Path) -> Iterator[list[Path]]:
         place = Path(folder)
         (wheel,) = for_sale.glob("*.whl")
         subprocess.run(
-            ["sh", LINUX / "build_deb.sh", "--out", place, "--from", wheel,
-             "--packages-of", PACKAGES],
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PIP_NO_INDEX": "1", "HOME": folder},
+            ["sh", LINUX / "build_deb.sh", "--out", place, "--from", wheel],
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": folder,
+                 **index.environment(for_sale / "packages")},
             check=True, timeout=PATIENCE_SECONDS, capture_output=True,
         )  # fmt: skip
         (first,) = place.glob("*.deb")
@@ -184,8 +185,9 @@ def test_services_of_the_machine_and_of_one_user_come_and_go(machine: Box, for_s
     machine.does("useradd", "--create-home", "bob")
     number = machine.does("id", "-u", "bob").strip()
     before = everything(machine)
-    options = ("--python", SYSTEM_PYTHON, "--packages-of", PACKAGES, "--prefix", "/opt/swarmtrain")
-    machine.does("sh", for_sale / "install.sh", "--from", wheel, *options)
+    options = ("--python", SYSTEM_PYTHON, "--prefix", "/opt/swarmtrain")
+    machine.does("sh", for_sale / "install.sh", "--from", wheel, *options,
+                 more=index.environment(for_sale / "packages"))  # fmt: skip
     program = "/opt/swarmtrain/bin/swarm-client"
 
     would = machine.does(program, "service", "install", "--system", "--dry-run")
@@ -215,7 +217,16 @@ def test_services_of_the_machine_and_of_one_user_come_and_go(machine: Box, for_s
     bob(program, "service", "uninstall")
     assert bob("systemctl", "--user", "show", UNIT, "--value", "-p", "LoadState") == "not-found\n"
     bob(program, "service", "install")
-    bob("sh", for_sale / "uninstall.sh", "--purge", "--prefix", "/opt/swarmtrain-not-bobs")
-    machine.does("sh", for_sale / "uninstall.sh", "--purge", "--prefix", "/opt/swarmtrain")
+    bob(
+        "sh",
+        for_sale / "install.sh",
+        "--uninstall",
+        "--purge",
+        "--prefix",
+        "/opt/swarmtrain-not-bobs",
+    )
+    machine.does(
+        "sh", for_sale / "install.sh", "--uninstall", "--purge", "--prefix", "/opt/swarmtrain"
+    )
     left = everything(machine) - before
     assert {path for path in left if machine.types("test", "-d", path).returncode != 0} == set()

@@ -31,35 +31,34 @@ ALIASES = {
 }  # fmt: skip
 
 
-def mac(script: str, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def mac(tmp_path: Path, *words: str, processor: str = "arm64") -> subprocess.CompletedProcess[str]:
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
     uname = tools / "uname"
-    uname.write_text("#!/bin/sh\ncase $1 in -m) echo arm64 ;; *) echo Darwin ;; esac\n")
+    uname.write_text(f"#!/bin/sh\ncase $1 in -m) echo {processor} ;; *) echo Darwin ;; esac\n")
     uname.chmod(0o755)
     environment = {
         "HOME": str(tmp_path / "home"), "PATH": f"{tools}:{os.environ['PATH']}",
         "TMPDIR": str(tmp_path),
     }  # fmt: skip
     return subprocess.run(
-        ["sh", MAC / script, *words], capture_output=True, text=True, check=False, env=environment
+        ["sh", MAC / "install.sh", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
 
 
-def test_on_another_system_the_macos_scripts_change_nothing(tmp_path: Path) -> None:
-    for script in ("install.sh", "uninstall.sh"):
-        done = subprocess.run(
-            ["sh", MAC / script], capture_output=True, text=True, check=False,
-            env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
-        )  # fmt: skip
-        assert done.returncode == 1
-        assert "this is not macOS" in done.stderr
-        assert list(tmp_path.iterdir()) == []
+def test_a_mac_that_torch_has_no_packages_for_is_told_so(tmp_path: Path) -> None:
+    done = mac(tmp_path, "--dry-run", processor="x86_64")
+    assert done.returncode == 1
+    assert "Apple's own processor is needed" in done.stderr
 
 
 def test_installing_on_a_mac_hands_its_words_on_and_names_the_agent(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    done = mac("install.sh", tmp_path, "--service", "--prefix", f"{tmp_path}/a b", "--dry-run")
+    done = mac(tmp_path, "--service", "--prefix", f"{tmp_path}/a b", "--dry-run")
     assert done.returncode == 0, done
     assert f"would link {tmp_path}/a b/bin/swarm-client" in done.stdout
     assert f"would run {tmp_path}/a b/bin/swarm-client service install" in done.stdout
@@ -81,11 +80,11 @@ def test_a_purge_on_a_mac_leaves_nothing_of_ours_and_everything_else(tmp_path: P
     (home / ".local" / "bin").mkdir()
     (home / ".local" / "bin" / "swarm-client").symlink_to(environment / "swarm-client")
     (home / ".local" / "bin" / "swarm-coordinator").symlink_to("/usr/bin/true")
-    assert mac("uninstall.sh", tmp_path, "--purge", "--dry-run").returncode == 0
+    assert mac(tmp_path, "--uninstall", "--purge", "--dry-run").returncode == 0
     assert all((home / name).exists() for name in ours)
-    assert mac("uninstall.sh", tmp_path).returncode == 0
+    assert mac(tmp_path, "--uninstall").returncode == 0
     assert (home / ours[0]).exists()
-    assert mac("uninstall.sh", tmp_path, "--purge").returncode == 0
+    assert mac(tmp_path, "--uninstall", "--purge").returncode == 0
     left = sorted(
         str(p.relative_to(home)) for p in home.rglob("*") if p.is_symlink() or p.is_file()
     )
@@ -151,7 +150,7 @@ def test_every_function_that_changes_something_can_be_asked_what_it_would_do(scr
     for changing in (
         "Register-ScheduledTask",
         "Unregister-ScheduledTask",
-        "& wsl.exe @place --exec sh",
+        "& wsl.exe --distribution $name --exec sh",
     ):
         for body in functions:
             if changing in body:

@@ -118,7 +118,7 @@ def join(
     if is_running(place.socket_path):
         join_through_daemon(place, arguments)
     elif detach:
-        _start_detached(place)
+        _start_detached(place, idle=True)
         try:
             joined = join_through_daemon(place, arguments)
         except SwarmError:
@@ -148,8 +148,12 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
 @click.command()
 @home_option
 @click.option("--idle", is_flag=True, help="Do not continue the chosen run.")
-def daemon(home: Path | None, idle: bool) -> None:
+@click.option("--detach", is_flag=True, help="Start it in the background and return.")
+def daemon(home: Path | None, idle: bool, detach: bool) -> None:
     """Run without an invite and continue the chosen run; for services. SIGTERM stops it."""
+    if detach:
+        _detach(Home.locate(home), idle=idle)
+        return
     import trio
 
     from swarm_client.daemon.daemon import DaemonOptions, run_daemon
@@ -157,6 +161,14 @@ def daemon(home: Path | None, idle: bool) -> None:
 
     notifier = Notifier.from_environment(os.environ)
     trio.run(run_daemon, DaemonOptions(home, resume=not idle), print_event, notifier)
+
+
+def _detach(place: Home, *, idle: bool) -> None:
+    from swarm_client.control.client import is_running
+
+    if is_running(place.socket_path):
+        raise DaemonError(f"a daemon already runs in {place.path}; `swarm-client status` shows it")
+    _start_detached(place, idle=idle)
 
 
 def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
@@ -191,7 +203,7 @@ def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
     raise DaemonError(f"the daemon has ended; its log is in {place.log_folder}")
 
 
-def _start_detached(place: Home) -> None:
+def _start_detached(place: Home, *, idle: bool) -> None:
     """Start a daemon in a session of its own and wait until it answers.
 
     SwarmError with its own error message and exit code when it ends before that.
@@ -205,8 +217,8 @@ def _start_detached(place: Home) -> None:
         with log_path.open("wb" if fresh else "ab") as log:
             began_at = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_client", "daemon", "--idle", "--home",
-                 str(place.path)],
+                [sys.executable, "-m", "swarm_client", "daemon", *(["--idle"] if idle else []),
+                 "--home", str(place.path)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
     except OSError as error:

@@ -86,7 +86,7 @@ def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
     if purge and not system:
         raise UsageError(
             "--purge goes with --system; a user's own data goes with the program, by the "
-            "uninstall script's --purge"
+            "install script's --uninstall --purge"
         )
     if sys.platform == "darwin":
         _no_system_on_mac(system)

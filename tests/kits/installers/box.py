@@ -91,7 +91,7 @@ class Box:
                  "--net", "--pid", "--root", "env", "--chdir=/"]  # fmt: skip
         if user is not None:
             enter += ["setpriv", "--reuid", user, "--regid", user, "--init-groups"]
-        environment = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root", "PIP_NO_INDEX": "1"}
+        environment = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root"}
         return subprocess.run(
             [*enter, *(str(word) for word in words)], env={**environment, **more},
             stdin=subprocess.DEVNULL, capture_output=True, text=True,

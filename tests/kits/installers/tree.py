@@ -1,9 +1,4 @@
-"""What the installers' tests share: a wheel of this tree, and a person with a home of their own.
-
-The packages that swarmtrain needs are not installed anew, which would take gigabytes and a network:
-the scripts are told with their own `--packages-of` to use those of the interpreter that runs the
-tests, and PIP_NO_INDEX makes sure that nothing is downloaded. That part alone is left out.
-"""
+"""What the installers' tests share: a wheel of this tree, and a person with a home of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +7,17 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kits.installers import packages
+from kits.installers.packages import PACKAGES
+
 ROOT = Path(__file__).parents[3]
 LINUX = ROOT / "installers" / "linux"
-PACKAGES = Path(sysconfig.get_path("purelib"))
 NOBODY = 65534
 PATIENCE_SECONDS = 250.0
 """An installation takes twenty on a machine that does nothing else."""
@@ -67,12 +63,15 @@ class Person:
     python: str
     user: int | None
     """None: whoever runs the tests."""
+    packages: Path
+    """All that pip and uv can install."""
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         scratch = self.home / "scratch"
         return {
             "HOME": str(self.home), "PATH": PATH, "TMPDIR": str(scratch),
-            "PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", **more,
+            "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", **packages.environment(self.packages),
+            **more,
         }  # fmt: skip
 
     def types(
@@ -104,8 +103,8 @@ class Person:
 
 
 @contextmanager
-def person() -> Iterator[Person]:
-    """An ordinary user, wherever one can reach an interpreter and this checkout."""
+def person(place: Path) -> Iterator[Person]:
+    """An ordinary user, wherever one can reach an interpreter and this checkout, at a `shop`."""
     # Not in pytest's own folder, which is closed to other users.
     with tempfile.TemporaryDirectory(prefix="swarmtrain person ") as folder:
         home = Path(folder)
@@ -115,7 +114,7 @@ def person() -> Iterator[Person]:
                 for path in (home, home / "scratch"):
                     os.chown(path, user, user)
             for python in (sys.executable, "/usr/bin/python3"):
-                someone = Person(home, python, user)
+                someone = Person(home, python, user, place / "packages")
                 try:
                     fits = someone.types(python, "-c", SUITABLE).returncode == 0
                 except OSError:
@@ -138,13 +137,12 @@ def make_wheel(folder: Path) -> Path:
 
 @contextmanager
 def shop() -> Iterator[Path]:
-    """A folder that everybody can read: the wheel, and the scripts beside it."""
+    """A folder that everybody can read: the wheel, the script beside it, and what it needs."""
     with tempfile.TemporaryDirectory(prefix="swarmtrain-shop-") as folder:
         place = Path(folder)
-        make_wheel(place)
-        for script in ("install.sh", "uninstall.sh"):
-            shutil.copy(LINUX / script, place / script)
+        packages.fill(place / "packages", make_wheel(place))
+        shutil.copy(LINUX / "install.sh", place)
         place.chmod(0o755)
-        for file in place.iterdir():
-            file.chmod(0o644)
+        for path in place.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         yield place
