@@ -36,7 +36,7 @@ help:
 	@echo "make test-nightly what not each run needs: more runs and faults, all labs, the .deb under a real systemd"
 	@echo "make test-strangers every known attack, with modified clients in real runs (an hour)"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
-	@echo "make check    formatting, lint, strict types, import contracts"
+	@echo "make check    formatting, lint, strict types, import contracts, declared dependencies"
 	@echo "make format   apply the formatting"
 	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
@@ -114,6 +114,7 @@ check: setup-dev
 	$(PY) -m mypy
 	$(PY) -m mypy --config-file tests/mypy.ini
 	.venv/bin/lint-imports
+	.venv/bin/deptry client coordinator shared
 
 format: setup-dev
 	$(PY) -m ruff format .
