@@ -268,7 +268,7 @@ def test_setup_installs_again_after_a_change_of_dependencies_or_a_move(checkout:
 def test_a_developers_environment_serves_the_demo_too(checkout: Path) -> None:
     set_up(checkout, "dev")
     calls = pip_calls(checkout)
-    assert ".[dev]" in (checkout / "pip-calls").read_text()
+    assert ".[coordinator,dev]" in (checkout / "pip-calls").read_text()
     set_up(checkout, "user")
     assert pip_calls(checkout) == calls
 

@@ -93,10 +93,10 @@ create_environment() {
 install() {
     rm -f "$note"
     if [ "$1" = dev ]; then
-        target='.[dev]'
+        wanted='coordinator dev' target='.[coordinator,dev]'
         echo "setup: installing swarmtrain with what testing needs (minutes the first time)"
     else
-        target=.
+        wanted=coordinator target='.[coordinator]'
         echo "setup: installing swarmtrain (torch is large: minutes the first time)"
     fi
     if ! install_offline "$target"; then
@@ -108,11 +108,8 @@ install() {
         else
             echo "setup: no C compiler with gmp's and Python's headers here; doing without" \
                 "(pip will remark that fastecdsa is newer than libp2p asks for; that is meant)"
-            if [ "$1" = dev ]; then
-                .venv/bin/python tools/install_without_compiler.py dev || give_up
-            else
-                .venv/bin/python tools/install_without_compiler.py || give_up
-            fi
+            # shellcheck disable=SC2086 # one word for each extra
+            .venv/bin/python tools/install_without_compiler.py $wanted || give_up
         fi
     fi
     description "$1" >"$note"

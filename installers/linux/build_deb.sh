@@ -85,7 +85,7 @@ settle() {
 
 # The install script does the work; its environment can be moved, and becomes the package's.
 install_program() {
-    sh "$here/install.sh" --prefix "$scratch/made" --from "$from" --python "$python" \
+    sh "$here/install.sh" --coordinator --prefix "$scratch/made" --from "$from" --python "$python" \
         >"$scratch/log" 2>&1 || {
         cat "$scratch/log" >&2
         fail "the program could not be installed; see above"

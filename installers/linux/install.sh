@@ -30,7 +30,7 @@ PYTHONS='>=3.11,<3.14'
 OVERRIDE='fastecdsa>=4,<5'
 
 main() {
-    verb=install from='' prefix='' python='' sha256='' dry_run=no service=no purge=no ended=no
+    verb=install from='' prefix='' python='' sha256='' extra='' dry_run=no service=no purge=no ended=no
     while [ $# -gt 0 ]; do
         case $1 in
         --*=*)
@@ -41,6 +41,7 @@ main() {
             ;;
         --dry-run) dry_run=yes ;;
         --service) service=yes ;;
+        --coordinator) extra='[coordinator]' ;;
         --uninstall) verb=uninstall ;;
         --purge) purge=yes ;;
         -h | --help)
@@ -95,6 +96,7 @@ usage: install.sh [OPTIONS]
   --prefix DIR         programs into DIR/bin, the rest into DIR/share [default: ~/.local]
   --python PYTHON      a program or a version [default: one of 3.11 to 3.13, found or downloaded]
   --home DIR           where the client that runs keeps its own, if not at the usual place
+  --coordinator        also what swarm-coordinator needs beside the client
   --service            have it started at every login as well
   --dry-run            say what would be done, and do nothing
 END
@@ -104,7 +106,10 @@ set_option() {
     case $1 in
     --from) from=$2 ;;
     --prefix) prefix=$(absolute "$2") ;;
-    --python) python=$2 ;;
+    --python)
+        python=$2
+        case $2 in */*) python=$(absolute "$2") ;; esac
+        ;;
     --sha256) sha256=$2 ;;
     --home)
         SWARM_CLIENT_HOME=$(absolute "$2")
@@ -183,7 +188,7 @@ settle_source() {
     if [ -d "$from" ]; then
         [ -f "$from/pyproject.toml" ] || fail "$from holds no pyproject.toml, so it is not the source"
         [ -z "$sha256" ] || refuse "--sha256 is for a wheel, and $from is a folder"
-        constraints=$from/constraints.txt
+        [ ! -f "$from/constraints.txt" ] || constraints=$from/constraints.txt
         return
     fi
     case $from in *.whl) ;; *) refuse "$from is neither a wheel (.whl) nor a folder" ;; esac
@@ -249,7 +254,7 @@ build_environment() {
     "$uv" venv --quiet --relocatable --python "${python:-$PYTHONS}" "$work/env" || give_up uv
     say "installing $from and what it needs (torch is large: minutes the first time)"
     "$uv" pip install --quiet --python "$work/env" --overrides "$work/overrides.txt" \
-        --constraints "$constraints" "swarmtrain @ $(url)${sha256:+#sha256=$sha256}" || give_up uv
+        --constraints "$constraints" "swarmtrain$extra @ $(url)${sha256:+#sha256=$sha256}" || give_up uv
     "$work/env/bin/swarm-client" version >/dev/null || fail "the installed program does not start; the" \
         "message above says why. Nothing was changed"
 }

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from kits.installers.packages import environment
 from kits.installers.tree import (
     LINUX,
+    PATH,
     PATIENCE_SECONDS,
     ROOT,
     Manager,
@@ -114,6 +117,31 @@ def test_a_person_installs_uses_upgrades_and_removes_it_and_nothing_is_left(
     assert list((bob.home / "scratch").iterdir()) == []
     # Again: there is nothing, and that is fine.
     bob.does("sh", for_sale / "install.sh", "--uninstall", "--purge")
+
+
+def test_uv_alone_installs_the_wheel_with_the_documented_override_and_not_without(
+    for_sale: Path, tmp_path: Path
+) -> None:
+    override = "fastecdsa>=4,<5"
+    assert f"OVERRIDE='{override}'" in (LINUX / "install.sh").read_text()
+    assert f"echo '{override}' >overrides.txt" in (ROOT / "docs" / "installing.md").read_text()
+    (tmp_path / "overrides.txt").write_text(override)
+
+    def install(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [Path(sys.executable).with_name("uv"), "tool", "install", "--python", sys.executable,
+             *options, the_wheel(for_sale)],
+            env={"HOME": str(tmp_path), "PATH": PATH, **environment(for_sale / "packages")},
+            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+
+    without = install()
+    assert without.returncode != 0
+    assert "fastecdsa==2.3.2" in without.stderr
+    done = install("--overrides", "overrides.txt")
+    assert done.returncode == 0, done.stderr
+    client = tmp_path / ".local" / "bin" / "swarm-client"
+    assert subprocess.run([client, "version"], capture_output=True, check=True).stdout == b"0.1.0\n"
 
 
 # ---------------------------------------------------------------- before anything is made

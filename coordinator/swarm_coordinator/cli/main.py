@@ -7,6 +7,7 @@ runs without torch and `top` is on the screen at once; errors are the shared she
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import click
 
 from swarm_shared.base.command_line import LazyGroup, run_command_line
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-coordinator"
@@ -43,6 +45,9 @@ _COMMANDS = {
 """Module of each command, in the order in which an organiser needs them; the command `NAME` is
 `NAME_command` there."""
 
+_OF_THE_EXTRA = ("fastapi", "matplotlib")
+"""Modules that only the extra `coordinator` installs; a volunteer's installation has none."""
+
 
 @click.group(
     cls=LazyGroup,
@@ -58,6 +63,14 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Execute one command line and return its exit code."""
+    if any(importlib.util.find_spec(name) is None for name in _OF_THE_EXTRA):
+        print(
+            f"{PROGRAM}: error: this installation can only volunteer; `pip install "
+            "'swarmtrain[coordinator]'`, or the install script with --coordinator, installs what "
+            "the coordinator needs",
+            file=sys.stderr,
+        )
+        return ConfigurationError.exit_code
 
     def log_folders() -> list[Path]:
         """Log folders of the runs that the command line names."""
