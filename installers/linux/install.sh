@@ -28,9 +28,10 @@ LABEL=org.swarmtrain.client
 PYTHONS='>=3.11,<3.14'
 # libp2p asks for exactly 2.3.2, which exists as source only (docs/decisions/0001).
 OVERRIDE='fastecdsa>=4,<5'
+verb=install
 
 main() {
-    verb=install from='' prefix='' python='' sha256='' extra='' dry_run=no service=no purge=no ended=no
+    from='' prefix='' python='' sha256='' extra='' dry_run=no service=no purge=no ended=no
     while [ $# -gt 0 ]; do
         case $1 in
         --*=*)
