@@ -56,7 +56,9 @@ def test_audits_take_time() -> None:
     assert steps[1] < 0.8 * steps[0]
 
 
-def test_the_formula_is_that_of_independent_draws() -> None:
-    assert predicted(0.02, 1.0, 150) == pytest.approx(0.952, abs=1e-3)
+def test_the_formula_is_that_of_independent_draws_until_an_audit_is_due() -> None:
+    assert predicted(0.02, 1.0, 139) == pytest.approx(0.940, abs=1e-3)
+    assert predicted(0.02, 1.0, 140) == 1.0
+    assert predicted(0.02, 0.1, 150) == pytest.approx(0.259, abs=1e-3)
     assert observed({"cells_until_found": [3, 10, 11], "liars": 4}, 10) == 0.5
     assert HONEST_AUDITS == 10_000
