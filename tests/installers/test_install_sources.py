@@ -36,7 +36,7 @@ class InstallRefused(Exception):
 
 
 def settled(wheel: str | Path, hash_by_hand: str = "") -> tuple[str, str]:
-    """The hash that uv would be told, and the constraints: of the script's own `settle_source`."""
+    """The hash and the constraints that the script's own `settle_source` passes to uv."""
     functions = (LINUX / "install.sh").read_text().removesuffix('main "$@"\n')
     head = f"from='{wheel}' sha256={hash_by_hand}\n"
     code = functions + 'settle_source\necho "$sha256"\ncat "$constraints"\n'

@@ -179,7 +179,7 @@ def test_a_wheel_with_another_hash_is_not_installed(for_sale: Path, bob: Person)
 def test_over_plain_http_nothing_that_is_not_hashed_is_installed(
     for_sale: Path, bob: Person, tmp_path: Path
 ) -> None:
-    """Whoever is on the way changes the wheel, and adds constraints and hashes for them."""
+    """The wheel is changed on the way, and constraints and hashes that fit it are added."""
     wheel = the_wheel(for_sale)
     shutil.copy(wheel, tmp_path)
     with zipfile.ZipFile(tmp_path / wheel.name, "a") as archive:

@@ -38,7 +38,7 @@ def fill(folder: Path, wheel: Path) -> None:
 
 
 def environment(folder: Path) -> Mapping[str, str]:
-    """How pip and uv are told that this folder is all there is."""
+    """The environment in which pip and uv use this folder as their only index."""
     return {
         "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder.as_uri(),
         "UV_CONFIG_FILE": str(folder / UV_SETTINGS), "UV_FIND_LINKS": folder.as_uri(),

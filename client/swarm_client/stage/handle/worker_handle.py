@@ -43,6 +43,7 @@ _COMPUTATIONS = (
     messages.SaveKept,
     messages.RunAudit,
 )
+"""Requests that run the model, each kind with code of its own."""
 
 _STORAGE = (
     messages.ConfigureStage,

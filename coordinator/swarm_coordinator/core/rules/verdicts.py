@@ -89,7 +89,7 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
-        if run.audits.draws(owner_of(peer)) or secret:
+        if run.audits.draws(owner_of(peer), step.audits) or secret:
             open_audit(run, step, cell, now, secret)
 
 

@@ -32,7 +32,7 @@ the rate of a new run, and a constant cheat is found after four cells on average
 MOST_UNAUDITED = 2.8
 """Cells that an owner counts at most without a passed audit, as a multiple of the mean number from
 one draw to the next: 140 at 2 %, which the draw alone would leave out one time in sixteen. Then
-each further cell is audited, and a verdict comes before it has counted 150."""
+the next cell is audited, and a verdict comes before it has counted 150."""
 
 ALIKE_FIRST_SHARE = 0.5
 """Share of the audits that go to machines which have agreed with the audited one to the bit, where
@@ -180,6 +180,10 @@ class StepAudits:
     """Members of which it has been drawn whether they are audited whole."""
     whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)
 
+    def concern(self, owner: PeerId) -> bool:
+        """Whether a cell of this owner is being audited."""
+        return any(audit.owner == owner for audit in self.open.values())
+
     def in_hand(self, peer: PeerId) -> int:
         """Number of audits that a peer has been asked for."""
         return sum(
@@ -221,16 +225,20 @@ class AuditBook:
             return settings.audit_share
         return max(settings.audit_share, PROBATION_SHARE)
 
-    def draws(self, owner: PeerId) -> bool:
+    def draws(self, owner: PeerId, open_audits: StepAudits) -> bool:
         """Whether a cell that this owner has just counted is audited.
 
-        Each one is with the same probability, whatever was audited before, and every one is once
-        too many have been counted since the last passed audit.
+        Each one is with the same probability, whatever was audited before. Once too many have been
+        counted since the last passed audit one is due: one at a time, as auditors that are too slow
+        for it would otherwise get all cells to audit.
         """
         share = self.share(owner)
         standing = self.standings.note_counted(owner)
         # The draw is made for every cell, so that its outcome tells nothing of the others.
-        return self.draw() < share or standing.unaudited * share >= MOST_UNAUDITED
+        if self.draw() < share:
+            return True
+        due = standing.unaudited * share >= MOST_UNAUDITED
+        return due and not open_audits.concern(owner)
 
     def draw_secret(self) -> str:
         """A secret that no peer can predict."""

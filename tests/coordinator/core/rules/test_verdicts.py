@@ -11,6 +11,7 @@ from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import Options, train_loss
 from kits.swarm_world.sweep import Course, finish
 from swarm_coordinator.core.events import (
+    AuditAnswered,
     Ban,
     CloseSession,
     EvaluationRecord,
@@ -117,16 +118,23 @@ def test_a_draw_above_the_share_audits_nothing() -> None:
     assert not orders(bench)
 
 
-def test_an_owner_is_audited_in_every_cell_once_none_has_passed_for_too_long() -> None:
-    bench = audited(settings=AuditSettings(0.75, 0), draw=lambda: 0.8, microbatches=8)
+def test_an_owner_without_a_passed_audit_for_too_long_is_audited_in_one_cell_at_a_time() -> None:
+    bench = audited(
+        "a0", "b0", "a1", settings=AuditSettings(0.75, 0), draw=lambda: 0.8, microbatches=8
+    )
     for microbatch in range(3):
         bench.report("a0", microbatch)
         assert not orders(bench)
-    for microbatch in (3, 4):
-        bench.report("a0", microbatch)
-        auditor, order = the_order(bench)
-    bench.audited(auditor, order, true(order))
+    bench.report("a0", 3)
+    auditor, order = the_order(bench)
+    bench.report("a0", 4)
+    assert not orders(bench), "one is being audited"
+    bench.event(AuditAnswered(bench.session(auditor), PeerId(auditor), order.audit, None, ""))
+    assert bench.run.audits.unanswered == 1
     bench.report("a0", 5)
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, true(order))
+    bench.report("a0", 6)
     assert not orders(bench), "one has passed"
 
 

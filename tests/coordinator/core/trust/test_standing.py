@@ -6,7 +6,12 @@ import pytest
 
 from swarm_coordinator.core.events import StandingRecord
 from swarm_coordinator.core.trust import standing
-from swarm_coordinator.core.trust.audits import PROBATION_SHARE, AuditBook, AuditSettings
+from swarm_coordinator.core.trust.audits import (
+    PROBATION_SHARE,
+    AuditBook,
+    AuditSettings,
+    StepAudits,
+)
 from swarm_coordinator.core.trust.standing import restored_standings
 from swarm_shared.base.types import PeerId, Step
 
@@ -29,14 +34,14 @@ def test_an_owner_on_probation_is_audited_more_often() -> None:
 
 
 def test_an_established_owner_never_counts_150_cells_without_an_audit() -> None:
-    audits = book()  # draws that audit nothing
-    assert [audits.draws(OLD) for _ in range(141)] == [False] * 139 + [True] * 2
-    assert not audits.draws(OLDER), "each owner's cells are counted apart"
+    audits, none_open = book(), StepAudits()  # draws that audit nothing
+    assert [audits.draws(OLD, none_open) for _ in range(141)] == [False] * 139 + [True] * 2
+    assert not audits.draws(OLDER, none_open), "each owner's cells are counted apart"
 
 
 def test_a_run_without_audits_audits_nothing_however_much_is_counted() -> None:
     audits = AuditBook(AuditSettings(0.0, probation_cells=0), lambda: 0.5)
-    assert not any(audits.draws(NEW) for _ in range(1000))
+    assert not any(audits.draws(NEW, StepAudits()) for _ in range(1000))
 
 
 def test_a_trusted_owner_is_on_no_probation() -> None:
