@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.cli.run import RUN_DIR
-from swarm_coordinator.configuration.http_address import parse_address
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.status.status_file import read_status
 from swarm_shared.base.errors import NetworkError
@@ -27,9 +26,9 @@ def dashboard_command(run_dir: Path) -> None:
         raise NetworkError(
             f"no coordinator serves this run now; `swarm-coordinator start {quoted(run_dir)}` does"
         )
-    if status.http.address is None:
+    if status.http.url is None:
         raise NetworkError(
             "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
             "is taken (the coordinator reported that when it started)"
         )
-    click.echo(f"{parse_address(status.http.address).url}#token={folder.dashboard_token()}")
+    click.echo(f"{status.http.url}#token={folder.dashboard_token()}")

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import click
 import trio
 
 from swarm_coordinator.admission.requests import admission_status, standing_token
-from swarm_coordinator.configuration.http_address import parse_address
+from swarm_coordinator.configuration.http_address import parse_address, tls_context
 from swarm_coordinator.configuration.run_settings import (
     DEFAULT_PRESET,
     RunSettings,
@@ -164,9 +165,8 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
     itself; started again, it tells volunteers that the run is over and serves the model to members
     until Ctrl-C.
     """
-    if http:
-        parse_address(http)
     folder = RunFolder.open(run_dir)
+    _dashboard_process(folder, http)  # refuses what could not be served, before anything starts
     with folder.lock():
         location = database_location(folder)
         remote = isinstance(location, PostgresqlLocation)
@@ -221,9 +221,7 @@ def _serve(
             on_serving=_print_serving_finished
             if over
             else _print_serving(folder, settings, manifest),
-            dashboard_process=_dashboard_process(
-                folder, settings.http.listen if http is None else http
-            ),
+            dashboard_process=_dashboard_process(folder, http),
         )
         trio.run(serve, service)
     except LeadershipError:
@@ -238,8 +236,14 @@ def _serve(
     return True
 
 
-def _dashboard_process(folder: RunFolder, listen: str) -> DashboardProcess | None:
-    return DashboardProcess(folder, parse_address(listen), _report) if listen else None
+def _dashboard_process(folder: RunFolder, listen: str | None) -> DashboardProcess | None:
+    """Return the dashboard at an address, by default run.toml's; None without one."""
+    http = load_settings(folder).http
+    listen = http.listen if listen is None else listen
+    if not listen:
+        return None
+    tls = tls_context(folder.path, http.certificate, http.key) is not None
+    return DashboardProcess(folder, replace(parse_address(listen), tls=tls), _report)
 
 
 def _follow_settings(

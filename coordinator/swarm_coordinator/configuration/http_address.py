@@ -1,4 +1,4 @@
-"""The address of the dashboard, and its listening socket.
+"""The address of the dashboard, its listening socket, and its certificate.
 
 The coordinator binds the socket before it starts the dashboard process. So it knows and reports the
 port, and keeps it over restarts of that process; requests in between wait in the backlog.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
@@ -25,6 +27,7 @@ class HttpAddress:
     host: str
     port: int
     """0: any free port."""
+    tls: bool = False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -33,7 +36,7 @@ class HttpAddress:
     def url(self) -> str:
         """The URL by which a browser on this machine reaches the address."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{HttpAddress(host, self.port)}/"
+        return f"http{'s' if self.tls else ''}://{HttpAddress(host, self.port)}/"
 
 
 def parse_address(text: str) -> HttpAddress:
@@ -73,3 +76,20 @@ def address_of(listener: socket.socket) -> HttpAddress:
     """Return the address of a bound socket."""
     host, port = listener.getsockname()[:2]
     return HttpAddress(str(host), int(port))
+
+
+def tls_context(folder: Path, certificate: str, key: str) -> ssl.SSLContext | None:
+    """Return what TLS needs, or None without a certificate; paths are relative to `folder`."""
+    if not certificate:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # Without a password given here, OpenSSL asks for one at the terminal.
+        context.load_cert_chain(folder / certificate, folder / key, password="")
+    except OSError as error:
+        raise ConfigurationError(
+            f"[http] certificate and key in run.toml cannot be used ({error.strerror}); "
+            f"{folder / certificate} and {folder / key} must be readable files in PEM that belong "
+            "together, the key without a password"
+        ) from error
+    return context

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -303,14 +304,29 @@ class HttpSection(FrozenModel):
         description="Names under which a reverse proxy on this machine publishes the dashboard, "
         'such as ["run.example.org"]. At an address of this machine alone other names are refused.',
     )
+    proxies: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses or networks of reverse proxies that add each client to "
+        'X-Forwarded-For, such as ["127.0.0.1"]; limits then apply to each client.',
+    )
+    certificate: str = Field(
+        default="",
+        description="PEM file of a certificate and its chain, in this folder or by its whole path: "
+        'serves https instead of http. "" for none.',
+    )
+    key: str = Field(default="", description="PEM file of the certificate's key.")
 
     @model_validator(mode="after")
-    def _an_address(self) -> Self:
+    def _can_be_served(self) -> Self:
         if self.listen:
             try:
                 parse_address(self.listen)
             except ConfigurationError as error:
                 raise ValueError(f"listen: {error}") from error
+        for proxy in self.proxies:
+            ip_network(proxy)  # its ValueError names what is no address
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key: one is no use without the other")
         return self
 
 

@@ -7,8 +7,8 @@ low priority, with bounded connections, requests and memory. `server.dashboard_p
 when it dies.
 
     process          the process: wires the parts together
-    http_server      HTTP/1.1 over trio: deadlines and bounds of a connection
-    middleware       rate limits, security headers, the organiser's token
+    http_server      HTTP/1.1 by uvicorn, with deadlines and bounds of a connection
+    middleware       the host's name, limits for each address, security headers
     app              the paths, as an ASGI application
     snapshot_loop    once a second: read, make a snapshot, publish events (`sse`)
     database_reader  new rows of the database; `curve` bounds the points of the plots

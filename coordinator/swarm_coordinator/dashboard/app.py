@@ -8,17 +8,19 @@ document are disabled because they load scripts from elsewhere.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import trio
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Receive, Scope, Send
 
 from swarm_coordinator.dashboard import page
 from swarm_coordinator.dashboard.api_models import (
@@ -38,10 +40,9 @@ from swarm_coordinator.dashboard.api_models import (
     Tokens,
     Trust,
 )
-from swarm_coordinator.dashboard.http_server import Message
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
-from swarm_coordinator.dashboard.sse import encode_event
+from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.status.document import STALE_SECONDS
 
 MAX_PAGE = 500
@@ -161,7 +162,7 @@ def _add_public_paths(app: FastAPI, context: AppContext) -> None:
         snapshot = _current_snapshot(context)
         if context.snapshot_loop.hub.full:
             raise HTTPException(503, "too many readers; try again", {"Retry-After": "30"})
-        return EventStream(context.snapshot_loop, snapshot)
+        return EventStream(context.snapshot_loop.hub, snapshot)
 
 
 def _add_history_paths(app: FastAPI, context: AppContext) -> None:
@@ -285,33 +286,28 @@ class MetricsText(Response):
     media_type = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response that lasts until the reader disconnects or is too slow."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, snapshot_loop: SnapshotLoop, snapshot: Snapshot) -> None:
-        super().__init__()
-        self._snapshot_loop = snapshot_loop
+    def __init__(self, hub: EventHub, snapshot: Snapshot) -> None:
+        super().__init__((), headers={"cache-control": "no-store"})
+        self._hub = hub
         self._first = snapshot
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-        with self._snapshot_loop.hub.reader() as events:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            first = encode_event("run", self._first.run)
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            while True:
-                content = b": still there\n\n"
-                with trio.move_on_after(PING_SECONDS):
-                    try:
-                        content = await events.receive()
-                    except trio.EndOfChannel:
-                        break
-                await send({"type": "http.response.body", "body": content, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._hub.reader() as events:
+            self.body_iterator = self._content(events)
+            await super().__call__(scope, receive, send)
+
+    async def _content(self, events: MemoryObjectReceiveStream[bytes]) -> AsyncIterator[bytes]:
+        yield encode_event("run", self._first.run)
+        while True:
+            content = b": still there\n\n"
+            with anyio.move_on_after(PING_SECONDS):
+                try:
+                    content = await events.receive()
+                except anyio.EndOfStream:
+                    return
+            yield content

@@ -1,11 +1,11 @@
-"""HTTP/1.1 over trio for an ASGI application: every connection has deadlines and bounds.
+"""HTTP/1.1 on a public port: uvicorn's protocol, with deadlines and bounds for each connection.
 
-h11 implements the protocol; this module owns sockets and time. A ready-made server was measured
-against the needs of a public port and does not fit: it shields writes from cancellation, so a
-client that never reads holds its connection forever, it cannot limit connections, and it offers
-HTTP/2 and websockets, which are not needed here.
+uvicorn and h11 speak HTTP; this module owns sockets and time, and is the one door to uvicorn. It
+accepts connections itself, because uvicorn's own server does not limit them, and learns of one over
+TLS only when its handshake is complete.
 
     a client that is slow at    is disconnected after
+    the handshake of TLS        HEAD_SECONDS
     sending a request's head    HEAD_SECONDS, even if bytes keep arriving
     sending a body              BODY_SECONDS; more than MAX_BODY_BYTES is refused at once
     reading a response          SEND_SECONDS for each part
@@ -14,19 +14,26 @@ HTTP/2 and websockets, which are not needed here.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import socket
+import ssl
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.client import responses
-from typing import Any
-from urllib.parse import unquote
 
-import h11
-import trio
+import anyio
+import anyio.lowlevel
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from swarm_shared.base.endpoint import address_group
 
@@ -42,83 +49,213 @@ MAX_REQUESTS = 1_000
 MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
 """Connections from one IPv4 address or one IPv6 /64; a browser opens six. Does not apply to this
-machine, from which all clients of a reverse proxy connect."""
-_RECEIVE_BYTES = 16 * 1024
-
-Message = MutableMapping[str, Any]
-Application = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
-    Awaitable[None],
-]
-
-
-class ClientDisconnected(OSError):
-    """The client has disconnected or does not read."""
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Counters of connections and requests, for the metrics."""
-
-    refused_connections: int = 0
-    bad_requests: int = 0
-    failures: int = 0
-    """Requests that ended in an unexpected error."""
+machine and to trusted proxies, from which all clients of a reverse proxy connect."""
+END_SECONDS = 1.0
+"""Limit for requests in progress to notice that the server has closed their connections."""
 
 
 @dataclass(slots=True, eq=False)
 class HttpServer:
-    """Serves an ASGI application on a listener, with bounded connections."""
+    """Serves an ASGI application on a listener, with bounded connections, under asyncio."""
 
-    application: Application
+    application: ASGIApp
+    tls: ssl.SSLContext | None = None
+    proxies: tuple[str, ...] = ()
+    """Addresses and networks whose X-Forwarded-For is believed."""
     max_connections: int = MAX_CONNECTIONS
     max_connections_of_one_address: int = MAX_CONNECTIONS_OF_ONE_ADDRESS
     head_seconds: float = HEAD_SECONDS
+    body_seconds: float = BODY_SECONDS
     send_seconds: float = SEND_SECONDS
-    counts: ServerCounters = field(default_factory=ServerCounters)
-    _open: Counter[str] = field(default_factory=Counter)
+    max_requests: int = MAX_REQUESTS
+    refused_connections: int = 0
+    bad_requests: int = 0
+    failures: int = 0
+    """Requests that ended in an unexpected error."""
+    state: ServerState = field(default_factory=ServerState, init=False)
+    config: Config = field(init=False)
+    _open: Counter[str] = field(default_factory=Counter, init=False)
+    _requests: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        self.config = Config(
+            self._limited, http=_Connection, ws="none", lifespan="off", interface="asgi3",
+            log_config=None, log_level="error", access_log=False,
+            forwarded_allow_ips=list(self.proxies), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )  # fmt: skip
+        self.config.load()
 
     @property
     def connections(self) -> int:
         return self._open.total()
 
-    async def serve(self, listener: trio.SocketListener) -> None:
+    async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
-        await trio.serve_listeners(self.handle, [listener])
-
-    async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve one connection to its end. Its errors affect no other connection."""
+        loop = asyncio.get_running_loop()
         try:
-            address = str(stream.socket.getpeername()[0])
-        except OSError:
-            address = ""
-        group = address_group(address)
-        async with stream:
-            if not self._has_room(address):
-                self.counts.refused_connections += 1
-                with trio.move_on_after(1.0):
-                    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                        await stream.send_all(_BUSY)
-                return
-            self._open[group] += 1
-            try:
-                await _Connection(self, stream, address).run()
-            except (ClientDisconnected, trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            except Exception:  # a supervisor: an error in one request must not end the others
-                self.counts.failures += 1
-                log.exception("a request could not be answered")
-            finally:
-                self._open[group] -= 1
-                if not self._open[group]:
-                    del self._open[group]
+            async with anyio.create_task_group() as connections:
+                while True:
+                    try:
+                        accepted, address = await loop.sock_accept(listener)
+                    except OSError as error:  # such as too many open files
+                        log.warning("a connection could not be accepted: %s", error)
+                        await anyio.sleep(0.1)
+                        continue
+                    connections.start_soon(self.handle, accepted, plain_address(address[0]))
+                    # `sock_accept` returns at once while connections wait.
+                    await anyio.lowlevel.checkpoint()
+        finally:  # what asyncio cancels at its end, uvicorn would log as a failure
+            with anyio.move_on_after(END_SECONDS, shield=True):
+                await asyncio.gather(*self.state.tasks, return_exceptions=True)
 
-    def _has_room(self, address: str) -> bool:
-        if self.connections >= self.max_connections:
-            return False
-        if is_this_machine(address):
+    async def handle(self, accepted: socket.socket, address: str) -> None:
+        """Serve one connection to its end."""
+        if self.connections >= self.max_connections or not self._has_room(address, self._open):
+            self.refused_connections += 1
+            with accepted, suppress(OSError):
+                if self.tls is None:  # an answer over TLS would cost more than the limit saves
+                    accepted.send(_encoded(BUSY))
+            return
+        connection = _Connection(self, address)
+        with counted(self._open, address_group(address)):
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: connection, accepted, ssl=self.tls,
+                    ssl_handshake_timeout=self.head_seconds if self.tls else None,
+                    ssl_shutdown_timeout=self.send_seconds if self.tls else None,
+                )  # fmt: skip
+                await connection.closed.wait()
+            except OSError:  # no handshake of TLS
+                self.bad_requests += 1
+            finally:
+                connection.abort()
+
+    def _has_room(self, address: str, counter: Counter[str]) -> bool:
+        if is_this_machine(address) or address in self.config.loaded_app.trusted_hosts:
             return True
-        return self._open[address_group(address)] < self.max_connections_of_one_address
+        return counter[address_group(address)] < self.max_connections_of_one_address
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Behind a trusted proxy it counts as a connection of its client."""
+        self.state.default_headers[:] = [(b"date", formatdate(usegmt=True).encode())]
+        address = str(scope["client"][0])
+        if not self._has_room(address, self._requests):
+            self.refused_connections += 1
+            await BUSY(scope, receive, send)
+            return
+        with counted(self._requests, address_group(address)):
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with a whole body. uvicorn answers and logs its failures."""
+        body, more_body = bytearray(), True
+        with anyio.move_on_after(self.body_seconds):
+            while more_body and len(body) <= MAX_BODY_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                body += message["body"]
+                more_body = message["more_body"]
+        if more_body or len(body) > MAX_BODY_BYTES:
+            self.bad_requests += 1
+            refusal = _no_request(413 if len(body) > MAX_BODY_BYTES else 408)
+            await refusal(scope, receive, send)
+            return
+        requests: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+
+        async def receive_whole() -> Message:
+            return requests.pop() if requests else await receive()
+
+        async def send_fairly(message: Message) -> None:
+            await send(message)  # returns at once, also when the client has left
+            await anyio.lowlevel.checkpoint()
+
+        try:
+            await self.application(scope, receive_whole, send_fairly)
+        except Exception:
+            self.failures += 1
+            raise
+
+
+class _Connection(H11Protocol):
+    """One connection. uvicorn's timer for kept connections limits the time for a head here."""
+
+    def __init__(self, server: HttpServer, address: str) -> None:
+        super().__init__(server.config, server.state, {})
+        self.timeout_keep_alive = server.head_seconds  # type: ignore[assignment] # of call_later
+        self.closed = anyio.Event()
+        self._bounds = server
+        self._address = address
+        self._answered = 0
+        self._send_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.client = (self._address, 0)
+        if self.server is not None:
+            self.server = (plain_address(self.server[0]), self.server[1])
+        # Anything unsent pauses writing. asyncio's TLS pauses at its limit, not above it.
+        transport.set_write_buffer_limits(high=0 if self._bounds.tls is None else 1, low=0)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes. In uvicorn any byte ends the time for a head, here a whole head does."""
+        # In parts, because h11 accepts a head of any length that it receives at once.
+        for begin in range(0, len(data), MAX_HEAD_BYTES):
+            if not self.transport.is_closing():
+                self.conn.receive_data(data[begin : begin + MAX_HEAD_BYTES])
+                self.handle_events()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_deadline = self.loop.call_later(self._bounds.send_seconds, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_deadline is not None:
+            self._send_deadline.cancel()
+
+    def on_response_complete(self) -> None:
+        self._answered += 1
+        if self._answered >= self._bounds.max_requests:
+            self.transport.close()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request. uvicorn calls this while it handles h11's error."""
+        self._bounds.bad_requests += 1
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        self.transport.write(_encoded(_no_request(status)))
+        self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None and not self.closed.is_set():
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if exc is not None and not isinstance(exc, OSError):
+            self._bounds.failures += 1
+        self.closed.set()
+
+
+@contextmanager
+def counted(counter: Counter[str], key: str) -> Iterator[None]:
+    """Count during the block; keys that count nothing are not kept."""
+    counter[key] += 1
+    try:
+        yield
+    finally:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]
+
+
+def plain_address(host: str) -> str:
+    """Return an IPv4 address as such, which a socket for both versions maps into IPv6."""
+    return host.removeprefix("::ffff:")
 
 
 def is_this_machine(address: str) -> bool:
@@ -128,186 +265,18 @@ def is_this_machine(address: str) -> bool:
         return False
 
 
-def _own_address(stream: trio.SocketStream) -> str:
-    """Return the address of this machine that a client has connected to."""
-    try:
-        return str(stream.socket.getsockname()[0]).removeprefix("::ffff:")
-    except OSError:
-        return ""
-
-
-class _Connection:
-    def __init__(self, server: HttpServer, stream: trio.SocketStream, address: str) -> None:
-        self._server = server
-        self.application = server.application
-        self._stream = stream
-        self._address = address
-        self._own_address = _own_address(stream)
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-
-    async def run(self) -> None:
-        for _ in range(MAX_REQUESTS):
-            try:
-                request = await self._head()
-                if request is None:
-                    return
-                await _Exchange(self, request, await self._body()).run(self._scope(request))
-            except h11.RemoteProtocolError as error:
-                self._server.counts.bad_requests += 1
-                await self._refuse(error)
-                return
-            if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
-                return
-            self._http.start_next_cycle()
-
-    async def _head(self) -> h11.Request | None:
-        """The next request; None when there is none in time."""
-        with trio.move_on_after(self._server.head_seconds):
-            event = await self._next_event()
-            return event if isinstance(event, h11.Request) else None
-        return None
-
-    async def _body(self) -> bytes:
-        body = bytearray()
-        with trio.move_on_after(BODY_SECONDS):
-            while True:
-                event = await self._next_event()
-                if isinstance(event, h11.EndOfMessage):
-                    return bytes(body)
-                if not isinstance(event, h11.Data):
-                    raise ClientDisconnected("the request ended in its body")
-                body += event.data
-                if len(body) > MAX_BODY_BYTES:
-                    raise h11.RemoteProtocolError("the body is too long", error_status_hint=413)
-        raise h11.RemoteProtocolError("the body took too long", error_status_hint=408)
-
-    async def _next_event(self) -> h11.Event | type[h11.PAUSED]:
-        while True:
-            event = self._http.next_event()
-            if event is not h11.NEED_DATA:
-                return event  # type: ignore[return-value]
-            if self._http.they_are_waiting_for_100_continue:
-                go_on = h11.InformationalResponse(status_code=100, headers=[])
-                await self.send_bytes(self._http.send(go_on) or b"")
-            self._http.receive_data(await self._stream.receive_some(_RECEIVE_BYTES))
-
-    async def watch(self) -> None:
-        """Return when the client has disconnected. Data received meanwhile is the next request."""
-        data = await self._stream.receive_some(_RECEIVE_BYTES)
-        while data and len(self._http.trailing_data[0]) < MAX_HEAD_BYTES:
-            self._http.receive_data(data)
-            data = await self._stream.receive_some(_RECEIVE_BYTES)
-        if data:  # more than one request ahead: not read until this one is answered
-            self._http.receive_data(data)
-            await trio.sleep_forever()
-
-    async def send(self, *events: h11.Event) -> None:
-        await self.send_bytes(b"".join(self._http.send(event) or b"" for event in events))
-
-    async def send_bytes(self, content: bytes) -> None:
-        if not content:
-            return
-        with trio.move_on_after(self._server.send_seconds):
-            try:
-                await self._stream.send_all(content)
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise ClientDisconnected("the connection is closed") from error
-            return
-        raise ClientDisconnected("the client does not read")
-
-    async def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return
-        text = b'{"error":"this request cannot be answered"}'
-        await self.send(
-            h11.Response(
-                status_code=error.error_status_hint,
-                headers=[
-                    ("content-type", "application/json"), ("content-length", str(len(text))),
-                    ("connection", "close"),
-                ],
-            ),
-            h11.Data(data=text),
-            h11.EndOfMessage(),
-        )  # fmt: skip
-
-    def _scope(self, request: h11.Request) -> Message:
-        target, _, query = request.target.partition(b"?")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
-            "http_version": request.http_version.decode("ascii"),
-            "method": request.method.decode("ascii"),
-            "scheme": "http",
-            "path": unquote(target.decode("ascii", "replace")),
-            "raw_path": target,
-            "query_string": query,
-            "root_path": "",
-            "headers": [(bytes(name), bytes(value)) for name, value in request.headers],
-            "client": (self._address, 0),
-            "server": (self._own_address, 0),
-            "state": {},
-        }
-
-
-class _Exchange:
-    """One request and its response, as ASGI messages."""
-
-    def __init__(self, connection: _Connection, request: h11.Request, body: bytes) -> None:
-        self._connection = connection
-        self._body: bytes | None = body
-        self._without_body = request.method == b"HEAD"
-        self._head: h11.Response | None = None
-        self._ended = False
-
-    async def run(self, scope: Message) -> None:
-        """Run the application; cancel it if the client disconnects before the response ends."""
-        failure: Exception | None = None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, nursery.cancel_scope)
-            try:
-                await self._connection.application(scope, self._receive, self._send)
-            except Exception as error:  # noqa: BLE001 (raised below, outside the nursery's group)
-                failure = error
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        if not self._ended:
-            raise ClientDisconnected("the client left before its response was complete")
-
-    async def _watch(self, scope: trio.CancelScope) -> None:
-        with suppress(h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
-            await self._connection.watch()
-        scope.cancel()
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        # An application that waits for the disconnect is cancelled by it.
-        await trio.sleep_forever()
-
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._head = h11.Response(
-                status_code=message["status"],
-                headers=[*message["headers"], (b"date", formatdate(usegmt=True).encode())],
-                reason=responses.get(message["status"], "").encode(),
-            )
-            return
-        events: list[h11.Event] = []
-        if self._head is not None:
-            events.append(self._head)
-            self._head = None
-        if message.get("body") and not self._without_body:
-            events.append(h11.Data(data=message["body"]))
-        if not message.get("more_body", False):
-            events.append(h11.EndOfMessage())
-            self._ended = True
-        await self._connection.send(*events)
-
-
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
-    b'content-length: 44\r\nconnection: close\r\n\r\n{"error":"too many connections; come again"}'
+BUSY = JSONResponse(
+    {"error": "too many connections; come again"}, 503, {"retry-after": "5", "connection": "close"}
 )
+
+
+def _no_request(status: int) -> JSONResponse:
+    problem = {"error": "this request cannot be answered"}
+    return JSONResponse(problem, status, {"connection": "close"})
+
+
+def _encoded(answer: JSONResponse) -> bytes:
+    """Encode a response to no request."""
+    lines = [f"HTTP/1.1 {answer.status_code} {responses[answer.status_code]}".encode()]
+    lines += [name + b": " + value for name, value in answer.raw_headers]
+    return b"\r\n".join((*lines, b"", bytes(answer.body)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from math import ceil
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarm_coordinator.dashboard.http_server import Application, Message, is_this_machine
+from swarm_coordinator.dashboard.http_server import is_this_machine
 from swarm_shared.base.endpoint import address_group
 from swarm_shared.base.rate_limit import RateLimit
 
@@ -21,7 +21,7 @@ second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
 """Requests of all addresses together. This machine counts only here: all clients of a reverse proxy
-connect from it."""
+connect from it, unless it is in [http] proxies."""
 
 _HEADERS = (
     (
@@ -42,7 +42,7 @@ _HEADERS = (
 class GuardMiddleware:
     """An ASGI middleware: limits rates, adds headers, counts responses."""
 
-    application: Application
+    application: ASGIApp
     per_address: RateLimit = field(default_factory=lambda: RateLimit(BURST, PER_SECOND))
     overall: RateLimit = field(
         default_factory=lambda: RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
@@ -52,12 +52,7 @@ class GuardMiddleware:
     answers: Counter[str] = field(default_factory=Counter)
     """Responses by status class, like 2xx."""
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.answers[f"{message['status'] // 100}xx"] += 1

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import trio
+import anyio
 
+from swarm_coordinator.configuration.http_address import tls_context
 from swarm_coordinator.dashboard.app import AppContext, build_app
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.http_server import HttpServer
@@ -49,18 +50,19 @@ class Dashboard:
         self.app = build_app(
             AppContext(self.snapshot_loop, folder.dashboard_token(), self._metrics)
         )
-        hosts = frozenset(name.lower() for name in load_settings(folder).http.hosts)
+        http = load_settings(folder).http
+        hosts = frozenset(name.lower() for name in http.hosts)
         self.guard = GuardMiddleware(self.app, hosts=hosts)
-        self.server = HttpServer(self.guard)
+        tls = tls_context(folder.path, http.certificate, http.key)
+        self.server = HttpServer(self.guard, tls, http.proxies)
 
     def _metrics(self, snapshot: Snapshot) -> bytes:
-        counts = self.server.counts
         serving = HttpStatistics(
             requests=self.guard.answers,
             failures={
-                "request": counts.failures,
-                "refused connection": counts.refused_connections,
-                "no request": counts.bad_requests,
+                "request": self.server.failures,
+                "refused connection": self.server.refused_connections,
+                "no request": self.server.bad_requests,
                 "unreadable": self.snapshot_loop.failures,
                 "slow reader": self.snapshot_loop.hub.dropped,
             },
@@ -71,13 +73,13 @@ class Dashboard:
         )
         return exposition(snapshot, serving)
 
-    async def serve(self, listener: trio.SocketListener) -> None:
+    async def serve(self, listener: socket.socket) -> None:
         """Read snapshots and answer requests until cancelled."""
-        async with trio.open_nursery() as nursery:
-            first_read = trio.Event()
-            nursery.start_soon(self.snapshot_loop.run, first_read)
+        async with anyio.create_task_group() as tasks:
+            first_read = anyio.Event()
+            tasks.start_soon(self.snapshot_loop.run, first_read)
             await first_read.wait()  # so that the first request is not refused
-            nursery.start_soon(self.server.serve, listener)
+            await self.server.serve(listener)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     try:
-        trio.run(_serve, folder, int(arguments[1]))
+        anyio.run(_serve, folder, int(arguments[1]))
     except SwarmError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -95,20 +97,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(folder: RunFolder, descriptor: int) -> None:
-    bound = socket.socket(fileno=descriptor)
-    bound.setblocking(False)
-    listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
-    pages = Dashboard(folder)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(pages.serve, listener)
-        await _wait_for_coordinator_exit()
-        nursery.cancel_scope.cancel()
-
-
-async def _wait_for_coordinator_exit() -> None:
-    async with trio.lowlevel.FdStream(os.dup(0)) as pipe:
-        while await pipe.receive_some(1):
-            pass
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(False)
+    dashboard = Dashboard(folder)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(dashboard.serve, listener)
+        await anyio.wait_readable(0)  # the end of the pipe: the coordinator writes nothing
+        tasks.cancel_scope.cancel()
 
 
 def _log_to(path: Path) -> None:

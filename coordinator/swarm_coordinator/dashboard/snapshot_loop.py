@@ -10,8 +10,8 @@ import logging
 from dataclasses import dataclass, field
 from functools import partial
 
-import trio
-import trio.to_thread
+import anyio
+import anyio.to_thread
 
 from swarm_coordinator.dashboard.api_models import EventRow
 from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
@@ -47,7 +47,7 @@ class SnapshotLoop:
     joined: int = 0
     left: int = 0
 
-    async def run(self, first_read: trio.Event) -> None:
+    async def run(self, first_read: anyio.Event) -> None:
         """Refresh the snapshot until cancelled. `first_read` is set after the first turn."""
         failing = False
         while True:
@@ -60,12 +60,12 @@ class SnapshotLoop:
                     log.warning("what the coordinator wrote cannot be read: %s", error)
                 failing = True
             first_read.set()
-            await trio.sleep(READ_INTERVAL_SECONDS)
+            await anyio.sleep(READ_INTERVAL_SECONDS)
 
     async def refresh(self) -> None:
         now = self.clock()
         read_all = partial(_read_all, self.folder, self.reader, now)
-        found = await trio.to_thread.run_sync(read_all)
+        found = await anyio.to_thread.run_sync(read_all)
         if found is None:
             return
         status, read = found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import trio
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from pydantic import BaseModel
 
 QUEUE_EVENTS = 64
@@ -28,7 +29,7 @@ class EventHub:
     def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE_EVENTS) -> None:
         self._max_readers = max_readers
         self._queue = queue
-        self._readers: set[trio.MemorySendChannel[bytes]] = set()
+        self._readers: set[MemoryObjectSendStream[bytes]] = set()
         self.dropped = 0
         """Readers disconnected because they were too slow, since the start."""
 
@@ -40,9 +41,9 @@ class EventHub:
         return len(self._readers) >= self._max_readers
 
     @contextmanager
-    def reader(self) -> Iterator[trio.MemoryReceiveChannel[bytes]]:
-        """A channel of the events published from now on; it ends when the reader is too slow."""
-        put, take = trio.open_memory_channel[bytes](self._queue)
+    def reader(self) -> Iterator[MemoryObjectReceiveStream[bytes]]:
+        """A stream of the events published from now on; it ends when the reader is too slow."""
+        put, take = anyio.create_memory_object_stream[bytes](self._queue)
         self._readers.add(put)
         try:
             with take:
@@ -55,7 +56,7 @@ class EventHub:
         for reader in list(self._readers):
             try:
                 reader.send_nowait(event)
-            except trio.WouldBlock:
+            except anyio.WouldBlock:
                 self._readers.discard(reader)
                 reader.close()
                 self.dropped += 1

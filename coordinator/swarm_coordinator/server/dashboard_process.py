@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -52,7 +52,7 @@ class DashboardProcess:
 
     def status(self) -> DashboardStatus:
         return DashboardStatus(
-            address=None if self.address is None else str(self.address),
+            url=None if self.address is None else self.address.url,
             restarts=self.restarts,
             failures=self.failures,
         )
@@ -69,7 +69,7 @@ class DashboardProcess:
     async def _serve(self) -> None:
         bound = await self._bind()
         with contextlib.closing(bound):
-            self.address = address_of(bound)
+            self.address = replace(address_of(bound), tls=self.wanted.tls)
             if self.wanted.port == 0:
                 self._remember(self.address.port)
             self.report(

@@ -231,8 +231,8 @@ class AdmissionStatus(AdmissionOverview):
 class DashboardStatus(StatusModel):
     """The dashboard's process, as the coordinator supervises it."""
 
-    address: str | None = None
-    """HOST:PORT; None where no dashboard is served."""
+    url: str | None = None
+    """For a browser on this machine; None where no dashboard is served."""
     restarts: int = 0
     failures: int = 0
 

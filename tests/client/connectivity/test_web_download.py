@@ -7,7 +7,6 @@ connector, which are parameters, lead a public address to it.
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 import socket
 import ssl
@@ -17,10 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
+from kits.certificate import write_certificate
 from kits.range_server import RangeServer, range_server
 from swarm_client.connectivity.web_download import WebClient, WebConnections, WebRefused, is_public
 
@@ -46,30 +43,7 @@ def inside() -> Iterator[RangeServer]:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """The contexts of a server of HOST and of a client that trusts it."""
-    folder = tmp_path_factory.mktemp("tls")
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, HOST)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem, secret = folder / "server.pem", folder / "server.key"
-    pem.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    secret.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    pem, secret = write_certificate(tmp_path_factory.mktemp("tls"), HOST)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(pem, secret)
     return server, ssl.create_default_context(cafile=str(pem))

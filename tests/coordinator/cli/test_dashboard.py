@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kits.certificate import write_certificate
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
@@ -93,7 +96,7 @@ def test_a_run_may_have_no_pages(folder: RunFolder, capsys: pytest.CaptureFixtur
         assert "no dashboard" in capsys.readouterr().err
         status = read_status(folder.status)
         assert status is not None
-        assert status.http.address is None
+        assert status.http.url is None
 
 
 def test_a_port_that_is_taken_does_not_keep_the_run_from_starting(folder: RunFolder) -> None:
@@ -111,6 +114,56 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(
 ) -> None:
     assert run(["start", str(folder.path), "--http", words]) == 3
     assert "HOST:PORT" in capsys.readouterr().err
+
+
+@pytest.fixture
+def with_tls(folder: RunFolder) -> Iterator[Path]:
+    """The certificate of a run that has one, beside its run.toml."""
+    text = folder.settings.read_text()
+    settings = text.replace('certificate = ""', 'certificate = "server.pem"')
+    folder.settings.write_text(settings.replace('\nkey = ""', '\nkey = "server.key"'))
+    yield write_certificate(folder.path, "localhost")[0]
+    folder.settings.write_text(text)
+
+
+def test_with_a_certificate_the_link_is_https(
+    folder: RunFolder, with_tls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Started(folder) as started:
+        url = started.line("dashboard at").split("dashboard at ")[1].split()[0]
+        assert url.startswith("https://127.0.0.1:")
+        assert link(folder, capsys).startswith(url)
+        context = ssl.create_default_context(cafile=str(with_tls))
+        named = url.replace("127.0.0.1", "localhost")
+        with urllib.request.urlopen(named, timeout=60, context=context) as answer:
+            assert answer.status == 200
+
+
+def test_a_certificate_that_cannot_be_used_is_named_before_anything_starts(
+    folder: RunFolder, with_tls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = folder.status.stat().st_mtime_ns if folder.status.exists() else None
+    key = with_tls.with_suffix(".key")
+
+    def refusal() -> str:
+        assert run(["start", str(folder.path)]) == 3
+        [sentence] = capsys.readouterr().err.splitlines()
+        assert str(with_tls) in sentence
+        assert str(key) in sentence
+        return sentence
+
+    key.unlink()
+    assert "No such file" in refusal()
+    key.write_text("no key")
+    assert "PEM" in refusal()
+    write_certificate(folder.path, "localhost", password="secret")
+    assert "without a password" in refusal()
+    write_certificate(folder.path, "localhost")
+    other = key.read_bytes()
+    write_certificate(folder.path, "localhost")
+    key.write_bytes(other)
+    assert "belong together" in refusal()
+    assert status == (folder.status.stat().st_mtime_ns if folder.status.exists() else None)
 
 
 def test_a_wrong_address_in_run_toml_is_named(

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import anyio.lowlevel
 import pytest
 import trio
 
@@ -24,6 +25,7 @@ from swarm_coordinator.core.events import Note, RolledBack
 from swarm_coordinator.dashboard.app import MAX_PAGE
 from swarm_coordinator.dashboard.middleware import GuardMiddleware
 from swarm_coordinator.dashboard.page import FILES
+from swarm_coordinator.dashboard.sse import EventHub
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import Version
@@ -189,12 +191,12 @@ async def test_healthz_is_liveness_and_readyz_readiness(folder: RunFolder) -> No
         assert (await client.get("/healthz")).status == 200
         assert (await client.get("/readyz")).status == 200
         write_status(folder, peers=[])
-        await client.pages.snapshot_loop.refresh()
+        await client.served.call(client.pages.snapshot_loop.refresh)
         assert (await client.get("/healthz")).status == 200
         degraded = await client.get("/readyz")
         assert (degraded.status, degraded.json["state"]) == (503, "degraded")
         write_status(folder, time=time.time() - 60)
-        await client.pages.snapshot_loop.refresh()
+        await client.served.call(client.pages.snapshot_loop.refresh)
         assert (await client.get("/healthz")).status == 503
 
 
@@ -279,14 +281,14 @@ class Listener:
     """Reads server-sent events off a connection."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
-        self._stream = stream
+        self.stream = stream
         self._read = b""
 
     async def next(self, wanted: str) -> dict[str, object]:
         """The next event of that name."""
         while True:
             while b"\n\n" not in self._read:
-                part = await self._stream.receive_some(65_536)
+                part = await self.stream.receive_some(65_536)
                 assert part, "the stream ended"
                 self._read += part
             one, _, self._read = self._read.partition(b"\n\n")
@@ -298,7 +300,7 @@ class Listener:
 
 
 async def follow(client: Client) -> Listener:
-    stream = await client.connect()
+    stream = await client.served.connect()
     await stream.send_all(b"GET /api/v1/events/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
     return Listener(stream)
 
@@ -321,21 +323,39 @@ async def test_events_are_streamed_live(its_own_run: RunFolder) -> None:
             await trio.sleep(0.05)
 
 
+async def test_a_reader_that_leaves_is_forgotten(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        hub = client.pages.snapshot_loop.hub
+        listener = await follow(client)
+        await listener.next("run")
+        assert len(hub) == 1
+        await listener.stream.aclose()
+        while len(hub):
+            await trio.sleep(0.01)
+        assert hub.dropped == 0
+
+
+async def flood(hub: EventHub) -> None:
+    for _ in range(1000):
+        hub.publish(b"x" * 65_536)
+        await anyio.lowlevel.checkpoint()
+
+
 async def test_readers_beyond_the_limit_are_refused_and_slow_ones_disconnected(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
         hub = client.pages.snapshot_loop.hub
         hub._max_readers = 1
+        client.pages.server.send_seconds = 0.2
         listener = await follow(client)
         await listener.next("run")
         refused = await client.get("/api/v1/events/stream")
         assert (refused.status, refused.headers["retry-after"]) == (503, "30")
         # It reads nothing while more happens than its queue and the sockets' buffers hold.
-        for _ in range(1000):
-            hub.publish(b"x" * 65_536)
-            await trio.lowlevel.checkpoint()
+        await client.served.call(flood, hub)
         assert hub.dropped == 1
-        while len(hub):
+        assert not len(hub)
+        while client.pages.server.connections:
             await trio.sleep(0.01)
         assert (await client.get("/api/v1/run")).status == 200

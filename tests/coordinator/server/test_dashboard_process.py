@@ -96,7 +96,7 @@ async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
         os.kill(first, signal.SIGKILL)
         await until(lambda: made.pid not in (None, first))
         assert (await get(address, "/"))[0] == 200
-        assert made.status() == DashboardStatus(address=str(address), restarts=1, failures=1)
+        assert made.status() == DashboardStatus(url=address.url, restarts=1, failures=1)
 
 
 async def test_the_port_is_the_same_at_the_next_start(folder: RunFolder) -> None:

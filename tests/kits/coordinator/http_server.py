@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 import trio.to_thread
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from kits.coordinator import run as run_kit
 from kits.coordinator import shell_world
@@ -123,10 +124,14 @@ class Answer:
 class Client:
     """Asks in a thread, as a browser somewhere else would."""
 
-    address: HttpAddress
+    served: Served
     pages: Dashboard
     folder: RunFolder
     token: str = field(default="")
+
+    @property
+    def address(self) -> HttpAddress:
+        return self.served.address
 
     async def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
         return await trio.to_thread.run_sync(self._get, path, method, headers)
@@ -144,24 +149,40 @@ class Client:
         finally:
             connection.close()
 
+
+@contextmanager
+def serving(serve: Callable[[socket.socket], Awaitable[None]]) -> Iterator[Served]:
+    """A server at a real port of this machine, in asyncio's loop in a thread of its own."""
+    with closing(listen(HttpAddress("127.0.0.1", 0))) as bound:
+        bound.setblocking(False)
+        with start_blocking_portal() as portal:
+            served = portal.start_task_soon(serve, bound)
+            try:
+                yield Served(portal, address_of(bound))
+            finally:
+                portal.call(portal.stop, True)
+        if not served.cancelled():
+            served.result()
+
+
+@dataclass
+class Served:
+    portal: BlockingPortal
+    address: HttpAddress
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function in the server's thread."""
+        return await trio.to_thread.run_sync(self.portal.call, function, *arguments)
+
     async def connect(self) -> trio.SocketStream:
         return await trio.open_tcp_stream(self.address.host, self.address.port)
 
 
 @asynccontextmanager
 async def pages_of(folder: RunFolder) -> AsyncIterator[Client]:
-    """The dashboard of a folder, over a real port of this machine, in the test's own loop."""
-    bound = listen(HttpAddress("127.0.0.1", 0))
-    bound.setblocking(False)
+    """The dashboard of a folder, over a real port of this machine."""
     pages = Dashboard(folder)
-    async with trio.open_nursery() as nursery:
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
-        nursery.start_soon(pages.serve, listener)
+    with serving(pages.serve) as served:
         while pages.snapshot_loop.snapshot is None:
             await trio.sleep(0.01)
-        yield Client(address_of_socket(bound), pages, folder, folder.dashboard_token())
-        nursery.cancel_scope.cancel()
-
-
-def address_of_socket(bound: socket.socket) -> HttpAddress:
-    return address_of(bound)
+        yield Client(served, pages, folder, folder.dashboard_token())
