@@ -27,6 +27,7 @@ from swarm_coordinator.simulator.pipeline_peer import Members, PipelinePeer, Req
 from swarm_coordinator.simulator.stage_holder import StageHolder, first_request
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
@@ -59,7 +60,7 @@ from swarm_shared.volunteer_rules.stage_account import Computation
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, Work
 
 ROSTER = re.compile(rb'{"kind":"roster')
-MEMORY_BYTES = 2**34
+MEMORY = MemoryOffer(device_bytes=2**34)
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
 APPLY_SECONDS = 0.3
@@ -300,7 +301,7 @@ class SimulatedVolunteer(StageHolder[str]):
     def attach(self) -> None:
         hello = Hello(
             run=self._world.run, software=SOFTWARE_VERSION, device="simulated",
-            addresses=("/ip4/192.0.2.1/tcp/4711",), memory_bytes=MEMORY_BYTES,
+            addresses=("/ip4/192.0.2.1/tcp/4711",), memory=MEMORY,
         )  # fmt: skip
         self.stream.push(encode(hello))
         self.attached = True
@@ -385,7 +386,7 @@ class SimulatedVolunteer(StageHolder[str]):
                 self.assigned(message)
             case Welcome():
                 self.beat_seconds = message.heartbeat_seconds or self.beat_seconds
-                self.send(first_request(message, MEMORY_BYTES, 0.0))
+                self.send(first_request(message, MEMORY, 0.0))
             case Refused():
                 self._world.refused += 1
 

@@ -16,11 +16,12 @@ from benchmarks.counts.world import manifest as any_manifest
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import Manifest, StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset
-from swarm_shared.run.stage_cut import ModelProfile, stage_memory_bytes
+from swarm_shared.run.stage_cut import ModelProfile, stage_memory
 
 MIDDLE = StageIndex(1)
 MEMORY_SHARE = 0.8
@@ -38,11 +39,6 @@ class Timed:
     optimizer_seconds: float
 
 
-HOST_BYTES_PER_PARAMETER = 20
-"""Host memory of a step close: gradients, result of the all-reduce and its mean, and AdamW's two
-moments."""
-
-
 def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host_bytes: int) -> int:
     """Return the number of the model's layers that fit into one middle stage.
 
@@ -51,19 +47,18 @@ def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host
     """
     profile = profile_layers(preset.model, preset.sequences_per_microbatch, dtype)
     device_room, host_room = (int(free * MEMORY_SHARE) for free in (device_bytes, host_bytes))
+    offer = MemoryOffer(device_bytes=device_room, host_bytes=host_room)
     for layers in range(preset.model.layers, 0, -1):
-        in_host = HOST_BYTES_PER_PARAMETER * layers * profile.layers[0].parameters
-        if _stage_bytes(profile, layers) <= device_room and in_host <= host_room:
+        needed = layers_memory(profile, layers)
+        if offer.holds(needed) and needed.comfortable_bytes <= device_room:
             return layers
-    raise CapacityError(
-        f"one layer takes {_stage_bytes(profile, 1) / 2**30:.1f} GiB, and "
-        f"{device_room / 2**30:.1f} GiB of the device and {host_room / 2**30:.1f} GiB of the host "
-        "may be used"
-    )
+    raise CapacityError(f"one layer takes {layers_memory(profile, 1)}, and {offer} may be used")
 
 
-def _stage_bytes(profile: ModelProfile, layers: int) -> int:
-    return stage_memory_bytes(profile, StageRange(first_layer=0, end_layer=layers), False, False)
+def layers_memory(profile: ModelProfile, layers: int) -> StageMemory:
+    """Return the memory of a middle stage of so many layers."""
+    cut = StageRange(first_layer=0, end_layer=layers)
+    return stage_memory(profile, cut, False, False, exact=True)
 
 
 def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest:
@@ -71,10 +66,7 @@ def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest
     base = any_manifest()
     model: ModelConfig = preset.model.model_copy(update={"layers": layers + 2})
     bounds = (0, 1, 1 + layers, 2 + layers)
-    cuts = tuple(
-        StageRange(first_layer=begin, end_layer=end, memory_bytes=1)
-        for begin, end in pairwise(bounds)
-    )
+    cuts = tuple(StageRange(first_layer=begin, end_layer=end) for begin, end in pairwise(bounds))
     training = base.training.model_copy(
         update={"sequences_per_microbatch": preset.sequences_per_microbatch, "dtype": dtype}
     )

@@ -36,6 +36,7 @@ from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.run.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
@@ -106,7 +107,8 @@ def predicted(manifest: Manifest, case: Case) -> list[float]:
             fleet.append(
                 Hardware(
                     kind="paced", flops_per_second=pace_of(manifest, stage, seconds),
-                    memory_bytes=8 * GIBIBYTE, up_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+                    memory=MemoryOffer(device_bytes=8 * GIBIBYTE),
+                    up_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
                     down_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
                     latency_seconds=LOOPBACK_SECONDS,
                 )

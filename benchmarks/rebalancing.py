@@ -45,6 +45,7 @@ from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy
 
@@ -55,7 +56,7 @@ RULES: tuple[tuple[str, float], ...] = (
 """Rules and the seconds between two decisions. Without `swarm`, they are those of the
 coordinator."""
 RENTED = Hardware(
-    kind="rented", flops_per_second=2.5e12, memory_bytes=32 * GIBIBYTE,
+    kind="rented", flops_per_second=2.5e12, memory=MemoryOffer(device_bytes=32 * GIBIBYTE),
     up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
 )  # fmt: skip
 """Rented machines, all alike as in a cloud zone: their best placement is known exactly."""

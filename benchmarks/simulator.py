@@ -33,6 +33,7 @@ from swarm_coordinator.simulator.report import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import LimitsConfig, Manifest
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
@@ -120,7 +121,8 @@ def _unbalanced(machines: int, stages: tuple[StageLoad, ...], rng: random.Random
                 PeerLoad(
                     peer=PeerId(f"peer-{len(peers)}"), stage=StageIndex(stage),
                     flops_per_second=1.8e13 * math.exp(rng.gauss(0, 0.4)),
-                    memory_bytes=24 * 2**30, download_bytes_per_second=rng.uniform(1e7, 1e8),
+                    memory=MemoryOffer(device_bytes=24 * 2**30),
+                    download_bytes_per_second=rng.uniform(1e7, 1e8),
                 )
             )  # fmt: skip
     return peers

@@ -13,7 +13,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import preset
-from swarm_shared.run.stage_cut import plan_stages, stage_flops, stage_memory_bytes
+from swarm_shared.run.stage_cut import plan_stages, stage_flops, stage_memory
 
 
 def manifest_of(
@@ -40,7 +40,7 @@ def manifest_of(
         stage.model_copy(
             update={
                 "work_flops": float(stage_flops(profile, stage, number == 0, number == last)),
-                "memory_bytes": stage_memory_bytes(profile, stage, number == 0, number == last),
+                "memory": stage_memory(profile, stage, number == 0, number == last),
             }
         )
         for number, stage in enumerate(planned)

@@ -41,7 +41,7 @@ def choose_swarm_moves(
     candidates = [
         peer
         for peer in peers
-        if peer.stage == least and peer.may_move and peer.memory_bytes >= there.memory_bytes
+        if peer.stage == least and peer.may_move and peer.memory.holds(there.memory)
     ]
     if count[least] <= policy.minimum_replicas or not candidates:
         return MoveDecision((), now_rate, now_rate, f"stage {least} has no peer to spare")
@@ -62,6 +62,6 @@ def choose_swarm_moves(
         state_bytes=there.state_bytes,
         download_seconds=peer.download_seconds(there),
         payback_seconds=0.0,
-        release_first=here.memory_bytes + there.memory_bytes > peer.memory_bytes,
+        release_first=not peer.memory.holds(here.memory + there.memory),
     )
     return MoveDecision((move,), now_rate, move.planned_rate, "")

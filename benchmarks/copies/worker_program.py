@@ -58,7 +58,7 @@ def manifest(size: int) -> Manifest:
     training = base.training.model_copy(
         update={"sequences_per_microbatch": size // (4 * width * length), "dtype": "float32"}
     )
-    cuts = tuple(StageRange(first_layer=n, end_layer=n + 1, memory_bytes=1) for n in range(3))
+    cuts = tuple(StageRange(first_layer=n, end_layer=n + 1) for n in range(3))
     return base.model_copy(update={"model": model, "training": training, "stages": cuts})
 
 

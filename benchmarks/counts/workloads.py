@@ -13,6 +13,7 @@ from benchmarks.counts.world import (
     MICROBATCHES,
     PEERS_PER_STAGE,
     RUN,
+    STAGE_MEMORY,
     STAGES,
     MidStep,
     envelope,
@@ -30,6 +31,7 @@ from swarm_coordinator.core.events import (
     Tick,
 )
 from swarm_coordinator.server.control_protocol import ReceiptChecker
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.network.libp2p.send_queue import SendQueue
 from swarm_shared.network.libp2p.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header
@@ -117,7 +119,9 @@ def _last_receipt() -> Callable[[], object]:
 
 def _placement() -> Callable[[], object]:
     rng = random.Random("a placement decision")
-    stages = tuple(StageLoad(StageIndex(s), 3e12, 2**32, 2**30, 2**22) for s in range(2 * STAGES))
+    stages = tuple(
+        StageLoad(StageIndex(s), 3e12, STAGE_MEMORY, 2**30, 2**22) for s in range(2 * STAGES)
+    )
     thinned = [rng.uniform(0.7, 1.0) for _ in stages]
     peers: list[PeerLoad] = []
     while len(peers) < MACHINES:
@@ -126,7 +130,8 @@ def _placement() -> Callable[[], object]:
             peers.append(
                 PeerLoad(
                     PeerId(f"peer-{len(peers)}"), StageIndex(stage),
-                    1.8e13 * math.exp(rng.gauss(0, 0.4)), 2**34, rng.uniform(1e7, 1e8),
+                    1.8e13 * math.exp(rng.gauss(0, 0.4)), MemoryOffer(device_bytes=2**34),
+                    rng.uniform(1e7, 1e8),
                 )
             )  # fmt: skip
     return lambda: choose_moves(stages, peers, MovePolicy(margin=0.0, rate_noise=0.0))

@@ -18,6 +18,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,
@@ -60,6 +61,9 @@ MICROBATCHES = 256
 RUN = RunId("7d" * 32)
 STARTED = 1000.0
 """Monotonic seconds of the start; the run is past the first minute, which has special rules."""
+
+
+STAGE_MEMORY = StageMemory(device_bytes=2**32, comfortable_bytes=2**32, host_bytes=2**33)
 
 
 @cache
@@ -106,7 +110,7 @@ def manifest() -> Manifest:
             key_value_heads=16, sequence_length=1024, tie_embeddings=False,
         ),
         stages=tuple(
-            StageRange(first_layer=6 * s, end_layer=6 * s + 6, memory_bytes=2**32, work_flops=3e12)
+            StageRange(first_layer=6 * s, end_layer=6 * s + 6, memory=STAGE_MEMORY, work_flops=3e12)
             for s in range(STAGES)
         ),
         data=DataConfig(
@@ -169,7 +173,8 @@ class MidStep:
         hello = Hello(
             run=RUN, software=SOFTWARE_VERSION, name=f"volunteer-{number}",
             addresses=(address(number),), carrier=carrier, device="a device",
-            memory_bytes=2**34, wanted_stage=stage, reachability=Reachability.PUBLIC,
+            memory=MemoryOffer(device_bytes=2**33, host_bytes=2**34), wanted_stage=stage,
+            reachability=Reachability.PUBLIC,
         )  # fmt: skip
         session = self.session(number)
         self.event(PeerAttached(session, peer, hello, certificate(number), (), None))

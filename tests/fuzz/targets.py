@@ -27,6 +27,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
 from pydantic import TypeAdapter
 
+from kits.memory import offers
 from swarm_client.averaging.all_reduce import frames
 from swarm_client.averaging.all_reduce.codec import (
     check_finite,
@@ -446,7 +447,7 @@ TARGETS: dict[str, Target] = {
     "client_messages": json_target(
         protocol.client_messages,
         protocol.Hello(
-            run=RUN, software="0.1.0", addresses=(ADDRESS,), device="cpu", memory_bytes=1
+            run=RUN, software="0.1.0", addresses=(ADDRESS,), device="cpu", memory=offers(1)
         ),
         protocol.Heartbeat(microbatches_per_second=1.0, queued=1),
         protocol.RoundReport(step=1, attempt=1, ok=False, missing=(1, 2), culprit=PEER.peer_id),
@@ -463,7 +464,7 @@ TARGETS: dict[str, Target] = {
         encoded(
             protocol.Hello(
                 run=RUN, software="9", protocols=VersionRange(oldest=1, newest=9),
-                addresses=(ADDRESS,), device="cpu", memory_bytes=1,
+                addresses=(ADDRESS,), device="cpu", memory=offers(1),
             ),
             protocol.Refused(code="version", reason="update"),
         ),

@@ -41,7 +41,7 @@ def test_the_doctor_reports_a_running_run_and_its_end(
     in_order = ("torch", "device", "home", "invite", "coordinator", "version", "admission",
                 "clock", "link")  # fmt: skip
     assert {id: found[id]["state"] for id in in_order} == dict.fromkeys(in_order, "ok")
-    assert found["device"]["details"]["smallest_stage_bytes"] > 0
+    assert found["device"]["details"]["smallest_stage"]
     assert not (tmp_path / "new").exists()
 
     run.swarm.start_volunteer(invite)

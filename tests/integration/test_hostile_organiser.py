@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kits.memory import takes
 from swarm_coordinator.durability.run_files import load_identity
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import CapacityError
@@ -14,7 +15,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 def test_a_volunteer_leaves_a_run_that_hides_how_much_memory_a_stage_needs(make_run) -> None:
     run = make_run(2, steps=4)
-    hidden = tuple(stage.model_copy(update={"memory_bytes": 1000}) for stage in run.manifest.stages)
+    hidden = tuple(
+        stage.model_copy(update={"memory": takes(1000)}) for stage in run.manifest.stages
+    )
     lie = run.manifest.model_copy(update={"stages": hidden})
     write_atomically(run.folder.manifest, sign_manifest(load_identity(run.folder), lie))
     invite = run.swarm.start_coordinator()

@@ -17,6 +17,7 @@ from kits.attack import raw
 from kits.attack.insider import Insider, attached
 from kits.attack.raw import Target, connect, multistream, muxed
 from kits.attack.strangers import counted
+from kits.memory import offers
 from kits.runs.fault_run import TINY
 from kits.runs.real_run import Run
 from swarm_coordinator.demo.subprocesses import Subprocess
@@ -170,7 +171,9 @@ async def attack_coordinator(insider: Insider) -> None:
         "not JSON": b"\xff" * 1000,
         "very deep": b"[" * 100_000,
         "hello again": encode(
-            Hello(run=insider.invite.run_id, software="0", addresses=(), device="", memory_bytes=0)
+            Hello(
+                run=insider.invite.run_id, software="0", addresses=(), device="", memory=offers(0)
+            )
         ),
         "a receipt of another run": encode(
             Receipts(receipts=(insider.receipt(mine, run="cd" * 32),))
@@ -285,7 +288,7 @@ CLAIMED_STEPS = 3
 async def haunt(run: Run, invite: Invite, stage: int) -> PeerId:
     """Claim a stage at the run's version, and every microbatch of the steps to come."""
     began = run.version()
-    claims = {"stage": stage, "version": began, "digest": "0" * 32, "memory_bytes": 2**40}
+    claims = {"stage": stage, "version": began, "digest": "0" * 32, "memory": offers(2**40)}
     async with attached(invite, **claims) as ghost, trio.open_nursery() as nursery:
         nursery.start_soon(ghost.beat)
         with trio.fail_after(PATIENCE_SECONDS):

@@ -17,10 +17,10 @@ from benchmarks.gpu_flops import (
     peak_tflops,
 )
 from benchmarks.gpu_stage import (
-    HOST_BYTES_PER_PARAMETER,
     MEMORY_SHARE,
     DeviceTimes,
     Timed,
+    layers_memory,
     layers_that_fit,
     stage_manifest,
 )
@@ -67,7 +67,7 @@ def test_as_many_layers_are_taken_as_memory_allows() -> None:
     manifest = stage_manifest(preset, 2, "bfloat16")
     assert [cut.end_layer - cut.first_layer for cut in manifest.stages] == [1, 2, 1]
     profile = profile_layers(preset.model, preset.sequences_per_microbatch, "bfloat16")
-    in_host = HOST_BYTES_PER_PARAMETER * profile.layers[0].parameters / MEMORY_SHARE
+    in_host = layers_memory(profile, 1).host_bytes / MEMORY_SHARE
     assert layers_that_fit(preset, "bfloat16", 2**40, 2**40) == preset.model.layers
     assert layers_that_fit(preset, "bfloat16", 2**40, int(2.5 * in_host)) == 2
     with pytest.raises(CapacityError, match="one layer takes"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.swarm_rule import choose_swarm_moves
+from kits.memory import offers, takes
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad
 
-STAGES = [StageLoad(StageIndex(i), 1.0, 10, 1) for i in range(3)]
+STAGES = [StageLoad(StageIndex(i), 1.0, takes(10), 1) for i in range(3)]
 
 
 def peers(*queues: tuple[int, ...], memory: int = 10) -> list[PeerLoad]:
     """The queues of each stage's peers."""
     return [
-        PeerLoad(PeerId(f"{at}-{i}"), StageIndex(at), 1.0, memory, 1.0, queued=queued)
+        PeerLoad(PeerId(f"{at}-{i}"), StageIndex(at), 1.0, offers(memory), 1.0, queued=queued)
         for at, stage in enumerate(queues)
         for i, queued in enumerate(stage)
     ]

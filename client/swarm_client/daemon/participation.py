@@ -170,7 +170,7 @@ def _resources_per_device(
         key = identity if number == 1 else Identity.load_or_create(own.identity_path)
         report_own = partial(_report_for_device, device, report) if len(devices) > 1 else report
         report_own(f"peer {key.peer_id}")
-        report_own(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
+        report_own(f"device: {device.label}, {device.memory} offered")
         shared_memory.unlink_stale(f"swarm-{key.peer_id[-8:]}-")
         options = VolunteerOptions(
             device,
@@ -292,9 +292,11 @@ async def start_averaging(
     resources: _VolunteerResources, nursery: trio.Nursery, held_back: str
 ) -> AveragingWorker:
     """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
+    device = resources.options.device
     worker = AveragingWorker(
         AveragingOptions(
-            home=resources.home.path, memory_bytes=resources.options.device.memory_bytes
+            home=resources.home.path,
+            memory_bytes=device.memory_bytes if device.host_bytes is None else device.host_bytes,
         )
     )
     worker.hold_back(held_back)

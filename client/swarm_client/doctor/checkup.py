@@ -122,7 +122,7 @@ class Checkup:
             return
         if device is not None and not device.exit_code:
             self.results.replace(
-                machine.fit_device(device, self._device, self._welcome.smallest_stage_bytes)
+                machine.fit_device(device, self._device, self._welcome.smallest_stage)
             )
 
     async def _isolated(self, ids: tuple[str, ...], look: Callable[[], Awaitable[None]]) -> None:

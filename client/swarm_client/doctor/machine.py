@@ -34,6 +34,7 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.identity.keys import Identity
 
 OLDEST_PYTHON = (3, 11)
@@ -151,24 +152,29 @@ def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device |
         return problem(
             "device", CapacityError, str(error), "Use --device auto to use what this machine has."
         ), None
-    offered = f"{device.label}, {device.memory_bytes / GIB:.1f} GiB of memory to offer"
-    details: dict[str, str | int] = {"device": device.name, "memory_bytes": device.memory_bytes}
-    return ok("device", f"{device.name}: {offered}", **details), device
+    details: dict[str, Detail] = {"device": device.name, "memory_bytes": device.memory_bytes}
+    if device.host_bytes is not None:
+        details["host_bytes"] = device.host_bytes
+    offered = f"{device.name}: {device.label}, {device.memory} to offer"
+    return ok("device", offered, **details), device
 
 
-def fit_device(check: Check, device: Device | None, smallest_stage_bytes: int) -> Check:
+def fit_device(check: Check, device: Device | None, smallest: StageMemory | None) -> Check:
     """The same check, once the run's needs are known."""
-    if device is None or not smallest_stage_bytes:
+    if device is None or smallest is None:
         return check
-    needed = f"the run's smallest stage takes {smallest_stage_bytes / GIB:.2f} GiB"
-    details = {**check.details, "smallest_stage_bytes": smallest_stage_bytes}
-    if device.memory_bytes < smallest_stage_bytes:
+    seen = f"{check.seen}; the run's smallest stage takes {smallest}"
+    details = {**check.details, "smallest_stage": str(smallest)}
+    if not device.memory.holds(smallest):
         return problem(
-            "device", CapacityError, f"{check.seen}; {needed}",
+            "device", CapacityError, seen,
             "Close other programs to free memory, or ask the organiser for smaller stages.",
             **details,
         )  # fmt: skip
-    return ok("device", f"{check.seen}; {needed}", **details)
+    speed = device.memory.speed(smallest)
+    if speed < 1:
+        seen += f", and is computed at {speed:.2f} of full speed: activations are computed twice"
+    return ok("device", seen, **details, speed=round(speed, 2))
 
 
 async def check_self_test(device: Device, seconds: float) -> Check:

@@ -7,6 +7,7 @@ import psutil
 from swarm_client.governor.policy import GIB, gpu_index
 from swarm_client.machine.devices import Device, choose_devices
 from swarm_client.preferences import Preferences
+from swarm_shared.base.memory import MemoryOffer
 
 
 def usable_devices(
@@ -19,17 +20,29 @@ def usable_devices(
     return choose_devices(wanted, memory_bytes, gpus, lambda index: preferences.for_gpu(index).use)
 
 
-def most_memory(device: str, preferences: Preferences, *, has_display: bool) -> int | None:
-    """Maximum bytes that a stage may take; None: as much as there is.
+def permitted_memory(
+    device: Device, preferences: Preferences, sharers: int, devices: int, *, has_display: bool
+) -> MemoryOffer:
+    """Return the memory that a stage may take on a device that `sharers` volunteers share, on a
+    machine where `devices` volunteers take part."""
+    of_host = _permitted_host_bytes(preferences, has_display=has_display)
+    index = gpu_index(device.name)
+    if index is None or device.host_bytes is None:
+        return device.memory.replaced(min(of_host // sharers, device.memory_bytes))
+    vram_bytes = int(preferences.for_gpu(index).vram_gib * GIB)  # 0: no limit
+    return MemoryOffer(
+        device_bytes=min(vram_bytes // sharers or device.memory_bytes, device.memory_bytes),
+        host_bytes=min(of_host // devices, device.host_bytes),
+    )
+
+
+def _permitted_host_bytes(preferences: Preferences, *, has_display: bool) -> int:
+    """Return the host memory that the preferences permit.
 
     On a machine with a display the stage must fit what is allowed while the machine is in use, if
     it is computed then.
     """
-    index = gpu_index(device)
-    if index is not None:
-        return int(preferences.for_gpu(index).vram_gib * GIB) or None
-    shared = has_display and preferences.run_if_user_active
     percent = preferences.memory_percent_idle
-    if shared:
+    if has_display and preferences.run_if_user_active:
         percent = min(percent, preferences.memory_percent_busy)
     return int(psutil.virtual_memory().total * percent / 100)

@@ -19,7 +19,7 @@ import trio
 
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspendable, Suspension
-from swarm_client.governor.device_offer import most_memory
+from swarm_client.governor.device_offer import permitted_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
 from swarm_client.governor.policy import (
     ClockReading,
@@ -37,6 +37,7 @@ from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -64,7 +65,7 @@ class GovernedVolunteer(Suspendable, Protocol):
 
     def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None: ...
 
-    def offer_memory(self, memory_bytes: int) -> None: ...
+    def offer_memory(self, memory: MemoryOffer) -> None: ...
 
 
 class AveragingControl(Protocol):
@@ -223,12 +224,10 @@ class Governor:
         subject.volunteer.limit(
             WorkerLimits(limits.duty_cycle, min(subject.threads, own_cores), vram)
         )
-        most = most_memory(
-            subject.device.name, self.source.current.preferences,
+        offered = permitted_memory(
+            subject.device, self.source.current.preferences, sharers, len(self._records),
             has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
-        memory_bytes = subject.device.memory_bytes
-        offered = memory_bytes if most is None else min(most // sharers, memory_bytes)
         subject.volunteer.offer_memory(offered)
         self._suspend_or_resume(record)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from swarm_shared.base.errors import CapacityError, UsageError
+from swarm_shared.base.memory import MemoryOffer
 
 MEMORY_SHARE = 0.8
 """Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
@@ -34,13 +35,19 @@ PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`name` in torch's spelling, `label` for people, free memory in bytes."""
+    """`name` in torch's spelling, `label` for people, and the memory to offer, in bytes."""
 
     name: str
     label: str
     memory_bytes: int
     number: int = 1
     """Number among volunteers that share the device."""
+    host_bytes: int | None = None
+    """Of the host besides; None: the device computes in the host's memory."""
+
+    @property
+    def memory(self) -> MemoryOffer:
+        return MemoryOffer(device_bytes=self.memory_bytes, host_bytes=self.host_bytes)
 
     @property
     def id(self) -> str:
@@ -73,7 +80,7 @@ def choose_device(
             "torch build with CUDA"
         )
     name, free = gpus[index]
-    return Device(wanted, name, memory_bytes or int(free * MEMORY_SHARE))
+    return Device(wanted, name, memory_bytes or int(free * MEMORY_SHARE), host_bytes=_host_bytes())
 
 
 def choose_devices(
@@ -85,7 +92,8 @@ def choose_devices(
     """All requested devices, named with commas between them; at least one.
 
     `auto` alone chooses every GPU that is `usable`, by its number, or else the processor. A device
-    that is named twice is shared with its memory; `memory_bytes` is per volunteer.
+    that is named twice is shared with its memory, and all share the host's; `memory_bytes` is per
+    volunteer.
     """
     names = [name.strip() for name in wanted.split(",")]
     if len(names) > MAX_DEVICES:
@@ -103,8 +111,11 @@ def choose_devices(
 
 
 def _share(devices: Sequence[Device], place: int) -> Device:
-    """The device at `place` with its share, when it occurs several times in the list."""
+    """The device at `place` with its share of the host's memory, and of its own when it occurs
+    several times in the list."""
     device = devices[place]
+    if device.host_bytes is not None:
+        device = replace(device, host_bytes=device.host_bytes // len(devices))
     sharers = [at for at, other in enumerate(devices) if other.name == device.name]
     if len(sharers) == 1:
         return device
@@ -116,9 +127,12 @@ def _share(devices: Sequence[Device], place: int) -> Device:
 
 
 def _cpu(memory_bytes: int | None) -> Device:
-    free = int(psutil.virtual_memory().available * MEMORY_SHARE)
     cores = psutil.cpu_count(logical=True) or 1
-    return Device("cpu", f"CPU, {cores} cores", memory_bytes or free)
+    return Device("cpu", f"CPU, {cores} cores", memory_bytes or _host_bytes())
+
+
+def _host_bytes() -> int:
+    return int(psutil.virtual_memory().available * MEMORY_SHARE)
 
 
 def _gpus() -> list[tuple[str, int]]:

@@ -39,7 +39,7 @@ def hello(
         reachability=announcement.reachability,
         offers_relay=announcement.offers_relay,
         device=options.device.label,
-        memory_bytes=options.device.memory_bytes,
+        memory=options.device.memory,
         wanted_stage=options.wanted_stage,
         stage=holding.stage if holding is not None else None,
         version=holding.version if holding is not None else Version(0),

@@ -135,7 +135,7 @@ class Member:
         await self._spare.ready()
         stage, up = options.wanted_stage, context.node.bandwidth.expected_up_bytes_per_second
         if stage is None:
-            stage = most_underserved_stage(welcome.stages, options.device.memory_bytes, up)
+            stage = most_underserved_stage(welcome.stages, options.device.memory, up)
         self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))
 
     def session_lost(self) -> None:

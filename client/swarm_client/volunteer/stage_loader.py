@@ -13,7 +13,7 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.held_stage import LoadedStage
 from swarm_client.pipeline.receipts import receipt_signer
-from swarm_client.stage.handle.stage_memory import worker_allowance
+from swarm_client.stage.handle.stage_memory import graph_budget, worker_allowance
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.context import VolunteerContext
@@ -26,9 +26,6 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes
 from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
 from swarm_shared.volunteer_rules.stage_account import StageAccount
-
-GRAPH_SHARE = 0.5
-"""Fraction of the offered memory for autograd graphs in flight; the rest is the stage's."""
 
 
 def inject_faults(phase: FaultPoint, version: int) -> None:
@@ -63,11 +60,11 @@ class StageLoader:
         """A worker of the stage, with parameters from the manifest's seed. CapacityError when the
         stage needs more memory than is offered."""
         options, manifest = self._context.options, self._membership.now.manifest
-        offered_bytes = options.device.memory_bytes
-        allowance = worker_allowance(manifest, stage, offered_bytes, options.threads)
+        offer = options.device.memory
+        allowance = worker_allowance(manifest, stage, offer, options.threads)
         return open_worker(
             manifest, stage, options.device.name, options.threads,
-            int(offered_bytes * GRAPH_SHARE),
+            graph_budget(manifest, stage, offer),
             f"swarm-{self._context.node.peer_id[-8:]}-{next(self._numbers)}",
             self._context.home.log_folder / "worker.log",
             # A GPU's driver maps memory of the host as it likes.

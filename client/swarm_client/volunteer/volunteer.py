@@ -31,6 +31,7 @@ from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import duration_text
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.probe.server import answer_members_only, serve_probe
@@ -315,11 +316,13 @@ class Volunteer:
         if self.member is not None:
             self.member.stages.limit(limits)
 
-    def offer_memory(self, memory_bytes: int) -> None:
+    def offer_memory(self, memory: MemoryOffer) -> None:
         """Set the memory that a stage may take; counts for the next choice of a stage, not for the
         held one."""
         options = self.context.options
-        options.device = replace(options.device, memory_bytes=memory_bytes)
+        options.device = replace(
+            options.device, memory_bytes=memory.device_bytes, host_bytes=memory.host_bytes
+        )
 
     # ---- leaving
 

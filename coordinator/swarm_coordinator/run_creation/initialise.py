@@ -201,10 +201,10 @@ def _plan(settings: RunSettings) -> _Plan:
     # Imported here because it imports torch, which takes seconds.
     from swarm_shared.model.profile import profile_layers
     from swarm_shared.run.stage_cut import (
-        bytes_per_parameter,
+        parameter_memory,
         plan_stages,
         stage_flops,
-        stage_memory_bytes,
+        stage_memory,
         stage_parameters,
     )
 
@@ -222,12 +222,12 @@ def _plan(settings: RunSettings) -> _Plan:
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
         more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
-        memory_bytes = stage_memory_bytes(profile, stage, *ends, staleness=staleness, exact=exact)
+        memory = stage_memory(profile, stage, *ends, staleness=staleness, exact=exact)
         # Per weight and token of a matrix: two operations forward, four backward.
         flops = float(stage_flops(profile, stage, *ends) + 6 * tokens * more)
         figures = {
             "work_flops": flops,
-            "memory_bytes": memory_bytes + more * bytes_per_parameter(staleness, exact),
+            "memory": memory + parameter_memory(more, staleness, exact),
         }
         described.append(stage.model_copy(update=figures))
         works.append(

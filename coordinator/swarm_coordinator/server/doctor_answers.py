@@ -34,7 +34,7 @@ def probe_judge(
 ) -> AnswerHello:
     """Make the function that answers a hello. Tokens are checked and not used up: the client joins
     with the same one afterwards."""
-    smallest_stage_bytes = min(stage.memory_bytes for stage in manifest.stages)
+    smallest = min((one.memory for one in manifest.stages), key=lambda one: one.device_bytes)
 
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         if hello.run != admission.run:
@@ -56,7 +56,7 @@ def probe_judge(
             admission=(refusal or "")[:500],
             probe_pass=probe_pass,
             neighbours=neighbours,
-            smallest_stage_bytes=smallest_stage_bytes,
+            smallest_stage=smallest,
         )
 
     return judge

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import PeerId, StageIndex
 
 if TYPE_CHECKING:
@@ -23,16 +24,16 @@ MAX_SEARCHED_MACHINES = 300
 machine divided itself among all stages, which is within a percent and cheap to maintain."""
 
 
-def best_rate(machines: Sequence[SimulatedVolunteer], memory_bytes: Sequence[int]) -> float:
+def best_rate(machines: Sequence[SimulatedVolunteer], memory: Sequence[StageMemory]) -> float:
     """The best pipeline rate over all placements that a greedy search finds.
 
     Fastest first, each to the slowest stage that it fits. For identical machines that is the
     optimum.
     """
-    slowest = [(0.0, stage) for stage in range(len(memory_bytes))]
+    slowest = [(0.0, stage) for stage in range(len(memory))]
     for machine in sorted(machines, key=lambda m: (-m.hardware.flops_per_second, m.peer)):
         passed: list[tuple[float, int]] = []
-        while slowest and memory_bytes[slowest[0][1]] > machine.hardware.memory_bytes:
+        while slowest and not machine.hardware.memory.holds(memory[slowest[0][1]]):
             passed.append(heapq.heappop(slowest))
         if slowest:
             rate, stage = slowest[0]
@@ -50,7 +51,7 @@ class EfficiencyMeter:
         """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)
-        self._memory = [stage.memory_bytes for stage in swarm.manifest.stages]
+        self._memory = [stage.memory for stage in swarm.manifest.stages]
         self._weights = weights if weights is not None else [1 / stages] * stages
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """Rate of each peer at the stage that it serves, by stage."""

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from swarm_shared.base.errors import DataError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import MemoryOffer
 
 MEGABIT_BYTES = 125_000
 GIBIBYTE = 2**30
@@ -32,7 +33,7 @@ class Hardware:
     kind: str
     flops_per_second: float
     """The rate that training achieves, not the nominal one."""
-    memory_bytes: int
+    memory: MemoryOffer
     up_bytes_per_second: float
     down_bytes_per_second: float
     latency_seconds: float
@@ -53,6 +54,9 @@ class HardwareClass(FrozenModel):
     spread: float = Field(default=0.0, ge=0, le=2)
     """Standard deviation of the logarithm of speed and link: 0.2 is about ±20 %."""
     memory_gib: float = Field(gt=0, allow_inf_nan=False)
+    """Of the device that computes."""
+    host_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """None: the device computes in the host's memory."""
     up_mbit: float = Field(gt=0, allow_inf_nan=False)
     down_mbit: float = Field(gt=0, allow_inf_nan=False)
     latency_ms: float = Field(ge=0, allow_inf_nan=False)
@@ -69,23 +73,23 @@ HOME = FleetFile(
     classes=(
         HardwareClass(
             name="gaming desktop, cable", machines=35, teraflops=15, spread=0.4, memory_gib=12,
-            up_mbit=40, down_mbit=400, latency_ms=12,
+            host_memory_gib=32, up_mbit=40, down_mbit=400, latency_ms=12,
         ),
         HardwareClass(
             name="gaming desktop, fibre", machines=20, teraflops=18, spread=0.4, memory_gib=12,
-            up_mbit=300, down_mbit=600, latency_ms=5,
+            host_memory_gib=32, up_mbit=300, down_mbit=600, latency_ms=5,
         ),
         HardwareClass(
             name="workstation, fibre", machines=10, teraflops=40, spread=0.3, memory_gib=24,
-            up_mbit=500, down_mbit=1000, latency_ms=5,
+            host_memory_gib=64, up_mbit=500, down_mbit=1000, latency_ms=5,
         ),
         HardwareClass(
             name="laptop, DSL", machines=20, teraflops=5, spread=0.3, memory_gib=8,
-            up_mbit=20, down_mbit=80, latency_ms=18,
+            host_memory_gib=16, up_mbit=20, down_mbit=80, latency_ms=18,
         ),
         HardwareClass(
             name="older desktop, cable", machines=15, teraflops=7, spread=0.3, memory_gib=8,
-            up_mbit=30, down_mbit=250, latency_ms=14,
+            host_memory_gib=16, up_mbit=30, down_mbit=250, latency_ms=14,
         ),
     )
 )  # fmt: skip
@@ -137,7 +141,10 @@ def _machine(one: HardwareClass, rng: random.Random) -> Hardware:
     return Hardware(
         kind=one.name,
         flops_per_second=about(one.teraflops) * 1e12,
-        memory_bytes=int(one.memory_gib * GIBIBYTE),
+        memory=MemoryOffer(
+            device_bytes=int(one.memory_gib * GIBIBYTE),
+            host_bytes=None if one.host_memory_gib is None else int(one.host_memory_gib * GIBIBYTE),
+        ),
         up_bytes_per_second=about(one.up_mbit) * MEGABIT_BYTES,
         down_bytes_per_second=about(one.down_mbit) * MEGABIT_BYTES,
         latency_seconds=one.latency_ms / 1000,

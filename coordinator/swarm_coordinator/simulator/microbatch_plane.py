@@ -90,10 +90,9 @@ class _Node(PipelinePeer[Receipt]):
     def __init__(
         self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer, loaded: LoadedStage[Receipt]
     ) -> None:
-        work = plane.swarm.works[loaded.account.stage]
         super().__init__(
             plane.swarm.manifest, plane.swarm.sizes, loaded, plane.members,
-            work / volunteer.hardware.flops_per_second,
+            volunteer.computing_seconds(loaded.account.stage),
         )  # fmt: skip
         self.volunteer = volunteer
         self.open = True

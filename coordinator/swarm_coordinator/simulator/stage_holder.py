@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.simulator.transcripts import simulated_sums, simulated_transcript
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     Generation,
@@ -89,10 +90,12 @@ class LoadedStage(Generic[ReceiptT]):
         )  # fmt: skip
 
 
-def first_request(welcome: Welcome, memory_bytes: int, up_bytes_per_second: float) -> StageRequest:
+def first_request(
+    welcome: Welcome, memory: MemoryOffer, up_bytes_per_second: float
+) -> StageRequest:
     """Return what a joining volunteer answers to its welcome."""
     try:
-        stage = most_underserved_stage(welcome.stages, memory_bytes, up_bytes_per_second)
+        stage = most_underserved_stage(welcome.stages, memory, up_bytes_per_second)
     except CapacityError:
         stage = StageIndex(0)  # the coordinator refuses it with the reason
     return StageRequest(stage=stage, up_bytes_per_second=up_bytes_per_second)

@@ -149,14 +149,18 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
-        work, hardware = self._swarm.works[stage], self.hardware
-        sizes = self._swarm.sizes[stage]
+        hardware, sizes = self.hardware, self._swarm.sizes[stage]
         seconds = max(
-            work / hardware.flops_per_second,
+            self.computing_seconds(stage),
             sizes.sent_bytes / (uplink * hardware.up_bytes_per_second),
             sizes.received_bytes / hardware.down_bytes_per_second,
         )
         return 1.0 / seconds
+
+    def computing_seconds(self, stage: StageIndex) -> float:
+        """Seconds of the device for a microbatch; more where the stage's memory is short."""
+        speed = self.hardware.memory.speed(self._swarm.manifest.stages[stage].memory)
+        return self._swarm.works[stage] / (self.hardware.flops_per_second * speed)
 
     def uplink_seconds(self, stage: StageIndex) -> float:
         """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""
@@ -164,9 +168,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
 
     def _uplink_is_limit(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
-        return (
-            self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
-        )
+        return self.uploads > 0 or sending > self.computing_seconds(stage)
 
     # ---- joining and leaving
 
@@ -176,7 +178,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
     def _attach(self) -> None:
         hello = Hello(
             run=RunId("simulated"), software="simulator", addresses=(),
-            device=self.hardware.kind, memory_bytes=self.hardware.memory_bytes,
+            device=self.hardware.kind, memory=self.hardware.memory,
             name=self.peer, wanted_stage=self._swarm.options.wanted_stages.get(self.peer),
         )  # fmt: skip
         self.attached = True
@@ -208,7 +210,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
             rate = up = 0.0
             if stage is not None:
                 noise = swarm.options.measurement_noise
-                rate = self.hardware.flops_per_second / swarm.works[stage]
+                rate = 1 / self.computing_seconds(stage)
                 rate *= swarm.rng.lognormvariate(0.0, noise)
                 if self._uplink_is_limit(stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
@@ -243,7 +245,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
             case Drop():
                 self._take_out(message)
             case Welcome():
-                request = first_request(message, self.hardware.memory_bytes, self._measured_up)
+                request = first_request(message, self.hardware.memory, self._measured_up)
                 self.later(self._round_trip(), lambda: self.send(request))
 
     # ---- its stages, as `stage_holder` asks

@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.run.manifest import StageRange
@@ -279,13 +280,16 @@ class Stage(nn.Module):
         """Return own parameters, then tied ones: the order of every flat vector."""
         return self.own_parameters() + self.tied_parameters()
 
-    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets_BT: Tensor | None = None, recomputed_layers: int = 0
+    ) -> Tensor:
         """Map token ids (first stage) or activations to activations.
 
         The last stage returns the sum over tokens of the cross entropy in nats, or the float32
-        logits where there are no targets.
+        logits where there are no targets. Autograd keeps only the input of the first
+        `recomputed_layers`; they are computed again in the backward pass, with the same result.
         """
-        x_BTD = self.hidden(inputs)
+        x_BTD = self.hidden(inputs, recomputed_layers)
         if not self.is_last:
             return x_BTD
         logits_BTV = self.head(x_BTD)
@@ -299,7 +303,7 @@ class Stage(nn.Module):
             )
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
 
-    def hidden(self, inputs: Tensor) -> Tensor:
+    def hidden(self, inputs: Tensor, recomputed_layers: int = 0) -> Tensor:
         """Return the residual stream after this stage's layers, before norm and head; as narrow as
         it is sent to the next stage."""
         with self._autocast():
@@ -308,7 +312,10 @@ class Stage(nn.Module):
             for index, layer in self.model.layers.items():
                 if int(index) > first:
                     x_BTD = self.model.bottleneck(int(index), x_BTD)
-                x_BTD = layer(x_BTD, self.rotary)
+                if int(index) - first < recomputed_layers:
+                    x_BTD = _recomputed(layer, x_BTD, self.rotary)
+                else:
+                    x_BTD = layer(x_BTD, self.rotary)
             return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:
@@ -333,6 +340,11 @@ class Stage(nn.Module):
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def _recomputed(layer: nn.Module, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+    output: Tensor = checkpoint(layer, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False)
+    return output
 
 
 def _place(name: str) -> tuple[float, int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import (
     MAX_REDUCTION_MEMBERS,
     Addresses,
@@ -91,7 +92,7 @@ class StageRow(FrozenModel):
     microbatches_per_second: Magnitude
     """The sum over the stage's peers, each of which reports a `Rate`."""
     work_flops: Flops
-    memory_bytes: Count
+    memory: StageMemory
     sent_bytes: Count
     """Bytes that a peer of the stage sends for a microbatch: activation and gradient."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     MAX_MICROBATCHES,
@@ -88,7 +89,7 @@ class Hello(FrozenModel):
     addresses: Addresses
     carrier: CarrierAddress | None = None
     device: Text
-    memory_bytes: Count
+    memory: MemoryOffer
     reachability: Reachability = Reachability.UNKNOWN
     offers_relay: bool = False
     wanted_stage: StageIndex | None = None

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import (
     Address,
     Addresses,
@@ -67,8 +68,8 @@ class DoctorWelcome(FrozenModel):
     """Why the run would not admit the client; empty when it would, or when it did not check."""
     probe_pass: Envelope | None = None
     neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
-    smallest_stage_bytes: Count = 0
-    """Memory that the smallest stage takes; 0 when the server does not know."""
+    smallest_stage: StageMemory | None = None
+    """The smallest stage; None when the server does not know the run's."""
 
 
 class DoctorRefused(FrozenModel):

@@ -14,6 +14,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import (
     MAX_MICROBATCHES,
     MAX_SHARDS,
@@ -45,7 +46,7 @@ class StageRange(FrozenModel):
     end_layer: int = Field(ge=0, le=MAX_LAYERS)
     work_flops: Finite = Field(default=0.0, ge=0, le=1e24)
     """FLOPs of forward and backward of one microbatch, from the planner's profile."""
-    memory_bytes: int = Field(default=0, ge=0, le=2**50)
+    memory: StageMemory = StageMemory()
     """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
 
 

@@ -14,18 +14,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.run.manifest import StageRange
 
-BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
-"""Bytes of a float32 weight, the accumulated gradient, the copy that is averaged, and AdamW's two
-moments."""
+DEVICE_BYTES_PER_PARAMETER = 4 + 4 + 4
+"""Bytes of a float32 weight, the step's sum of gradients (int32 where they are counted), and one
+microbatch's gradient."""
 
-BYTES_PER_EXACT_PARAMETER = 4 + 4
-"""Additional bytes where gradients are counted in float64: the accumulated ones, and the copy."""
+STALE_BYTES_PER_PARAMETER = 4 + 4
+"""Additional bytes of the device for each step that gradients lag behind: a weight of another
+version, and the sum of gradients computed with it."""
 
-BYTES_PER_STALE_PARAMETER = 4 + 4
-"""Additional bytes for each step that gradients lag behind: a weight of another version, and the
-gradient that is accumulated with it."""
+OPTIMIZER_BYTES_PER_PARAMETER = 8 + 4
+"""Bytes in host memory of AdamW's two moments and, while a step is applied, the mean gradient."""
+
+AVERAGED_VECTORS = 2
+"""Flat vectors of the stage's size in host memory: this peer's sums, and the sums of all."""
 
 GRAPHS = 2
 """Microbatches whose autograd graph a peer has in memory: one waits for its gradient while another
@@ -69,34 +73,55 @@ def stage_parameters(
     return sum(part.parameters for part in parts) - shared
 
 
-def stage_memory_bytes(
+def stage_memory(
     profile: ModelProfile,
     stage_range: StageRange,
     is_first: bool,
     is_last: bool,
     staleness: int = 0,
     exact: bool = False,
-) -> int:
-    """Return the device memory of a peer of this stage, without the runtime's own overhead.
+) -> StageMemory:
+    """Return the memory of a peer of this stage.
 
     A stage's input is part of what its graph keeps, and its output waits for the gradient as well.
-    `staleness` is the run's: the steps that gradients lag behind. `exact`: its gradients are
-    counted (`codecs.average`).
+    At least, a peer keeps the input of each layer for one microbatch, and one layer's graph at a
+    time (Chen et al. 2016, arXiv 1604.06174). `staleness` is the run's: the steps that gradients
+    lag behind. `exact`: its gradients are counted (`codecs.average`).
     """
     parts = _parts(profile, stage_range, is_first, is_last)
+    layers = profile.layers[stage_range.first_layer : stage_range.end_layer]
+    boundary = profile.boundary_activation_bytes
     saved = sum(part.saved_activation_bytes for part in parts)
-    output = 0 if is_last else profile.boundary_activation_bytes
+    in_layers = [part.saved_activation_bytes for part in layers]
+    ends = saved - sum(in_layers)
+    one_layer = len(layers) * boundary + max(in_layers, default=0)
+    output = 0 if is_last else boundary
     parameters = stage_parameters(profile, stage_range, is_first, is_last)
-    fixed = bytes_per_parameter(staleness, exact) * parameters
-    return fixed + GRAPHS * (saved + output)
+    of_parameters = parameter_memory(parameters, staleness, exact)
+    return of_parameters + StageMemory(
+        # A graph whole is smaller where a stage has a single layer.
+        device_bytes=output + ends + min(one_layer, sum(in_layers)),
+        comfortable_bytes=GRAPHS * (saved + output),
+    )
 
 
-def bytes_per_parameter(staleness: int, exact: bool) -> int:
-    """Return the device memory for each parameter of a stage."""
-    stale = BYTES_PER_STALE_PARAMETER
-    if exact:
-        stale += 4
-    return BYTES_PER_PARAMETER + BYTES_PER_EXACT_PARAMETER * exact + stale * staleness
+def parameter_memory(parameters: int, staleness: int, exact: bool) -> StageMemory:
+    """Return the memory of a stage with so many parameters, without activations."""
+    device = device_bytes_per_parameter(staleness) * parameters
+    return StageMemory(
+        device_bytes=device,
+        comfortable_bytes=device,
+        host_bytes=host_bytes_per_parameter(exact) * parameters,
+    )
+
+
+def device_bytes_per_parameter(staleness: int) -> int:
+    return DEVICE_BYTES_PER_PARAMETER + STALE_BYTES_PER_PARAMETER * staleness
+
+
+def host_bytes_per_parameter(exact: bool) -> int:
+    """Return the bytes in host memory; a sum is a float64 where gradients are counted."""
+    return OPTIMIZER_BYTES_PER_PARAMETER + AVERAGED_VECTORS * (8 if exact else 4)
 
 
 def plan_stages(
@@ -106,13 +131,14 @@ def plan_stages(
     exact: bool = False,
 ) -> tuple[StageRange, ...]:
     """Return the cut whose slowest stage has the fewest FLOPs; of equal cuts, the one whose largest
-    stage is smallest.
+    stage is smallest, device and host together.
 
     Every stage gets a layer where there are enough; with one or two stages more than layers, the
     first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
-    tables = _Tables(profile, stage_count, bytes_per_parameter(staleness, exact))
+    parameter_bytes = device_bytes_per_parameter(staleness) + host_bytes_per_parameter(exact)
+    tables = _Tables(profile, stage_count, parameter_bytes)
     cost, _ = _minimise(profile, stage_count, tables.cost, lambda *_: True)
     _, ends = _minimise(profile, stage_count, tables.memory, lambda *cut: tables.cost(*cut) <= cost)
     starts = (0, *ends[:-1])
@@ -143,7 +169,8 @@ class _Tables:
         return flops
 
     def memory(self, stage: int, start: int, end: int) -> float:
-        """Return the same figure as `stage_memory_bytes`; a test compares them."""
+        """Return the comfortable memory of device and host together, as `stage_memory` has it; a
+        test compares them."""
         profile = self.profile
         is_first, is_last = stage == 0, stage == self.stage_count - 1
         parameters = self.fixed[end] - self.fixed[start]

@@ -18,6 +18,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
+from kits.memory import takes
 from swarm_client.cli.offline import doctor as doctor_command
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import ReachabilityFinding
@@ -48,7 +49,7 @@ def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
 
 def anybody(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
     assert hello.token == "a token"
-    return DoctorWelcome(smallest_stage_bytes=2**20)
+    return DoctorWelcome(smallest_stage=takes(2**20))
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 
@@ -59,8 +60,8 @@ class RecordedVolunteer:
     def limit_network(self, **said: bool) -> None:
         self.network = said
 
-    def offer_memory(self, memory_bytes: int) -> None:
-        self.memory_bytes = memory_bytes
+    def offer_memory(self, memory: MemoryOffer) -> None:
+        self.memory_bytes = memory.device_bytes
 
     def hold_back(self, reason: str) -> None:
         self.held_back = reason

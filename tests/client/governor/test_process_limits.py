@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.governor.device_offer import most_memory, usable_devices
+from kits.memory import offers
+from swarm_client.governor.device_offer import permitted_memory, usable_devices
 from swarm_client.governor.disk_space import data_budget_bytes, make_room, missing_disk_bytes
 from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import PROCESS_TREE_SECONDS, ProcessTree
 from swarm_client.governor.process_limits import ProcessBinding, chosen_cores, threads
 from swarm_client.governor.transfer_quota import SAVE_SECONDS, TransferCounts
-from swarm_client.machine.devices import choose_device, choose_devices
+from swarm_client.machine.devices import Device, choose_device, choose_devices
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
 from swarm_client.stage.worker.duty_cycle import MAX_REST_FACTOR, DutyCycle
@@ -309,7 +310,12 @@ def test_a_device_that_is_named_twice_is_shared_with_its_memory() -> None:
     whole = choose_device("cuda:0", None, GPUS).memory_bytes
     assert (first.id, second.id, alone.id) == ("cuda:0", "cuda:0#2", "cuda:1")
     assert first.memory_bytes == second.memory_bytes == whole // 2
-    assert alone == choose_device("cuda:1", None, GPUS)
+    assert alone.memory_bytes == choose_device("cuda:1", None, GPUS).memory_bytes
+    assert first.host_bytes == second.host_bytes == alone.host_bytes
+    in_host = choose_device("cuda:1", None, GPUS).host_bytes
+    # What is free in the host may change between the two calls.
+    assert in_host is not None
+    assert in_host // 6 < (alone.host_bytes or 0) < in_host // 2
     assert second.label == "first (2 of 2)"
     assert [d.memory_bytes for d in choose_devices("cpu,cpu", 100, [])] == [50, 50]
 
@@ -332,9 +338,12 @@ def test_devices_that_cannot_be_are_refused(wanted: str, error: type[SwarmError]
 def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use() -> None:
     total = psutil.virtual_memory().total
     said = prefer(memory_percent_busy=20, memory_percent_idle=60, gpu={"1": {"vram_gib": 6}})
-    assert most_memory("cpu", said, has_display=True) == int(total * 0.2)
-    assert most_memory("cpu", said, has_display=False) == int(total * 0.6)
+    cpu = Device("cpu", "CPU", 10 * total)
+    assert permitted_memory(cpu, said, 1, 1, has_display=True) == offers(int(total * 0.2))
+    assert permitted_memory(cpu, said, 2, 2, has_display=False) == offers(int(total * 0.6) // 2)
     yields = said.model_copy(update={"run_if_user_active": False})
-    assert most_memory("cpu", yields, has_display=True) == int(total * 0.6)
-    assert most_memory("cuda:1", said, has_display=True) == 6 * GIB
-    assert most_memory("cuda:0", said, has_display=True) is None
+    assert permitted_memory(cpu, yields, 1, 1, has_display=True) == offers(int(total * 0.6))
+    first, second = (Device(f"cuda:{i}", "GPU", 8 * GIB, host_bytes=10 * total) for i in range(2))
+    limited = permitted_memory(second, said, 1, 2, has_display=True)
+    assert (limited.device_bytes, limited.host_bytes) == (6 * GIB, int(total * 0.2) // 2)
+    assert permitted_memory(first, said, 1, 2, has_display=True).device_bytes == 8 * GIB

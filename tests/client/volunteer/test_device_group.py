@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
+from kits.memory import offers
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import combine_devices
 from swarm_client.daemon.participation import listen_address, owner_binding
@@ -66,7 +67,7 @@ def test_the_machines_key_signs_for_each_further_device_and_the_device_shows_it(
     )
     assert binding.owner == machine.peer_id
     hello = Hello(
-        run=RUN, software="1", addresses=(), device="cpu", memory_bytes=1,
+        run=RUN, software="1", addresses=(), device="cpu", memory=offers(1),
         owner=owner_binding(machine, device.peer_id),
     )  # fmt: skip
     assert parse(client_messages, encode(hello)) == hello

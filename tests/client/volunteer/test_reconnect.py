@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from kits.memory import offers
 from swarm_client.volunteer import reconnect
 from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler, heartbeat_seconds
 from swarm_client.volunteer.session import RefusedForNow
@@ -102,7 +103,9 @@ class Refusable:
         return True
 
     def hello(self) -> Hello:
-        return Hello(run=RunId("a" * 64), software="1", addresses=(), device="cpu", memory_bytes=1)
+        return Hello(
+            run=RunId("a" * 64), software="1", addresses=(), device="cpu", memory=offers(1)
+        )
 
 
 def refused(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kits.memory import offers
 from swarm_client.volunteer.session import attach
 from swarm_shared.base.errors import FrameError, VersionError
 from swarm_shared.base.types import RunId
@@ -33,7 +34,7 @@ async def attach_to_one_that_answers(answer: dict[str, object]) -> None:
             coordinator=organiser.peer_id, addresses=coordinator.addresses[:1], run_id=RUN,
             organiser=organiser.peer_id,
         )  # fmt: skip
-        hello = Hello(run=RUN, software="1", addresses=(), device="cpu", memory_bytes=1)
+        hello = Hello(run=RUN, software="1", addresses=(), device="cpu", memory=offers(1))
         async with attach(node, invite, hello):
             raise AssertionError("it was admitted")
 

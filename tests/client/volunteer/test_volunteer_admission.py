@@ -25,6 +25,7 @@ from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import Generation, PeerId, StageIndex
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.identity.invite import Invite
@@ -62,6 +63,7 @@ from swarm_shared.transfer.transfer import fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
 ORGANISER = Identity.from_seed(b"o" * 32)
+SMALL = StageMemory(device_bytes=1_000_000, comfortable_bytes=1_000_000, host_bytes=1_000_000)
 MANIFEST = Manifest(
     name="test",
     organiser=ORGANISER.peer_id,
@@ -69,7 +71,7 @@ MANIFEST = Manifest(
         vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
         key_value_heads=1, sequence_length=4,
     ),
-    stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=1_000_000, work_flops=1.0),),
+    stages=(StageRange(first_layer=0, end_layer=1, memory=SMALL, work_flops=1.0),),
     data=DataConfig(
         token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
         shards=tuple(

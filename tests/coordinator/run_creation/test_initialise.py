@@ -68,7 +68,7 @@ def test_a_run_has_everything_that_start_needs(tmp_path: Path, text: Path):
     assert manifest.name == "my run"
     assert manifest.organiser == load_identity(folder).peer_id
     assert manifest.stage_count == 3
-    assert all(stage.work_flops > 0 and stage.memory_bytes > 0 for stage in manifest.stages)
+    assert all(stage.work_flops > 0 and stage.memory.device_bytes > 0 for stage in manifest.stages)
     assert changed_settings(folder, load_settings(folder), manifest) == []
     for info in manifest.data.shards:
         verify_shard(folder.data / info.name, info, manifest.data.token_bytes, 256)
@@ -90,7 +90,8 @@ def test_a_bottleneck_size_puts_one_at_each_border(tmp_path: Path, text: Path):
     assert changed_settings(folder, load_settings(folder), narrow) == []
     weights = 16 * 4
     for one, other, norm in zip(narrow.stages, plain.stages, (16, 0), strict=True):
-        assert one.memory_bytes - other.memory_bytes == 28 * (weights + norm)
+        assert one.memory.device_bytes - other.memory.device_bytes == 12 * (weights + norm)
+        assert one.memory.host_bytes - other.memory.host_bytes == 28 * (weights + norm)
         work = 6 * narrow.tokens_per_microbatch * (weights + norm)
         assert one.work_flops - other.work_flops == work
 

@@ -104,7 +104,10 @@ async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
     assert welcome.neighbours[0].addresses == public_address
     assert welcome.software_fits
     assert welcome.admission == ""
-    assert welcome.smallest_stage_bytes == min(stage.memory_bytes for stage in manifest.stages)
+    assert welcome.smallest_stage is not None
+    assert welcome.smallest_stage.device_bytes == min(
+        stage.memory.device_bytes for stage in manifest.stages
+    )
 
 
 async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from kits.memory import offers
 from kits.transcripts import TRANSCRIPT
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, StageIndex, Version
@@ -309,7 +310,7 @@ async def attached(invite: Invite, **claims: object) -> AsyncIterator[Insider]:
         )
         hello = Hello(
             run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token, addresses=(),
-            device="none", memory_bytes=1,
+            device="none", memory=offers(1),
         )  # fmt: skip
         await stream.send(encode(hello.model_copy(update=claims)))
         welcome = parse(coordinator_messages, (await stream.receive(20)).header)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from kits.memory import offers
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -317,7 +318,7 @@ def receipt_for(identity: Identity, receipt: Receipt) -> str:
 def hello_for(invite: Invite, **changes: object) -> Hello:
     values: dict[str, object] = {
         "run": invite.run_id, "software": SOFTWARE_VERSION, "token": invite.token,
-        "addresses": (), "device": "test", "memory_bytes": 2**33,
+        "addresses": (), "device": "test", "memory": offers(2**33),
     }  # fmt: skip
     return Hello.model_validate({**values, **changes})
 

@@ -292,7 +292,7 @@ def check_choice(run: RunState, event: events.MessageReceived) -> Callable[[], N
         for stage in run.stage_indices
         if asking is not None
         and asking.stage is None
-        and asking.profile.memory_bytes >= run.manifest.stages[stage].memory_bytes
+        and asking.profile.memory.holds(run.manifest.stages[stage].memory)
         and all(peer.leaving for peer in run.peers.at(StageIndex(stage)))
     }
 

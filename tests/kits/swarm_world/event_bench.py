@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from kits.memory import offers
 from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 from kits.swarm_world.world import SimStore
@@ -124,7 +125,7 @@ class Bench:
         carrier = protocol.CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
         defaults: dict[str, Any] = {
             "run": RunId("run"), "software": "0", "addresses": (), "carrier": carrier,
-            "device": "cpu", "memory_bytes": 1000, "name": peer, "digest": "d",
+            "device": "cpu", "memory": offers(1000), "name": peer, "digest": "d",
         }  # fmt: skip
         return self.event(
             events.PeerAttached(

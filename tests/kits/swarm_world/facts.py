@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 from benchmarks.swarm_rule import choose_swarm_moves
+from kits.memory import takes
 from kits.swarm_world.sums import SumLie
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_shared.base.types import PeerId, StageIndex
@@ -108,7 +109,7 @@ def manifest_of(options: Options) -> Manifest:
             heads=1, key_value_heads=1, sequence_length=2, tie_embeddings=options.tied,
         ),
         stages=tuple(
-            StageRange(first_layer=i, end_layer=i + 1, memory_bytes=100, work_flops=1.0)
+            StageRange(first_layer=i, end_layer=i + 1, memory=takes(100), work_flops=1.0)
             for i in range(options.stages)
         ),
         data=DataConfig(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
+from kits.memory import offers
 from kits.swarm_world import audits
 from kits.swarm_world.checks import check_account, check_hello
 from kits.swarm_world.decisions import CarryOut
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 class SimPeer:
     def __init__(self, world: World, peer: PeerId, memory_bytes: int, speed: float) -> None:
-        self.world, self.id, self.memory_bytes, self.speed = world, peer, memory_bytes, speed
+        self.world, self.id, self.memory, self.speed = world, peer, offers(memory_bytes), speed
         self.life = 0
         self.machine = 0
         """Machines of the same number compute alike, to the bit."""
@@ -152,7 +153,7 @@ class SimPeer:
         close = holding.close if holding is not None else None
         hello = protocol.Hello(
             run=RunId("run"), software="0", addresses=self.addresses, carrier=self.carrier,
-            device="cpu", memory_bytes=self.memory_bytes,
+            device="cpu", memory=self.memory,
             stage=None if holding is None else holding.index,
             version=0 if holding is None else holding.account.version,
             digest="" if holding is None else holding.worker.digest,
@@ -295,7 +296,7 @@ class SimPeer:
         self._carry_out()
         if not self.leaving:
             try:
-                stage = most_underserved_stage(message.stages, self.memory_bytes)
+                stage = most_underserved_stage(message.stages, self.memory)
             except CapacityError:
                 stage = StageIndex(0)  # the coordinator has to refuse it
             self.later(

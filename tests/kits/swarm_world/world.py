@@ -537,7 +537,7 @@ class World:
 
     def stays(self, peer: SimPeer) -> bool:
         """Whether the run can count on the peer, now that there are no more faults."""
-        fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
+        fits = all(peer.memory.holds(stage.memory) for stage in self.manifest.stages)
         return (
             peer.alive
             and not peer.leaving

@@ -11,6 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.memory import takes
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
 from swarm_shared.base.types import Generation, PeerId, RunId
@@ -87,7 +88,7 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         assert hello == HELLO
         return DoctorWelcome(
-            software_fits=False, admission="the list does not name you", smallest_stage_bytes=7
+            software_fits=False, admission="the list does not name you", smallest_stage=takes(7)
         )
 
     async with (
@@ -106,7 +107,7 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
         with pytest.raises(LinkClosed):
             await stream.receive(5)
     assert welcome.software == SOFTWARE_VERSION
-    assert (welcome.software_fits, welcome.smallest_stage_bytes) == (False, 7)
+    assert (welcome.software_fits, welcome.smallest_stage) == (False, takes(7))
     assert welcome.admission == "the list does not name you"
     assert welcome.observed_address is not None
     # The same connection, so the same address.

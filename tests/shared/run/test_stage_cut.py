@@ -15,7 +15,7 @@ from swarm_shared.run.stage_cut import (
     PartProfile,
     plan_stages,
     stage_flops,
-    stage_memory_bytes,
+    stage_memory,
     stage_parameters,
 )
 
@@ -70,8 +70,9 @@ def worst_cost(profile: ModelProfile, plan) -> int:
 def worst_memory(profile: ModelProfile, plan, staleness: int) -> int:
     last = len(plan) - 1
     return max(
-        stage_memory_bytes(profile, cut, at == 0, at == last, staleness)
+        memory.comfortable_bytes + memory.host_bytes
         for at, cut in enumerate(plan)
+        for memory in [stage_memory(profile, cut, at == 0, at == last, staleness)]
     )
 
 
@@ -117,21 +118,21 @@ def test_a_large_model_is_planned_in_little_time():
     assert plan[-1].end_layer == 200
 
 
-def test_counted_gradients_are_twice_as_wide_where_they_are_accumulated_and_averaged():
+def test_counted_gradients_are_twice_as_wide_where_they_are_averaged_in_host_memory():
     profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
-    for staleness, accumulators in ((0, 1), (1, 2)):
+    for staleness in (0, 1):
         plain, exact = (
-            stage_memory_bytes(profile, cut, False, False, staleness, exact=exact)
+            stage_memory(profile, cut, False, False, staleness, exact=exact)
             for exact in (False, True)
         )
-        assert exact - plain == 4 * (accumulators + 1) * stage_parameters(
-            profile, cut, False, False
-        )
+        parameters = stage_parameters(profile, cut, False, False)
+        assert exact.host_bytes - plain.host_bytes == 2 * 4 * parameters
+        assert exact.device_bytes == plain.device_bytes
 
 
 def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():
     profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
-    at_once, lagging = (
-        stage_memory_bytes(profile, cut, False, False, staleness) for staleness in (0, 1)
-    )
-    assert lagging - at_once == 8 * stage_parameters(profile, cut, False, False)
+    at_once, lagging = (stage_memory(profile, cut, False, False, staleness) for staleness in (0, 1))
+    more = 8 * stage_parameters(profile, cut, False, False)
+    assert lagging.device_bytes - at_once.device_bytes == more
+    assert lagging.host_bytes == at_once.host_bytes

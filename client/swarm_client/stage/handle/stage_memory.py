@@ -8,9 +8,11 @@ from __future__ import annotations
 from swarm_client.machine.memory_limit import private_allowance
 from swarm_client.stage.protocol.slot_sizes import slot_sizes
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.stage_cut import parameter_memory
 from swarm_shared.scheduling.placement.memory_need import least_stage_memory
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
@@ -30,26 +32,40 @@ def slot_count(manifest: Manifest) -> int:
 
 
 def worker_allowance(
-    manifest: Manifest, stage: StageIndex, offered_bytes: int, threads: int
+    manifest: Manifest, stage: StageIndex, offer: MemoryOffer, threads: int
 ) -> int:
-    """Return the private memory that a worker of the stage may take beyond its runtime.
+    """Return the private memory that a worker of the stage may take beyond its runtime, if it
+    computes in the host's memory.
 
-    CapacityError when the stage, or its payloads in flight, need more than `offered_bytes`.
+    CapacityError when the stage, or its payloads in flight, need more than `offer`.
     """
-    needed = max(manifest.stages[stage].memory_bytes, least_stage_memory(manifest)[stage])
-    if needed > offered_bytes:
-        raise CapacityError(
-            f"stage {stage} needs {memory_text(needed)} of memory and this machine offers "
-            f"{memory_text(offered_bytes)}; offer more with --memory-gib, or choose another device"
-        )
+    claimed, least = manifest.stages[stage].memory, least_stage_memory(manifest)[stage]
+    for needed in (claimed, least):
+        if not offer.holds(needed):
+            raise CapacityError(
+                f"stage {stage} needs {needed} and this machine offers {offer}; "
+                "offer more with --memory-gib, or choose another device"
+            )
+    host_bytes = offer.device_bytes if offer.host_bytes is None else offer.host_bytes
     slots_bytes = slot_sizes(manifest, stage).slot_bytes * slot_count(manifest)
-    if slots_bytes > offered_bytes:
+    if slots_bytes > host_bytes:
         raise CapacityError(
             f"the microbatches that may be in flight at stage {stage} take "
-            f"{memory_text(slots_bytes)} and this machine offers {memory_text(offered_bytes)}; "
+            f"{memory_text(slots_bytes)} and this machine offers {memory_text(host_bytes)}; "
             "offer more with --memory-gib, or ask the organiser for a smaller stage_queue"
         )
     exact = manifest.codecs.average == "exact"
     total_bytes = EXACT_TOTAL_BYTES if exact else PLAIN_TOTAL_BYTES
     flat_bytes = 2 * total_bytes * stage_sizes(manifest)[stage].parameters
-    return private_allowance(offered_bytes, flat_bytes, threads)
+    return private_allowance(host_bytes, flat_bytes, threads)
+
+
+def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
+    """Return the device memory for autograd graphs: what the parameters leave of an offer that
+    holds the stage."""
+    exact = manifest.codecs.average == "exact"
+    fixed = parameter_memory(
+        stage_sizes(manifest)[stage].parameters, manifest.training.staleness, exact
+    )
+    taken = fixed.device_bytes + (fixed.host_bytes if offer.host_bytes is None else 0)
+    return max(0, offer.device_bytes - taken)

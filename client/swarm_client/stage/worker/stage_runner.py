@@ -5,10 +5,10 @@ version, and the microbatches between their forward and backward pass. Does not 
 or order: one call is one computation, and `swarm_client.stage.worker.compute_loop` chooses the
 next; nor the optimizer (`swarm_client.stage.worker.step_runner`).
 
-A graph is kept from forward to backward within `graph_budget_bytes`. The size of one graph is
-measured on the first forward: the storages that autograd saves, without the parameters. Beyond the
-budget only the input is kept and the backward pass recomputes the forward (Chen et al. 2016, arXiv
-1604.06174).
+Graphs are kept from forward to backward within `graph_budget_bytes`, whole or with some layers to
+be computed again (`swarm_shared.model.graph_sizes`); beyond it only the input is kept. A
+backward pass that needs room takes the graph of the newest microbatch, which is needed last. The
+sizes are measured on the first forward: the storages that autograd saves, without the parameters.
 
 Every gradient is computed separately, checked for finiteness and only then added, so that a failure
 leaves no trace. That costs one more copy of the parameters' size in memory during a backward pass,
@@ -37,6 +37,7 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
+from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import Manifest
 
 
@@ -85,12 +86,12 @@ class ComputedAgain:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A forward pass; `kept` is True if autograd keeps its graph. `entry` is the leaf of the
-    input's gradient: None on stage 0, and without a graph."""
+    """A forward pass with its graph. `entry` is the leaf of the input's gradient: None on stage
+    0."""
 
     entry: Tensor | None
     output: Tensor
-    kept: bool
+    recomputed_layers: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +148,8 @@ class StageRunner:
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
         self.copier = device_copier(device, largest_bytes)
-        self.graph_bytes: int | None = None
-        """Bytes of one kept graph; known after the first forward."""
+        self.graph_sizes: GraphSizes | None = None
+        """Known after the first computation with a graph."""
         self._graph_budget_bytes = graph_budget_bytes
         self._in_flight: dict[int, _InFlight] = {}
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
@@ -217,11 +218,11 @@ class StageRunner:
                 parameter_set, microbatch, accumulate, inputs, entry, wire, digests
             )
         needs_backward = accumulate or not parameter_set.stage.is_first
-        if needs_backward:
-            graph = self._run_within_budget(parameter_set, inputs, entry)
+        graph = self._graph_to_keep(parameter_set, inputs, entry) if needs_backward else None
+        if graph is None:
+            output = self._run_without_graph(parameter_set, inputs, entry)
         else:
-            graph = self._run(parameter_set, inputs, False, entry)
-        output = graph.output.detach()
+            output = graph.output.detach()
         self.while_computing()
         if not is_finite(output):
             raise RequestFailed(
@@ -236,7 +237,7 @@ class StageRunner:
             digests,
             wire,
             inputs if needs_backward else None,
-            graph if graph.kept else None,
+            graph,
         )
         return ForwardResult(output)
 
@@ -261,8 +262,11 @@ class StageRunner:
         if flight.inputs is None:
             return BackwardResult(None, added=False)
         parameter_set = self.parameter_sets.of(flight.step)
-        graph = flight.graph or self._run(parameter_set, flight.inputs, keep_graph=True)
-        flight.graph = None
+        graph, flight.graph = flight.graph, None
+        if graph is None:
+            graph = self._graph_now(parameter_set, flight.inputs)
+        elif self.graph_sizes is not None:
+            self._make_room(self.graph_sizes.working_bytes(graph.recomputed_layers))
         return self._finish(
             parameter_set,
             flight.microbatch,
@@ -384,39 +388,107 @@ class StageRunner:
         self,
         parameter_set: ParameterSet,
         inputs: MicrobatchInput,
-        keep_graph: bool,
+        recomputed_layers: int,
         entry: Tensor | None = None,
     ) -> _Graph:
-        """Run forward. `entry`: the input on the device, if it is there already."""
+        """Run forward with a graph. `entry`: the input on the device, if it is there already."""
         stage = parameter_set.stage
+        entry, targets_BT = self._on_device(inputs, entry)
+        if not stage.is_first:
+            # A new tensor over the same memory, so that the kept input stays free of autograd.
+            entry = entry.detach().requires_grad_()
+        output = stage(entry, targets_BT, recomputed_layers)
+        return _Graph(None if stage.is_first else entry, output, recomputed_layers)
+
+    def _run_without_graph(
+        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
+    ) -> Tensor:
+        entry, targets_BT = self._on_device(inputs, entry)
+        with torch.no_grad():
+            output: Tensor = parameter_set.stage(entry, targets_BT)
+        return output
+
+    def _on_device(
+        self, inputs: MicrobatchInput, entry: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if entry is None:
             entry = self.copier.to_device(inputs.inputs)
         targets_BT = inputs.targets_BT
-        if targets_BT is not None:
-            targets_BT = self.copier.to_device(targets_BT)
-        if not keep_graph:
-            with torch.no_grad():
-                return _Graph(None, stage(entry, targets_BT), kept=False)
-        if stage.is_first:
-            return _Graph(None, stage(entry, targets_BT), kept=True)
-        # A new tensor over the same memory, so that the kept input stays free of autograd.
-        entry = entry.detach().requires_grad_()
-        return _Graph(entry, stage(entry, targets_BT), kept=True)
+        return entry, None if targets_BT is None else self.copier.to_device(targets_BT)
 
-    def _run_within_budget(
+    # ---- the memory of graphs
+
+    def _graph_to_keep(
+        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
+    ) -> _Graph | None:
+        """Run forward with as much of a graph as fits beside those in flight; None if nothing
+        does."""
+        if self.graph_sizes is None:
+            graph = self._run_measured(parameter_set, inputs, entry)
+            fits = self._sizes.working_bytes(graph.recomputed_layers) <= self._graph_budget_bytes
+            return graph if fits else None
+        recomputed = self._sizes.fewest_recomputed(self._room_bytes())
+        return None if recomputed is None else self._run(parameter_set, inputs, recomputed, entry)
+
+    def _graph_now(
+        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None = None
+    ) -> _Graph:
+        """Run forward for a backward pass that follows at once, whatever memory that takes."""
+        if self.graph_sizes is None:
+            return self._run_measured(parameter_set, inputs, entry)
+        sizes = self.graph_sizes
+        self._make_room(min(sizes.working_bytes(n) for n in (0, sizes.layers)))
+        recomputed = sizes.fewest_recomputed(self._room_bytes())
+        if recomputed is None:
+            recomputed = sizes.layers
+        return self._run(parameter_set, inputs, recomputed, entry)
+
+    def _run_measured(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
     ) -> _Graph:
-        if self.graph_bytes is None:
-            saved = _SavedBytes(parameter_set.parameters)
-            with saved:
-                graph = self._run(parameter_set, inputs, True, entry)
-            self.graph_bytes = saved.total
-            if saved.total > self._graph_budget_bytes:
-                graph = _Graph(None, graph.output.detach(), kept=False)
-            return graph
-        graphs = 1 + sum(flight.graph is not None for flight in self._in_flight.values())
-        fits = graphs * self.graph_bytes <= self._graph_budget_bytes
-        return self._run(parameter_set, inputs, fits, entry)
+        """Run forward with the graph of one layer only, as more might not fit, and measure it."""
+        layers = list(parameter_set.stage.model.layers.values())
+        saved = _SavedBytes(parameter_set.parameters)
+        totals, input_bytes = [0, 0], [0]
+
+        def begins(_: object, args: tuple[Tensor, ...]) -> None:
+            totals[0], input_bytes[0] = saved.total, args[0].nbytes
+
+        def ends(*_: object) -> None:
+            totals[1] = saved.total
+
+        hooks = [layer.register_forward_pre_hook(begins) for layer in layers[-1:]]
+        hooks += [layer.register_forward_hook(ends) for layer in layers[-1:]]
+        with saved:
+            graph = self._run(parameter_set, inputs, max(0, len(layers) - 1), entry)
+        for hook in hooks:
+            hook.remove()
+        layer_bytes = totals[1] - totals[0]
+        self.graph_sizes = GraphSizes(
+            len(layers), layer_bytes, input_bytes[0], saved.total - layer_bytes
+        )
+        return graph
+
+    @property
+    def _sizes(self) -> GraphSizes:
+        if self.graph_sizes is None:
+            raise RuntimeError("no graph has been measured yet")
+        return self.graph_sizes
+
+    def _room_bytes(self) -> int:
+        """Return the bytes that the graphs in flight leave of the budget."""
+        return self._graph_budget_bytes - sum(
+            self._sizes.graph_bytes(flight.graph.recomputed_layers)
+            for flight in self._in_flight.values()
+            if flight.graph is not None
+        )
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""
+        for flight in reversed(self._in_flight.values()):
+            if self._room_bytes() >= wanted_bytes:
+                return
+            flight.graph = None
 
     def _forward_backward(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
@@ -424,10 +496,11 @@ class StageRunner:
         entry: Tensor | None, wire: bytearray, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
         needs_backward = not parameter_set.stage.is_first or accumulate
-        graph = self._run(parameter_set, inputs, needs_backward, entry)
-        loss_sum = self._finite_loss(graph.output)
         if not needs_backward:
-            return BackwardResult(None, False, loss_sum)
+            loss = self._run_without_graph(parameter_set, inputs, entry)
+            return BackwardResult(None, False, self._finite_loss(loss))
+        graph = self._graph_now(parameter_set, inputs, entry)
+        loss_sum = self._finite_loss(graph.output)
         kept = KeptMicrobatch(wire, bytearray())
         result = self._finish(parameter_set, microbatch, accumulate, graph, None, kept, digests)
         return replace(result, loss_sum=loss_sum)
@@ -477,7 +550,7 @@ class StageRunner:
         """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input
         for inputs that are not a microbatch of this stage, not_finite."""
         inputs = self.codec.read_input(memoryview(kept.inputs))
-        graph = self._run(parameter_set, inputs, keep_graph=True)
+        graph = self._graph_now(parameter_set, inputs)
         output_gradient = None
         if not parameter_set.stage.is_last:
             gradient = self.codec.read_gradient(memoryview(kept.output_gradient))

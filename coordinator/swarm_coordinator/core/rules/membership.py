@@ -28,6 +28,7 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import Generation, StageIndex, Version
 from swarm_shared.protocol import (
     Apply,
@@ -175,7 +176,7 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
     rows = run.peers.stage_rows()
     if peer.stage is not None or peer.leaving:
         return
-    wanted, memory_bytes = peer.profile.wanted_stage, peer.profile.memory_bytes
+    wanted, memory = peer.profile.wanted_stage, peer.profile.memory
     if wanted is not None and not 0 <= wanted < len(rows):
         refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
@@ -195,13 +196,13 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         return
     if wanted is not None:
         allowed = [wanted]
-    elif deserted := _deserted(run, open_rows, memory_bytes):
+    elif deserted := _deserted(run, open_rows, memory):
         allowed = deserted
     else:
         preferred = _without_conflicts(run, peer, open_rows, now)
         allowed = [row.stage for row in preferred or open_rows]
     try:
-        stage = most_underserved_stage(rows, memory_bytes, request.up_bytes_per_second, allowed)
+        stage = most_underserved_stage(rows, memory, request.up_bytes_per_second, allowed)
     except CapacityError as error:
         refuse(run, peer, str(error))
         return
@@ -221,7 +222,7 @@ def _without_conflicts(
     return [
         row
         for row in rows
-        if row.memory_bytes <= peer.profile.memory_bytes
+        if peer.profile.memory.holds(row.memory)
         and not held_up.is_at_odds_in(run, peer, row.stage, now)
     ]
 
@@ -236,7 +237,7 @@ def is_full(run: RunState, stage: StageIndex) -> bool:
     return run.peers.group_size(stage) >= stage_limit(run, stage)
 
 
-def _deserted(run: RunState, rows: Sequence[StageRow], memory_bytes: int) -> list[StageIndex]:
+def _deserted(run: RunState, rows: Sequence[StageRow], memory: MemoryOffer) -> list[StageIndex]:
     """Stages that fit and have no staying peer, not even a paused one.
 
     `rows` do not count paused peers, and count a mover at its destination. A paused peer still
@@ -245,8 +246,7 @@ def _deserted(run: RunState, rows: Sequence[StageRow], memory_bytes: int) -> lis
     return [
         row.stage
         for row in rows
-        if row.memory_bytes <= memory_bytes
-        and all(peer.leaving for peer in run.peers.at(row.stage))
+        if memory.holds(row.memory) and all(peer.leaving for peer in run.peers.at(row.stage))
     ]
 
 

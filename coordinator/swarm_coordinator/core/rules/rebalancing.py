@@ -55,7 +55,7 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
         StageLoad(
             stage=StageIndex(index),
             work_flops=stage.work_flops or 1.0,
-            memory_bytes=stage.memory_bytes,
+            memory=stage.memory,
             state_bytes=sizes.state_bytes,
             sent_bytes=sizes.sent_bytes,
         )
@@ -165,7 +165,7 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
             peer=peer.peer,
             stage=stage,
             flops_per_second=peer.rates.flops_per_second or mean,
-            memory_bytes=peer.profile.memory_bytes,
+            memory=peer.profile.memory,
             download_bytes_per_second=peer.rates.download_bytes_per_second or assumed_download,
             may_move=_may_move(run, peer),
             queued=peer.rates.queued,

@@ -116,7 +116,7 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     """
     if any(not p.leaving for p in run.peers.at(stage)):
         return
-    needed = run.manifest.stages[stage].memory_bytes
+    needed = run.manifest.stages[stage].memory
     donors: list[tuple[int, bool, str, PeerState]] = []
     for other in run.stage_indices:
         there = [p for p in run.peers.at(StageIndex(other)) if not p.leaving and not p.paused]
@@ -127,7 +127,7 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
             # The last copy of a stage's state is not given up for another stage.
             if holders != [peer]
             and peer.profile.wanted_stage is None
-            and peer.profile.memory_bytes >= needed
+            and peer.profile.memory.holds(needed)
         )
     if donors:
         peer = max(donors, key=lambda donor: donor[:3])[-1]

@@ -78,7 +78,7 @@ def balance_stages(run: RunState, now: float) -> None:
 
 def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
     """A peer that can be spared, from the stage with the most of them."""
-    needed_bytes = run.manifest.stages[stage].memory_bytes
+    needed = run.manifest.stages[stage].memory
     spare: list[tuple[int, str, PeerState]] = []
     for other in run.stage_indices:
         there = [p for p in run.peers.working(other) if not p.leaving]
@@ -87,6 +87,6 @@ def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | 
             for peer in there
             if len(there) > wanted
             and peer.profile.wanted_stage is None
-            and peer.profile.memory_bytes >= needed_bytes
+            and peer.profile.memory.holds(needed)
         )
     return max(spare, key=lambda one: one[:2])[2] if spare else None

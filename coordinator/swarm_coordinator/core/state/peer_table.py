@@ -204,7 +204,7 @@ class PeerTable(dict[PeerId, PeerState]):
                 peers=capacity.peers,
                 microbatches_per_second=rate,
                 work_flops=stage.work_flops,
-                memory_bytes=stage.memory_bytes,
+                memory=stage.memory,
                 sent_bytes=self._sizes[index].sent_bytes,
             )
         return known

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.core.state.utilisation import LastHeartbeat
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import AddressUpdate, CarrierAddress, Hello, PeerRecord, Reachability
@@ -45,7 +46,7 @@ class PeerProfile:
 
     name: str | None
     device: str
-    memory_bytes: int
+    memory: MemoryOffer
     wanted_stage: StageIndex | None
     owner: PeerId | None
     """The key that the peer's work counts for, if it has proven one."""
@@ -55,7 +56,7 @@ class PeerProfile:
     @classmethod
     def of(cls, hello: Hello, owner: PeerId | None) -> PeerProfile:
         return cls(
-            hello.name, hello.device, hello.memory_bytes, hello.wanted_stage, owner,
+            hello.name, hello.device, hello.memory, hello.wanted_stage, owner,
             hello.owner or "" if owner is not None else "",
         )  # fmt: skip
 

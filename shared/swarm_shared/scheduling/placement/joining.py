@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.text import memory_text
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 
@@ -22,7 +22,7 @@ NEARLY_EQUAL = 1.05
 
 def most_underserved_stage(
     rows: Sequence[StageRow],
-    memory_bytes: int,
+    memory: MemoryOffer,
     up_bytes_per_second: float = 0.0,
     allowed: Collection[StageIndex] | None = None,
 ) -> StageIndex:
@@ -31,22 +31,22 @@ def most_underserved_stage(
 
     Stages without any peer come first, then the smallest rate if every stage with peers has one,
     and fewer peers per unit of work otherwise; ties go to the earlier stage. Raises CapacityError
-    when no stage fits `memory_bytes`.
+    when no stage fits `memory`.
 
-    `up_bytes_per_second` is the peer's uplink, 0 while unknown. Where rates are known, it decides
-    among stages about as slow as the slowest: the peer takes the one of whose work it does most,
-    which its uplink or its computing bounds.
+    `up_bytes_per_second` is the peer's uplink, 0 while unknown. Where rates are known, the peer
+    takes, among stages about as slow as the slowest, the one of whose work it does most, which its
+    uplink or its computing bounds; it computes more slowly where its memory is short.
     """
     possible = [row for row in rows if allowed is None or row.stage in allowed]
     if not possible:
         raise CapacityError("the run names no stage to take; ask the organiser to look at it")
-    fitting = [row for row in possible if row.memory_bytes <= memory_bytes]
+    fitting = [row for row in possible if memory.holds(row.memory)]
     if not fitting:
-        needed = min(row.memory_bytes for row in possible)
+        smallest = min((row.memory for row in possible), key=lambda one: one.device_bytes)
         raise CapacityError(
-            f"this machine offers {memory_text(memory_bytes)} of memory and the smallest stage "
-            f"that it may take needs {memory_text(needed)}; free memory, choose another device, "
-            "or ask the organiser for more and smaller stages"
+            f"this machine offers {memory} and the smallest stage that it may take needs "
+            f"{smallest}; free memory, choose another device, or ask the organiser for more and "
+            "smaller stages"
         )
     # Divided before the sum: the rows may come from the network, and must not overflow.
     mean_work = math.fsum(row.work_flops / len(rows) for row in rows) or 1.0
@@ -59,13 +59,14 @@ def most_underserved_stage(
 
     slowest = min(fitting, key=service)
     peers = sum(row.peers for row in rows)
-    if not (up_bytes_per_second and measured and peers):
+    if not (measured and peers):
         return slowest.stage
     computed = math.fsum(row.microbatches_per_second * row.work_flops for row in rows) / peers
 
     def flops_per_second(row: StageRow) -> float:
-        sent = up_bytes_per_second / row.sent_bytes if row.sent_bytes else math.inf
-        return min(computed, sent * (row.work_flops or mean_work))
+        up = up_bytes_per_second or math.inf
+        sent = up / row.sent_bytes if row.sent_bytes else math.inf
+        return min(computed * memory.speed(row.memory), sent * (row.work_flops or mean_work))
 
     most = NEARLY_EQUAL * service(slowest)[0]
     near = [row for row in fitting if service(row)[0] <= most]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import PeerId, StageIndex
 
 
@@ -16,7 +17,7 @@ class StageLoad:
     stage: StageIndex
     work_flops: float
     """FLOPs of one microbatch, forward and backward; more than 0."""
-    memory_bytes: int
+    memory: StageMemory
     state_bytes: int
     """Bytes a peer downloads to take the stage."""
     sent_bytes: int = 0
@@ -31,7 +32,7 @@ class PeerLoad:
     stage: StageIndex
     flops_per_second: float
     """Measured rate of computing microbatches times the work of its stage."""
-    memory_bytes: int
+    memory: MemoryOffer
     download_bytes_per_second: float
     """Expected rate of a download; more than 0."""
     may_move: bool = True

@@ -10,32 +10,34 @@ measures all of them, so that no honest manifest is below the bound; tests compa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.text import memory_text
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.stage_cut import GRAPHS, bytes_per_parameter
+from swarm_shared.run.stage_cut import GRAPHS, parameter_memory
 from swarm_shared.scheduling.placement.stage_sizes import FLOAT_BYTES, stage_sizes
 
 
-def least_stage_memory(manifest: Manifest) -> tuple[int, ...]:
-    """Return the bytes that a peer of each stage takes at least, without the runtime's own
-    overhead."""
+def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
+    """Return what a peer of each stage takes at least, without the runtime's own overhead."""
     tokens, item_bytes = manifest.tokens_per_microbatch, DTYPE_BYTES[manifest.training.dtype]
-    per_parameter = bytes_per_parameter(
-        manifest.training.staleness, manifest.codecs.average == "exact"
-    )
-    per_layer = item_bytes * tokens * _layer_activations(manifest)
+    staleness, exact = manifest.training.staleness, manifest.codecs.average == "exact"
+    layer = item_bytes * tokens * _layer_activations(manifest)
     # The cross entropy keeps a float32 for each word of the vocabulary.
     head = FLOAT_BYTES * tokens * manifest.model.vocabulary_size
     last = manifest.stage_count - 1
-    return tuple(
-        per_parameter * sizes.parameters
-        + GRAPHS * ((cut.end_layer - cut.first_layer) * per_layer + (head if index == last else 0))
-        for index, (cut, sizes) in enumerate(
-            zip(manifest.stages, stage_sizes(manifest), strict=True)
+    found: list[StageMemory] = []
+    for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
+        layers = cut.end_layer - cut.first_layer
+        end = head if index == last else 0
+        of_activations = StageMemory(
+            device_bytes=min(layers, 1) * layer + end,
+            comfortable_bytes=GRAPHS * (layers * layer + end),
         )
-    )
+        found.append(parameter_memory(sizes.parameters, staleness, exact) + of_activations)
+    return tuple(found)
 
 
 def check_stage_memory(manifest: Manifest) -> None:
@@ -43,13 +45,18 @@ def check_stage_memory(manifest: Manifest) -> None:
     for stage, (cut, least) in enumerate(
         zip(manifest.stages, least_stage_memory(manifest), strict=True)
     ):
-        if cut.memory_bytes < least:
+        if any(claimed < least_bytes for claimed, least_bytes in _figures(cut.memory, least)):
             raise CapacityError(
-                f"the manifest claims {memory_text(cut.memory_bytes)} of memory for stage {stage}, "
-                f"and a stage of this shape needs at least {memory_text(least)}: a volunteer "
-                "would take more than it offers; leave this run, or ask the organiser to make it "
-                "anew with `swarm-coordinator init`"
+                f"the manifest claims {cut.memory} for stage {stage}, and a stage of this shape "
+                f"needs at least {least}: a volunteer would take more than it offers; leave this "
+                "run, or ask the organiser to make it anew with `swarm-coordinator init`"
             )
+
+
+def _figures(claimed: StageMemory, least: StageMemory) -> Iterator[tuple[int, int]]:
+    yield claimed.device_bytes, least.device_bytes
+    yield claimed.comfortable_bytes, least.comfortable_bytes
+    yield claimed.host_bytes, least.host_bytes
 
 
 def _layer_activations(manifest: Manifest) -> int:

@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.text import size_text
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
@@ -218,7 +219,7 @@ def _why_no_plan(rates: list[float]) -> str:
 
 def _must_release_first(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
     """Whether the peer has no room for both stages."""
-    return source.memory_bytes + destination.memory_bytes > peer.memory_bytes
+    return not peer.memory.holds(source.memory + destination.memory)
 
 
 # ---------------------------------------------------------------- the plan
@@ -280,7 +281,7 @@ def _best_move(
         if counts[source] <= policy.minimum_replicas:
             continue
         here = stages[source]
-        for peer in pools.nearest(source, ideal, there.memory_bytes, min_bytes_per_second):
+        for peer in pools.nearest(source, ideal, there.memory, min_bytes_per_second):
             level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
             value = (
                 level,
@@ -307,18 +308,15 @@ def _best_exchange(
         if bound <= (enough if best is None else best[0]):
             break
         here = stages[source]
-        both_bytes = here.memory_bytes + there.memory_bytes
+        both = here.memory + there.memory
         min_bytes_per_second = (
             max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
         )
         for back in pools.of(slowest):
-            if (
-                back.memory_bytes < both_bytes
-                or back.download_bytes_per_second < min_bytes_per_second
-            ):
+            if not back.memory.holds(both) or back.download_bytes_per_second < min_bytes_per_second:
                 continue
             for peer in pools.nearest(
-                source, back.speed_at(there) + ideal, both_bytes, min_bytes_per_second, compared=1
+                source, back.speed_at(there) + ideal, both, min_bytes_per_second, compared=1
             ):
                 level = min(
                     low + peer.rate_at(there) - back.rate_at(there),
@@ -371,7 +369,7 @@ class _Pools:
         self,
         stage: int,
         speed: float,
-        memory_bytes: int,
+        memory: StageMemory,
         min_bytes_per_second: float,
         compared: int = MAX_TIES_COMPARED,
     ) -> Iterator[PeerLoad]:
@@ -381,13 +379,13 @@ class _Pools:
         """
         at = bisect_left(self._speeds[stage], speed)
         for places in (range(at - 1, -1, -1), range(at, len(self._speeds[stage]))):
-            yield from self._equals(stage, places, memory_bytes, min_bytes_per_second, compared)
+            yield from self._equals(stage, places, memory, min_bytes_per_second, compared)
 
     def _equals(
         self,
         stage: int,
         places: range,
-        memory_bytes: int,
+        memory: StageMemory,
         min_bytes_per_second: float,
         compared: int,
     ) -> Iterator[PeerLoad]:
@@ -398,10 +396,7 @@ class _Pools:
             peer = pool[place]
             if fitting is not None and speeds[place] != fitting:
                 return
-            if (
-                peer.memory_bytes >= memory_bytes
-                and peer.download_bytes_per_second >= min_bytes_per_second
-            ):
+            if peer.memory.holds(memory) and peer.download_bytes_per_second >= min_bytes_per_second:
                 fitting = speeds[place]
                 found += 1
                 yield peer

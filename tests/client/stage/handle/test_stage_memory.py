@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 
+from kits.memory import offers, takes
 from kits.peer_names import named
 from swarm_client.machine.devices import Device
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES
@@ -53,7 +54,7 @@ def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int
             vocabulary_size=64, hidden_size=width, intermediate_size=4 * width, layers=1, heads=4,
             key_value_heads=4, sequence_length=16,
         ),
-        stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=claimed_bytes or 0),),
+        stages=(StageRange(first_layer=0, end_layer=1, memory=takes(claimed_bytes or 0)),),
         data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
         training=TrainingConfig(
             steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
@@ -64,7 +65,7 @@ def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int
     )  # fmt: skip
     if claimed_bytes is not None:
         return manifest
-    cut = manifest.stages[0].model_copy(update={"memory_bytes": least_stage_memory(manifest)[0]})
+    cut = manifest.stages[0].model_copy(update={"memory": least_stage_memory(manifest)[0]})
     return manifest.model_copy(update={"stages": (cut,)})
 
 
@@ -88,27 +89,27 @@ def peak_bytes(worker: StageWorker) -> int:
 
 def test_a_stage_that_needs_more_than_is_offered_is_refused_whatever_the_manifest_claims():
     manifest = make_manifest(1024, claimed_bytes=1000)
-    with pytest.raises(CapacityError, match=r"stage 0 needs 458 MiB .* offers 256 MiB"):
-        worker_allowance(manifest, StageIndex(0), 256 * MIB, 1)
+    with pytest.raises(CapacityError, match=r"stage 0 needs 197 MiB .* offers 256 MiB"):
+        worker_allowance(manifest, StageIndex(0), offers(256 * MIB), 1)
 
 
 def test_a_stage_that_claims_more_than_is_offered_is_refused():
     manifest = make_manifest(64, claimed_bytes=2**40)
     with pytest.raises(CapacityError, match="stage 0 needs 1 TiB"):
-        worker_allowance(manifest, StageIndex(0), 256 * MIB, 1)
+        worker_allowance(manifest, StageIndex(0), offers(256 * MIB), 1)
 
 
 def test_payloads_in_flight_that_take_more_than_is_offered_are_refused():
     queue = {"limits": LimitsConfig(stage_queue=4096)}
     manifest = make_manifest(64).model_copy(update=queue)
     with pytest.raises(CapacityError, match="microbatches that may be in flight at stage 0"):
-        worker_allowance(manifest, StageIndex(0), 16 * MIB, 1)
+        worker_allowance(manifest, StageIndex(0), offers(16 * MIB), 1)
 
 
 def test_what_lies_in_shared_memory_is_taken_off_the_private_memory():
     manifest = make_manifest(256)
     offered = 512 * MIB
-    allowance = worker_allowance(manifest, StageIndex(0), offered, 1)
+    allowance = worker_allowance(manifest, StageIndex(0), offers(offered), 1)
     parameters = 16 * 256 * 256 + 2 * 64 * 256
     assert offered - 16 * 1.01 * parameters < allowance - OVERHEAD_BYTES < offered
 
@@ -144,7 +145,8 @@ def test_the_system_stops_a_worker_at_its_limit_and_the_daemon_gets_a_sentence(t
 @pytest.mark.process
 def test_a_worker_within_its_limit_works(tmp_path: Path):
     manifest = make_manifest(512)
-    needed = manifest.stages[0].memory_bytes
+    memory = manifest.stages[0].memory
+    needed = memory.device_bytes + memory.host_bytes
     loader = loader_of(manifest, needed, tmp_path)
 
     async def main() -> None:

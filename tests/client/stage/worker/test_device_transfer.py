@@ -52,7 +52,9 @@ def computed(backend: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     backward = runner.backward(1, payload)
     assert isinstance(backward, BackwardResult)
     assert backward.input_gradient is not None
-    assert len(told) == 4  # each of two layers, both ways
+    # Each of two layers, both ways; in the first microbatch one is computed again to measure the
+    # other.
+    assert len(told) == 5
     return forward.output, backward.input_gradient, runner.accumulator.totals()
 
 

@@ -325,9 +325,9 @@ def test_graphs_of_both_steps_share_one_budget_and_an_apply_frees_those_of_its_s
     manifest = with_staleness(make_manifest(2))
     probe = Pipeline(manifest)
     probe.begin(1, 0)
-    graph_bytes = probe.runners[0].graph_bytes
-    assert graph_bytes is not None
-    runner = StageRunner(manifest, StageIndex(0), CPU, 2 * graph_bytes, PLENTY)
+    sizes = probe.runners[0].graph_sizes
+    assert sizes is not None
+    runner = StageRunner(manifest, StageIndex(0), CPU, 2 * sizes.graph_bytes(), PLENTY)
     inputs, _ = tokens_of(manifest, 0)
 
     def kept(request: int, step: int) -> bool:

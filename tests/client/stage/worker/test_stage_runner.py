@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -16,6 +18,7 @@ from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, build_whole
+from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
@@ -171,11 +174,12 @@ def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
     probe = runners_of(manifest)[0]
     inputs, _ = tokens_of(manifest, 0)
     probe.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
-    assert probe.graph_bytes is not None
+    assert probe.graph_sizes is not None
+    whole_bytes = probe.graph_sizes.graph_bytes()
     # More than the input's activations, and far from the parameters, which do not count.
     activation_bytes = manifest.tokens_per_microbatch * manifest.model.hidden_size * 4
-    assert probe.graph_bytes > 4 * activation_bytes
-    runner = StageRunner(manifest, StageIndex(0), CPU, 2 * probe.graph_bytes, PLENTY)
+    assert whole_bytes > 4 * activation_bytes
+    runner = StageRunner(manifest, StageIndex(0), CPU, 2 * whole_bytes, PLENTY)
     for microbatch in range(4):
         inputs, _ = tokens_of(manifest, microbatch)
         runner.forward(microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
@@ -185,6 +189,115 @@ def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
     runner.discard(1)
     runner.forward(9, STEP, MicrobatchIndex(9), True, wire(inputs))
     assert runner._in_flight[9].graph is not None
+
+
+def deep_manifest() -> Manifest:
+    """Four layers in two stages."""
+    manifest = make_manifest(2)
+    cuts = (StageRange(first_layer=0, end_layer=3), StageRange(first_layer=3, end_layer=4))
+    model = manifest.model.model_copy(update={"layers": 4})
+    return manifest.model_copy(update={"model": model, "stages": cuts})
+
+
+def sizes_of(manifest: Manifest) -> GraphSizes:
+    probe = runners_of(manifest)[0]
+    probe.forward(1, STEP, MicrobatchIndex(0), True, wire(tokens_of(manifest, 0)[0]))
+    assert probe.graph_sizes is not None
+    return probe.graph_sizes
+
+
+def test_of_a_graph_that_does_not_fit_whole_only_some_layers_are_computed_again() -> None:
+    manifest = deep_manifest()
+    sizes = sizes_of(manifest)
+    assert sizes.layers == 3
+    runner = StageRunner(
+        manifest, StageIndex(0), CPU, sizes.graph_bytes() + sizes.graph_bytes(2), PLENTY
+    )
+    for microbatch in range(3):
+        inputs, _ = tokens_of(manifest, microbatch)
+        runner.forward(microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
+    graphs = [flight.graph for flight in runner._in_flight.values()]
+    # The first is measured with one layer's graph, the second fits whole, the third not at all.
+    recomputed = [None if graph is None else graph.recomputed_layers for graph in graphs]
+    assert recomputed == [2, 0, None]
+
+
+@pytest.mark.parametrize("graphs", [0.0, 0.5, 0.9, 1.3, 1.8, 2.5])
+def test_any_budget_gives_the_same_sums_and_gradients_to_the_bit(graphs: float) -> None:
+    manifest = deep_manifest()
+    budget = int(graphs * sizes_of(manifest).graph_bytes())
+    plenty, short = runners_of(manifest), runners_of(manifest, budget)
+    under_way: list[torch.Tensor] = []
+    for microbatch in range(4):  # several in flight at the first stage
+        inputs, _ = tokens_of(manifest, microbatch)
+        forward = short[0].forward(
+            microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(inputs)
+        )
+        assert isinstance(forward, ForwardResult)
+        under_way.append(forward.output)
+    for microbatch, output in enumerate(under_way):
+        loss, gradients = through(plenty, microbatch)
+        _, targets = tokens_of(manifest, microbatch)
+        last = short[1].forward(
+            microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(output, targets)
+        )
+        assert isinstance(last, BackwardResult)
+        assert last.input_gradient is not None
+        assert gradients[1] is not None
+        assert last.loss_sum == loss
+        assert torch.equal(last.input_gradient, gradients[1])
+        short[0].backward(microbatch + 1, wire(last.input_gradient))
+    for one, other in zip(plenty, short, strict=True):
+        assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of tensors that were made in its scope and live, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def test_less_memory_than_is_comfortable_takes_less_memory() -> None:
+    manifest = deep_manifest()
+    training = manifest.training.model_copy(update={"sequences_per_microbatch": 64})
+    manifest = manifest.model_copy(update={"training": training})
+    peaks: list[int] = []
+    for budget in (PLENTY, sizes_of(manifest).working_bytes(3)):
+        runner = StageRunner(manifest, StageIndex(0), CPU, budget, PLENTY)
+        inputs, _ = tokens_of(manifest, 0)
+        runner.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
+        with LiveBytes() as used:
+            for number in (2, 3):
+                result = runner.forward(number, STEP, MicrobatchIndex(number), True, wire(inputs))
+                assert isinstance(result, ForwardResult)
+            for number in (2, 3):
+                runner.backward(number, wire(torch.ones_like(result.output)))
+        peaks.append(used.peak)
+    sizes = sizes_of(manifest)
+    assert peaks[0] - peaks[1] > sizes.graph_bytes(), "of two graphs more than one"
 
 
 @pytest.mark.parametrize("graph_budget", [0, PLENTY])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kits.memory import offers
 from kits.swarm_world.event_bench import SHA, Bench
 from swarm_coordinator.core.events import (
     AppliedStep,
@@ -107,7 +108,7 @@ def test_of_deserted_stages_a_peer_with_a_slow_uplink_takes_an_end() -> None:
 
 def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
     bench = Bench()
-    bench.attach("small", memory_bytes=99)
+    bench.attach("small", memory=offers(99))
     bench.send("small", StageRequest(stage=StageIndex(0)))
     [refused] = bench.sent("small", Refused)
     assert refused.code == "capacity"
@@ -118,7 +119,7 @@ def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
 
 def test_a_stage_that_was_asked_for_by_number_must_fit_too() -> None:
     bench = Bench()
-    bench.attach("small", memory_bytes=99, wanted_stage=1)
+    bench.attach("small", memory=offers(99), wanted_stage=1)
     bench.send("small", StageRequest(stage=StageIndex(1)))
     assert bench.sent("small", Refused)[0].code == "capacity"
     assert not bench.run.peers

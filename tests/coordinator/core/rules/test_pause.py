@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import COORDINATOR
 from swarm_coordinator.core.events import Command, Restored
@@ -116,14 +117,14 @@ def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer()
 
 def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_pause() -> None:
     bench = Bench()
-    wide = bench.manifest.stages[1].model_copy(update={"memory_bytes": 900})
+    wide = bench.manifest.stages[1].model_copy(update={"memory": takes(900)})
     manifest = bench.manifest.model_copy(update={"stages": (bench.manifest.stages[0], wide)})
     start = Restored(1, Version(0), None, None, False, None)
     bench.run = begin(manifest, "manifest", COORDINATOR, start, bench.now)
     bench.join_all("a0", "a1")
     bench.pause("a0")
     bench.lose("a1")
-    bench.attach("new", memory_bytes=899)
+    bench.attach("new", memory=offers(899))
     bench.send("new", StageRequest(stage=StageIndex(1)))
     assert bench.run.peers[PeerId("new")].stage == 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kits.memory import offers
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
 from swarm_coordinator.core.rules import membership
@@ -36,7 +37,7 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
     bench.run.rebalancing = rebalancing_of(bench.manifest, settings)
     for stage, peers in enumerate(("abc", at_stage_1)):
         for peer in peers:
-            bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
+            bench.attach(peer, memory=offers(memory_bytes), wanted_stage=stage)
             bench.send(peer, StageRequest(stage=StageIndex(stage)))
             state = bench.run.peers[PeerId(peer)]
             state.profile = replace(state.profile, wanted_stage=None)  # it would be moved, too

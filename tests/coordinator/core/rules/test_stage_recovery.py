@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kits.memory import offers
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.state.peers import PeerPhase
@@ -287,7 +288,7 @@ def test_a_peer_that_chose_its_stage_or_pauses_or_leaves_is_not_moved() -> None:
     bench.lose("a0")
     bench.lose("b0")
     bench.lose("a1")
-    newcomer(bench, "small", memory_bytes=99)
+    newcomer(bench, "small", memory=offers(99))
     bench.tick(30.0)
     assert stages_of(bench) == {"x": 1}
     newcomer(bench, "y")

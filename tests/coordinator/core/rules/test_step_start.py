@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
@@ -71,7 +72,7 @@ def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved()
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0, wanted_stage=0)
-    bench.attach("b0", stage=0, version=0, memory_bytes=50)
+    bench.attach("b0", stage=0, version=0, memory=offers(50))
     bench.attach("c0", stage=0, version=0, wanted_stage=0)
     bench.tick(30.0)
     assert waiting_for(bench) == "stage 1 needs 2 peers"
@@ -81,7 +82,7 @@ def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved()
 
 def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() -> None:
     bench = Bench.restarted(0, starting=1, stages=3)
-    heavy = bench.run.manifest.stages[1].model_copy(update={"memory_bytes": 10_000})
+    heavy = bench.run.manifest.stages[1].model_copy(update={"memory": takes(10_000)})
     stages = (bench.run.manifest.stages[0], heavy, bench.run.manifest.stages[2])
     bench.run.manifest = bench.run.manifest.model_copy(
         update={

@@ -21,7 +21,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import PRESETS, ComputeDtype, ModelConfig
-from swarm_shared.run.stage_cut import plan_stages, stage_memory_bytes
+from swarm_shared.run.stage_cut import plan_stages, stage_memory
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory, least_stage_memory
 
 
@@ -41,7 +41,7 @@ def honest_manifest(
         stages=tuple(
             cut.model_copy(
                 update={
-                    "memory_bytes": stage_memory_bytes(
+                    "memory": stage_memory(
                         profile, cut, index == 0, index == stages - 1,
                         staleness=staleness, exact=exact,
                     )
@@ -72,7 +72,11 @@ def test_the_bound_is_just_below_what_torch_measures(name: str, dtype: ComputeDt
     manifest = honest_manifest(chosen.model, chosen.sequences_per_microbatch, chosen.stages, dtype)
     check_stage_memory(manifest)
     for cut, least in zip(manifest.stages, least_stage_memory(manifest), strict=True):
-        assert 0.8 * cut.memory_bytes < least <= cut.memory_bytes
+        claimed = cut.memory
+        assert 0.7 * claimed.device_bytes < least.device_bytes <= claimed.device_bytes
+        assert 0.7 * claimed.comfortable_bytes < least.comfortable_bytes
+        assert least.comfortable_bytes <= claimed.comfortable_bytes
+        assert least.host_bytes == claimed.host_bytes
 
 
 @given(
@@ -102,12 +106,13 @@ def test_no_honest_manifest_is_refused(
     check_stage_memory(honest_manifest(model, sequences, stages, dtype, staleness, average))
 
 
-def test_a_manifest_that_hides_the_size_of_a_stage_is_refused_in_a_sentence():
+@pytest.mark.parametrize("figure", ["device_bytes", "comfortable_bytes", "host_bytes"])
+def test_a_manifest_that_hides_the_size_of_a_stage_is_refused_in_a_sentence(figure: str):
     small = PRESETS["small"]
     manifest = honest_manifest(small.model, small.sequences_per_microbatch, 2)
     first, second = manifest.stages
-    hidden = second.model_copy(update={"memory_bytes": 1000})
-    with pytest.raises(CapacityError, match="claims 1000 B of memory for stage 1") as refused:
+    hidden = second.model_copy(update={"memory": second.memory.model_copy(update={figure: 1000})})
+    with pytest.raises(CapacityError, match=r"claims .* for stage 1, and") as refused:
         check_stage_memory(manifest.model_copy(update={"stages": (first, hidden)}))
     assert "leave this run" in str(refused.value)
 
@@ -119,4 +124,4 @@ def test_a_microbatch_of_more_tokens_needs_more_memory():
         honest_manifest(model, sequences, 1).model_copy(update={"stages": (stage,)})
         for sequences in (1, 100)
     )
-    assert least_stage_memory(many)[0] > 10 * least_stage_memory(one)[0]
+    assert least_stage_memory(many)[0].device_bytes > 10 * least_stage_memory(one)[0].device_bytes

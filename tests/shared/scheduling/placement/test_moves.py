@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.memory import offers, takes
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import (
     MoveDecision,
@@ -25,11 +26,11 @@ FREE = MovePolicy(minimum_gain=0.0, rate_noise=0.0, margin=0.0)
 
 
 def stage(index: int, work: float = 1.0, memory: int = 10, state: int = 1) -> StageLoad:
-    return StageLoad(StageIndex(index), work, memory, state)
+    return StageLoad(StageIndex(index), work, takes(memory), state)
 
 
 def peer(name: str, at: int, speed: float = 1.0, memory: int = 100, down: float = 1.0) -> PeerLoad:
-    return PeerLoad(PeerId(name), StageIndex(at), speed, memory, down)
+    return PeerLoad(PeerId(name), StageIndex(at), speed, offers(memory), down)
 
 
 def fleet(*counts: int, speed: float = 1.0) -> list[PeerLoad]:
@@ -63,7 +64,7 @@ def optimum(stages: list[StageLoad], peers: list[PeerLoad], minimum: int = 1) ->
     best = 0.0
     for places in itertools.product(range(len(stages)), repeat=len(peers)):
         spread = [replace(p, stage=StageIndex(at)) for p, at in zip(peers, places, strict=True)]
-        fits = all(p.memory_bytes >= stages[p.stage].memory_bytes for p in spread)
+        fits = all(p.memory.holds(stages[p.stage].memory) for p in spread)
         if fits and min(places.count(s) for s in range(len(stages))) >= minimum:
             best = max(best, min(stage_rates(stages, spread)))
     return best
@@ -244,7 +245,7 @@ def fleets(
             PeerId(f"p{number}"),
             StageIndex(number if number < count else draw(st.integers(0, count - 1))),
             draw(st.sampled_from([0.3, 1.0, 1.0, 2.5, 7.0])),
-            draw(st.sampled_from([30, 60])),
+            offers(draw(st.sampled_from([30, 60]))),
             draw(st.sampled_from([0.5, 4.0])),
             draw(st.sampled_from([True, True, True, False])),
         )
@@ -276,11 +277,9 @@ def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
         mover = before[move.peer]
         assert mover.may_move
         assert mover.stage == move.source != move.destination
-        assert mover.memory_bytes >= stages[move.destination].memory_bytes
-        assert move.release_first == (
-            stages[move.source].memory_bytes + stages[move.destination].memory_bytes
-            > mover.memory_bytes
-        )
+        assert mover.memory.holds(stages[move.destination].memory)
+        both = stages[move.source].memory + stages[move.destination].memory
+        assert move.release_first == (not mover.memory.holds(both))
         assert move.planned_rate >= move.pipeline_rate * (1 + policy.minimum_gain)
         assert move.sentence("x")
         if move.partner is None:
@@ -307,12 +306,12 @@ def test_where_one_move_or_exchange_helps_something_that_helps_is_done(
     best = now
     for mover, there in itertools.product(peers, stages):
         spare = sum(p.stage == mover.stage for p in peers) > 1
-        if mover.may_move and spare and mover.memory_bytes >= there.memory_bytes:
+        if mover.may_move and spare and mover.memory.holds(there.memory):
             moved = [replace(p, stage=there.stage) if p is mover else p for p in peers]
             best = max(best, min(stage_rates(stages, moved)))
     for one, other in itertools.combinations([p for p in peers if p.may_move], 2):
-        both = stages[one.stage].memory_bytes + stages[other.stage].memory_bytes
-        if min(one.memory_bytes, other.memory_bytes) >= both:
+        both = stages[one.stage].memory + stages[other.stage].memory
+        if one.memory.holds(both) and other.memory.holds(both):
             exchanged = {one.peer: other.stage, other.peer: one.stage}
             moved = [replace(p, stage=exchanged.get(p.peer, p.stage)) for p in peers]
             best = max(best, min(stage_rates(stages, moved)))

@@ -1,0 +1,44 @@
+"""How much of a microbatch's autograd graph fits into memory, and what is computed again instead.
+
+Pure. A graph consists of the layers' graphs and of its ends (embedding, head, loss). For a layer
+that is computed again in the backward pass only its input is kept (Chen et al. 2016, arXiv
+1604.06174), and while it is computed again its graph takes as much as a kept one. All layers of a
+stage are alike, so that a number of them says which: the first ones, whose turn in the backward
+pass is the last, when the kept layers' graphs are free again (the order of KARMA, Wahib et al.
+2020, arXiv 2008.11421).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """The sizes in bytes of one microbatch's graph, measured once."""
+
+    layers: int
+    layer_bytes: int
+    """What autograd keeps of one layer, its input included."""
+    input_bytes: int
+    """The input of a layer."""
+    ends_bytes: int = 0
+    """What it keeps of all that is no layer."""
+
+    def graph_bytes(self, recomputed: int = 0) -> int:
+        """Return the bytes of a graph between its passes, without so many first layers."""
+        kept = (self.layers - recomputed) * self.layer_bytes
+        return kept + recomputed * self.input_bytes + self.ends_bytes
+
+    def working_bytes(self, recomputed: int = 0) -> int:
+        """Return the bytes of a graph at the most, in its backward pass: a layer that is computed
+        again has the room of a kept one, which is free by then, unless there is none."""
+        again = self.layer_bytes if 0 < recomputed == self.layers else 0
+        return self.graph_bytes(recomputed) + again
+
+    def fewest_recomputed(self, room_bytes: int) -> int | None:
+        """Return the fewest layers that must be computed again to stay within `room_bytes`; None if
+        a graph does not fit at all."""
+        return next(
+            (n for n in range(self.layers + 1) if self.working_bytes(n) <= room_bytes), None
+        )
