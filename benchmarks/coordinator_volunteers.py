@@ -29,9 +29,9 @@ from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.work_statements import SumStatement, sign_sums
+from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     AbortRound,
@@ -337,10 +337,10 @@ class SimulatedVolunteer(StageHolder[str]):
         return self._world.tokens.drawn(step, microbatch)
 
     def sign(self, receipt: Receipt) -> str:
-        return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
+        return base64.b64encode(receipt.sign(self.identity)).decode()
 
     def sign_sums(self, statement: SumStatement) -> str:
-        return base64.b64encode(sign_sums(self.identity, statement)).decode()
+        return base64.b64encode(statement.sign(self.identity)).decode()
 
     def begin_load(self, assignment: AssignStage) -> float:
         return 0.0 if assignment.source == "fresh" else DOWNLOAD_SECONDS

@@ -19,7 +19,7 @@ from benchmarks.counts.world import (
 )
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
-from swarm_shared.identity.work_statements import LeaseTicket, sign_ticket
+from swarm_shared.identity.work_statements import LeaseTicket
 from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Applied,
@@ -92,7 +92,7 @@ def leased_ticket() -> str:
         run=RUN, step=Step(1), microbatch=MicrobatchIndex(200), tokens="0" * 32,
         targets="1" * 32,
     )  # fmt: skip
-    return base64.b64encode(sign_ticket(identity(0), content)).decode()
+    return base64.b64encode(content.sign(identity(0))).decode()
 
 
 def backward(stage: int) -> Backward:

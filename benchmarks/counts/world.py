@@ -31,8 +31,6 @@ from swarm_shared.base.types import (
 from swarm_shared.identity.credentials import (
     MembershipCertificate,
     Receipt,
-    sign_certificate,
-    sign_receipt,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
@@ -80,13 +78,10 @@ def address(number: int) -> str:
 
 @cache
 def certificate(number: int) -> str:
-    signed = sign_certificate(
-        ORGANISER,
-        MembershipCertificate(
+    signed = MembershipCertificate(
             peer=identity(number).peer_id, run=RUN, generation=Generation(1),
             not_before=1.76e9, expires=1.76e9 + 14_400, role="volunteer",
-        ),
-    )  # fmt: skip
+        ).sign(ORGANISER)  # fmt: skip
     return base64.b64encode(signed).decode()
 
 
@@ -143,7 +138,7 @@ def receipt(number: int, microbatch: int) -> Receipt:
 
 
 def envelope(number: int, microbatch: int) -> str:
-    return base64.b64encode(sign_receipt(identity(number), receipt(number, microbatch))).decode()
+    return base64.b64encode(receipt(number, microbatch).sign(identity(number))).decode()
 
 
 class MidStep:

@@ -62,11 +62,7 @@ from swarm_shared.identity.credentials import (
     check_certificate,
     open_carrier_binding,
     open_owner_binding,
-    open_receipt,
-    sign_carrier_binding,
-    sign_certificate,
     sign_owner_binding,
-    sign_receipt,
 )
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity, public_key_of
@@ -340,24 +336,18 @@ def decode_invite(data: bytes) -> None:
     assert Invite.decode(invite.encode()) == invite
 
 
-CERTIFICATE = sign_certificate(
-    ORGANISER,
-    MembershipCertificate(
+CERTIFICATE = MembershipCertificate(
         peer=PEER.peer_id, run=RUN, generation=1, not_before=NOW, expires=NOW + 60, role="volunteer"
-    ),
-)  # fmt: skip
-RECEIPT = sign_receipt(
-    PEER,
-    Receipt(
+    ).sign(ORGANISER)  # fmt: skip
+RECEIPT = Receipt(
         run=RUN, generation=1, step=1, microbatch=2, stage=0, peer=PEER.peer_id, samples=4,
         tokens=8, loss_sum=1.5,
         transcript=Transcript(input="0" * 32, output="1" * 32, gradient="2" * 32),
-    ),
-)  # fmt: skip
+    ).sign(PEER)  # fmt: skip
 OWNED = sign_owner_binding(ORGANISER, PEER.peer_id)
-BINDING = sign_carrier_binding(
-    PEER, CarrierBinding(peer=PEER.peer_id, carrier_peer_id=ORGANISER.peer_id, expires=NOW + 60)
-)
+BINDING = CarrierBinding(
+    peer=PEER.peer_id, carrier_peer_id=ORGANISER.peer_id, expires=NOW + 60
+).sign(PEER)
 INVITE = Invite(
     coordinator=ORGANISER.peer_id, organiser=ORGANISER.peer_id, run_id=RUN,
     addresses=(ADDRESS, "/dns4/example.org/tcp/1"), token="token",
@@ -551,7 +541,7 @@ TARGETS: dict[str, Target] = {
         (CERTIFICATE, RECEIPT),
         (AdmissionError,),
     ),
-    "receipt": Target(lambda data: void(open_receipt(data)), (RECEIPT, CERTIFICATE)),
+    "receipt": Target(lambda data: void(Receipt.open(data)), (RECEIPT, CERTIFICATE)),
     "binding": Target(
         lambda data: void(open_carrier_binding(data, PEER.peer_id, NOW)), (BINDING, RECEIPT)
     ),

@@ -7,15 +7,13 @@ from typing import Any
 
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt, sign_owner_binding, sign_receipt
+from swarm_shared.identity.credentials import Receipt, sign_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import (
     AuditStatement,
     SumDigests,
     SumStatement,
-    sign_audit,
-    sign_sums,
 )
 from swarm_shared.trust.evidence import Evidence, SignedStatement, Verdict
 
@@ -34,7 +32,7 @@ def receipt(run: RunId, **changes: Any) -> str:
         "stage": STAGE, "peer": AUDITED.peer_id, "samples": 2, "tokens": 32, "loss_sum": 100.0,
         "transcript": FALSE,
     }  # fmt: skip
-    return encode_envelope(sign_receipt(AUDITED, Receipt(**{**values, **changes})))
+    return encode_envelope(Receipt(**{**values, **changes}).sign(AUDITED))
 
 
 def statement(run: RunId, auditor: Identity, **changes: Any) -> str:
@@ -44,7 +42,7 @@ def statement(run: RunId, auditor: Identity, **changes: Any) -> str:
         "microbatch": MICROBATCH, "stage": STAGE, "peer": AUDITED.peer_id,
         "auditor": auditor.peer_id, "transcript": TRUE, "loss_sum": 100.0, "distance": 1.0,
     }  # fmt: skip
-    return encode_envelope(sign_audit(auditor, AuditStatement(**{**values, **changes})))
+    return encode_envelope(AuditStatement(**{**values, **changes}).sign(auditor))
 
 
 def sums(member: Identity, run: RunId, **changes: Any) -> str:
@@ -54,7 +52,7 @@ def sums(member: Identity, run: RunId, **changes: Any) -> str:
         "peer": member.peer_id, "seed": "5" * 32,
         "checks": (SumDigests(part="0" * 16, result="1" * 16),),
     }  # fmt: skip
-    return encode_envelope(sign_sums(member, SumStatement(**{**values, **changes})))
+    return encode_envelope(SumStatement(**{**values, **changes}).sign(member))
 
 
 def binding(owner: Identity, device: Identity) -> str:

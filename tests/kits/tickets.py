@@ -7,7 +7,7 @@ from functools import cache
 
 from swarm_shared.base.types import MicrobatchIndex, RunId, Step
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.work_statements import LeaseTicket, sign_ticket, wire_digest
+from swarm_shared.identity.work_statements import LeaseTicket, wire_digest
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 
@@ -22,4 +22,4 @@ def ticket(
         run=run, step=Step(step), microbatch=MicrobatchIndex(microbatch),
         tokens=wire_digest(tokens), targets=wire_digest(targets),
     )  # fmt: skip
-    return base64.b64encode(sign_ticket(organiser, content)).decode()
+    return base64.b64encode(content.sign(organiser)).decode()

@@ -27,7 +27,7 @@ from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
-from swarm_shared.identity.work_statements import AuditStatement, sign_audit, wire_digest
+from swarm_shared.identity.work_statements import AuditStatement, wire_digest
 from swarm_shared.network import Node
 from swarm_shared.protocol import Audit, AuditResult, KeptRequest, PeerRecord
 
@@ -109,7 +109,7 @@ class Auditor:
     def _answer(self, order: Audit, statement: AuditStatement | None, reason: str = "") -> None:
         envelope = None
         if statement is not None:
-            envelope = encode_envelope(sign_audit(self._identity, statement))
+            envelope = encode_envelope(statement.sign(self._identity))
         self._coordinator.send(
             AuditResult(audit=order.audit, statement=envelope, reason=reason[:500])
         )

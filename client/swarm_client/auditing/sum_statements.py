@@ -9,7 +9,7 @@ from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
-from swarm_shared.identity.work_statements import SumDigests, SumStatement, sign_sums
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Close, Reduction, SumCheck, SumsChecked
 
 
@@ -51,5 +51,5 @@ class SumSigner:
         )  # fmt: skip
         return SumsChecked(
             step=check.step, attempt=check.attempt, details=check.details,
-            statement=encode_envelope(sign_sums(self._identity, statement)),
+            statement=encode_envelope(statement.sign(self._identity)),
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from swarm_client.membership.membership import CurrentMembership
 from swarm_shared.base.types import StageIndex
-from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.volunteer_rules.stage_account import Counted
@@ -31,6 +31,6 @@ def receipt_signer(
             loss_sum=counted.loss_sum,
             transcript=counted.transcript,
         )
-        return encode_envelope(sign_receipt(identity, receipt))
+        return encode_envelope(receipt.sign(identity))
 
     return sign

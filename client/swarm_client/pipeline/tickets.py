@@ -13,7 +13,7 @@ from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import LeaseTicket, open_ticket, wire_digest
+from swarm_shared.identity.work_statements import LeaseTicket, wire_digest
 from swarm_shared.protocol import Forward
 
 VERIFIED_TICKETS = 4096
@@ -61,4 +61,4 @@ class TicketCheck:
 
 
 def _open(envelope: str, organiser: PeerId) -> LeaseTicket:
-    return open_ticket(decode_envelope(envelope, "the ticket"), organiser)
+    return LeaseTicket.open(decode_envelope(envelope, "the ticket"), organiser)

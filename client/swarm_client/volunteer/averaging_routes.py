@@ -21,7 +21,6 @@ from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.credentials import (
     CarrierBinding,
     open_carrier_binding,
-    sign_carrier_binding,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope, encode_envelope
@@ -142,7 +141,7 @@ class AveragingRoutes:
                 carrier_peer_id=p2pd_peer_id,
                 expires=now + BINDING_LIFETIME_SECONDS,
             )
-            envelope = encode_envelope(sign_carrier_binding(identity, binding))
+            envelope = encode_envelope(binding.sign(identity))
             self._own_binding = (p2pd_peer_id, now + BINDING_LIFETIME_SECONDS / 2, envelope)
         return CarrierAddress(
             peer=p2pd_peer_id,

@@ -25,7 +25,6 @@ from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
     MembershipCertificate,
     Role,
-    sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
@@ -116,4 +115,4 @@ class AdmissionAuthority:
             peer=peer, run=self.run, generation=self.generation, not_before=now,
             expires=now + CERTIFICATE_SECONDS, role=role,
         )  # fmt: skip
-        return encode_envelope(sign_certificate(self.organiser, certificate))
+        return encode_envelope(certificate.sign(self.organiser))

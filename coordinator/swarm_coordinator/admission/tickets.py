@@ -8,7 +8,7 @@ from swarm_coordinator.run_dir.sampled_tokens import REMEMBERED, RunTokens
 from swarm_shared.base.types import MicrobatchIndex, RunId, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
-from swarm_shared.identity.work_statements import LeaseTicket, sign_ticket
+from swarm_shared.identity.work_statements import LeaseTicket
 from swarm_shared.protocol import Lease
 
 
@@ -33,4 +33,4 @@ class TicketOffice:
             run=self._run, step=step, microbatch=microbatch, tokens=drawn.tokens,
             targets=drawn.targets,
         )  # fmt: skip
-        return encode_envelope(sign_ticket(self._organiser, ticket))
+        return encode_envelope(ticket.sign(self._organiser))

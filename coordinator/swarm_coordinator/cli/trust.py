@@ -22,7 +22,7 @@ from swarm_shared.base.text import printable
 from swarm_shared.base.types import RunId
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import open_audit, open_sums
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.evidence import judge
 from swarm_shared.trust.votes import Finding
 
@@ -124,10 +124,10 @@ def _sum_line(text: str) -> str:
     """A signed statement about an average, in one line."""
     envelope = decode_envelope(text, "a statement about sums")
     with suppress(FrameError, SignatureError):
-        sums = open_sums(envelope)
+        sums = SumStatement.open(envelope)
         digests = ", ".join(f"{one.part} in, {one.result} out" for one in sums.checks)
         return f"statement, signed by {sums.peer}: attempt {sums.attempt}, digests {digests}"
-    audit = open_audit(envelope)
+    audit = AuditStatement.open(envelope)
     digests = "; ".join(" ".join(part) for part in audit.sums)
     return (
         f"statement, signed by {audit.auditor}: microbatch {audit.microbatch} of {audit.peer}, "

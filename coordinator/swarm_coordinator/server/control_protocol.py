@@ -40,9 +40,9 @@ from swarm_shared.base.errors import (
     VersionError,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt, open_receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import open_audit, open_sums
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.protocol import (
@@ -141,7 +141,7 @@ class ReceiptChecker:
         return self._envelopes.get(cell, "")
 
     def _verify(self, envelope: str) -> Receipt:
-        receipt = open_receipt(decode_envelope(envelope, "a receipt"))
+        receipt = Receipt.open(decode_envelope(envelope, "a receipt"))
         if receipt.run != self._run:
             raise SignatureError(f"a receipt is of run {receipt.run[:12]}, not of this one")
         return receipt
@@ -269,7 +269,7 @@ class ControlServer:
         """The answer of an auditor; ProtocolError for a statement that is not its own."""
         statement = None
         if message.statement is not None:
-            statement = open_audit(decode_envelope(message.statement, "an audit"))
+            statement = AuditStatement.open(decode_envelope(message.statement, "an audit"))
             if statement.run != self.admission.run or statement.auditor != session.peer:
                 raise SignatureError(
                     f"{session.peer} sent an audit of {statement.auditor} in run "
@@ -283,7 +283,7 @@ class ControlServer:
     def _stated(self, session: ClientSession, message: SumsChecked) -> SumsStated:
         """A member's sums; ProtocolError for a statement of another one or of another attempt."""
         envelope = decode_envelope(message.statement, "a statement of sums")
-        statement = open_sums(envelope, session.peer)
+        statement = SumStatement.open(envelope, session.peer)
         if (statement.run, statement.step, statement.attempt) != (
             self.admission.run, message.step, message.attempt,
         ):  # fmt: skip

@@ -71,8 +71,6 @@ from swarm_shared.identity.signing import (
     describe_validation_error,
     encode_envelope,
     open_envelope,
-    open_message,
-    sign_message,
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.trust.evidence import (
@@ -83,7 +81,6 @@ from swarm_shared.trust.evidence import (
     check_verdict,
 )
 
-LEDGER_DOMAIN = "swarmtrain-ledger-1"
 MAX_LINE_BYTES = 16 * 2**20
 """Longest line; a step of ten thousand peers has a megabyte."""
 TOLERANCE = 1e-9
@@ -176,9 +173,7 @@ def write_ledger(
         yield chain.put(step)
     for peer in sorted(sums.peers):
         yield chain.put(sums.total(peer, names.get(peer, (None, None)), as_of))
-    sealed = sign_message(
-        organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
-    )
+    sealed = Seal(run=run, lines=chain.lines, digest=chain.digest).sign(organiser)
     yield chain.put(SealLine(envelope=encode_envelope(sealed)))
 
 
@@ -410,8 +405,7 @@ class _Check:
         missing = set(self._sums.peers) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
-        envelope = decode_envelope(line.envelope, "the seal")
-        seal, _ = open_message(envelope, Seal, LEDGER_DOMAIN, self._signer)
+        seal = Seal.open(decode_envelope(line.envelope, "the seal"), self._signer)
         assert self._head is not None
         if seal != Seal(run=self._head.run, lines=self._chain.lines - 1, digest=digest):
             raise SignatureError("the organiser's seal is of another ledger")

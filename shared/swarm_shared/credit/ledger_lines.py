@@ -22,6 +22,7 @@ from swarm_shared.base.types import (
     Sha256,
     UnixSeconds,
 )
+from swarm_shared.identity.signing import SignedMessage
 from swarm_shared.trust.evidence import SumVerdict, Verdict
 
 
@@ -75,8 +76,10 @@ class TotalLine(FrozenModel):
     credit_per_day: Credit
 
 
-class Seal(FrozenModel):
+class Seal(SignedMessage):
     """What the organiser signs."""
+
+    domain = "swarmtrain-ledger-1"
 
     run: RunId
     lines: Count

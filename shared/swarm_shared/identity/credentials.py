@@ -12,7 +12,6 @@ from typing import Literal
 from pydantic import Field
 
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
-from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     CarrierPeerId,
@@ -27,12 +26,7 @@ from swarm_shared.base.types import (
     UnixSeconds,
 )
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import open_message, sign_message
-
-MEMBERSHIP_DOMAIN = "swarmtrain-membership-1"
-RECEIPT_DOMAIN = "swarmtrain-receipt-1"
-CARRIER_DOMAIN = "swarmtrain-carrier-1"
-OWNER_DOMAIN = "swarmtrain-owner-1"
+from swarm_shared.identity.signing import SignedMessage
 
 CLOCK_SKEW_SECONDS = 120.0
 """Largest accepted difference of two clocks. Home machines without NTP drift by minutes;
@@ -41,14 +35,13 @@ certificates are valid for hours, so that two more minutes give a revoked peer l
 FIRST_GENERATION = Generation(0)
 """Oldest generation of a check that accepts every generation."""
 
-MAX_CREDENTIAL_BYTES = 4096
-"""Longest envelope; the largest of these messages has about 600 bytes."""
-
 Role = Literal["volunteer", "coordinator"]
 
 
-class MembershipCertificate(FrozenModel):
+class MembershipCertificate(SignedMessage):
     """The organiser's certificate that `peer` belongs to the run; shown on every protocol."""
+
+    domain = "swarmtrain-membership-1"
 
     peer: PeerId
     run: RunId
@@ -58,8 +51,12 @@ class MembershipCertificate(FrozenModel):
     role: Role
 
 
-class Receipt(FrozenModel):
+class Receipt(SignedMessage):
     """A receipt signed by `peer`: it has accumulated one stage of one microbatch."""
+
+    domain = "swarmtrain-receipt-1"
+    signed_by = "peer"
+    called = "a receipt"
 
     run: RunId
     generation: Generation
@@ -75,27 +72,31 @@ class Receipt(FrozenModel):
     """What crossed the stage's boundaries."""
 
 
-class CarrierBinding(FrozenModel):
+class CarrierBinding(SignedMessage):
     """A binding signed by `peer`: the p2pd daemon with `carrier_peer_id` is its own."""
+
+    domain = "swarmtrain-carrier-1"
+    signed_by = "peer"
+    called = "a carrier binding"
 
     peer: PeerId
     carrier_peer_id: CarrierPeerId
     expires: UnixSeconds
 
 
-class OwnerBinding(FrozenModel):
+class OwnerBinding(SignedMessage):
     """A binding signed by `owner`: the device's work counts as the owner's.
 
     It never expires and belongs to no run: the holder of both keys shows it wherever the device
     participates.
     """
 
+    domain = "swarmtrain-owner-1"
+    signed_by = "owner"
+    called = "an owner binding"
+
     owner: PeerId
     device: PeerId
-
-
-def sign_certificate(organiser: Identity, certificate: MembershipCertificate) -> bytes:
-    return sign_message(organiser, certificate, MEMBERSHIP_DOMAIN)
 
 
 def check_certificate(
@@ -113,9 +114,7 @@ def check_certificate(
     coordinator starts before `oldest_generation` are rejected.
     """
     try:
-        certificate, _ = open_message(
-            envelope, MembershipCertificate, MEMBERSHIP_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
-        )
+        certificate = MembershipCertificate.open(envelope, organiser)
     except (FrameError, SignatureError) as error:
         raise AdmissionError(f"{remote_peer} shows no certificate of this run: {error}") from error
     if certificate.run != run:
@@ -144,39 +143,17 @@ def check_certificate(
     return certificate
 
 
-def sign_receipt(identity: Identity, receipt: Receipt) -> bytes:
-    assert receipt.peer == identity.peer_id, "a peer signs its own receipts"
-    return sign_message(identity, receipt, RECEIPT_DOMAIN)
-
-
-def open_receipt(envelope: bytes) -> Receipt:
-    """Return the receipt, signed by the peer it names. FrameError or SignatureError otherwise."""
-    receipt, signer = open_message(
-        envelope, Receipt, RECEIPT_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
-    )
-    if signer != receipt.peer:
-        raise SignatureError(f"{signer} signed a receipt in the name of {receipt.peer}")
-    return receipt
-
-
-def sign_carrier_binding(identity: Identity, binding: CarrierBinding) -> bytes:
-    assert binding.peer == identity.peer_id, "a peer binds its own carrier"
-    return sign_message(identity, binding, CARRIER_DOMAIN)
-
-
 def open_carrier_binding(envelope: bytes, peer: PeerId, now: float) -> CarrierBinding:
     """Return the binding, signed by `peer` and not expired. FrameError or SignatureError
     otherwise."""
-    binding, _ = open_message(envelope, CarrierBinding, CARRIER_DOMAIN, peer, MAX_CREDENTIAL_BYTES)
-    if binding.peer != peer:
-        raise SignatureError(f"{peer} signed a carrier binding in the name of {binding.peer}")
+    binding = CarrierBinding.open(envelope, peer)
     if now > binding.expires + CLOCK_SKEW_SECONDS:
         raise SignatureError(f"the carrier binding of {peer} has expired")
     return binding
 
 
 def sign_owner_binding(identity: Identity, device: PeerId) -> bytes:
-    return sign_message(identity, OwnerBinding(owner=identity.peer_id, device=device), OWNER_DOMAIN)
+    return OwnerBinding(owner=identity.peer_id, device=device).sign(identity)
 
 
 def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
@@ -185,11 +162,7 @@ def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
     It proves that both agree only if `device` is proven beside it, as a connection does: any key
     can sign a binding for a foreign device.
     """
-    binding, signer = open_message(
-        envelope, OwnerBinding, OWNER_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
-    )
-    if signer != binding.owner:
-        raise SignatureError(f"{signer} signed an owner binding in the name of {binding.owner}")
+    binding = OwnerBinding.open(envelope)
     if binding.device != device:
         raise SignatureError(f"{device} shows the owner binding of {binding.device}")
     if binding.owner == device:

@@ -8,23 +8,18 @@ DOCTOR_PROTOCOL alone.
 from __future__ import annotations
 
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
-from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId, UnixSeconds
-from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS, MAX_CREDENTIAL_BYTES
+from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import (
-    decode_envelope,
-    encode_envelope,
-    open_message,
-    sign_message,
-)
+from swarm_shared.identity.signing import SignedMessage, decode_envelope, encode_envelope
 
-PROBE_PASS_DOMAIN = "swarmtrain-visitor-1"
 PASS_SECONDS = 300.0
 """Validity of a pass. A check takes half a minute; a daemon gets a new pass with each."""
 
 
-class ProbePass(FrozenModel):
+class ProbePass(SignedMessage):
+    domain = "swarmtrain-visitor-1"
+
     peer: PeerId
     run: RunId
     expires: UnixSeconds
@@ -33,7 +28,7 @@ class ProbePass(FrozenModel):
 def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
     """Return a signed pass in base64, as it is sent."""
     value = ProbePass(peer=peer, run=run, expires=now + PASS_SECONDS)
-    return encode_envelope(sign_message(organiser, value, PROBE_PASS_DOMAIN))
+    return encode_envelope(value.sign(organiser))
 
 
 def check_probe_pass(
@@ -42,10 +37,7 @@ def check_probe_pass(
     """Raise AdmissionError unless the pass is for `remote_peer`, which must come from the
     connection."""
     try:
-        envelope = decode_envelope(text)
-        value, _ = open_message(
-            envelope, ProbePass, PROBE_PASS_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
-        )
+        value = ProbePass.open(decode_envelope(text), organiser)
     except (FrameError, SignatureError) as error:
         raise AdmissionError(f"{remote_peer} shows no pass of this run: {error}") from error
     if value.run != run or value.peer != remote_peer:

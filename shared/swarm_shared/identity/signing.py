@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from pydantic import ValidationError
 
@@ -33,6 +33,9 @@ from swarm_shared.identity.keys import (
 
 MAX_ENVELOPE_BYTES = 64 * 1024
 """Default bound of an envelope; credentials and receipts have some hundred bytes."""
+
+MAX_CREDENTIAL_BYTES = 4096
+"""Default bound of a `SignedMessage`; most of them have less than 900 bytes."""
 
 JSON_PAYLOAD_TYPE = b"/swarmtrain/json/1"
 
@@ -124,6 +127,34 @@ def open_message(
             f"{describe_validation_error(error)}"
         ) from error
     return message, opened.signer
+
+
+class SignedMessage(FrozenModel):
+    """A message that counts only in an envelope signed in its own domain."""
+
+    domain: ClassVar[str]
+    signed_by: ClassVar[str | None] = None
+    """The field that names the signer; None where the opener must know the signer."""
+    called: ClassVar[str] = "a message"
+    """What it is called in the error about a foreign signature."""
+    max_bytes: ClassVar[int] = MAX_CREDENTIAL_BYTES
+
+    def sign(self, identity: Identity) -> bytes:
+        """Return the envelope."""
+        if self.signed_by is not None:
+            named = getattr(self, self.signed_by)
+            assert named == identity.peer_id, f"{named} signs {self.called} itself"
+        return sign_message(identity, self, self.domain)
+
+    @classmethod
+    def open(cls, envelope: bytes, signer: PeerId | None = None) -> Self:
+        """Return the message, signed by `signer` and by the peer that it names. FrameError or
+        SignatureError otherwise."""
+        assert signer is not None or cls.signed_by is not None, "anyone could have signed it"
+        message, signed_by = open_message(envelope, cls, cls.domain, signer, cls.max_bytes)
+        if cls.signed_by is not None and signed_by != (named := getattr(message, cls.signed_by)):
+            raise SignatureError(f"{signed_by} signed {cls.called} in the name of {named}")
+        return message
 
 
 def describe_validation_error(error: ValidationError) -> str:

@@ -15,7 +15,6 @@ from typing import Final
 from blake3 import blake3
 from pydantic import Field
 
-from swarm_shared.base.errors import SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
@@ -33,19 +32,7 @@ from swarm_shared.base.types import (
     Step,
     WireDigest,
 )
-from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import open_message, sign_message
-
-TICKET_DOMAIN = "swarmtrain-ticket-1"
-AUDIT_DOMAIN = "swarmtrain-audit-1"
-SUM_DOMAIN = "swarmtrain-sum-1"
-
-MAX_STATEMENT_BYTES = 4096
-"""Longest envelope; the largest of these messages has about 900 bytes."""
-
-MAX_SUM_STATEMENT_BYTES = 2**19
-"""Longest envelope of a `SumStatement` with details, of an all-reduce with as many members as are
-allowed."""
+from swarm_shared.identity.signing import SignedMessage
 
 DIGEST_BYTES: Final = 16
 """Bytes of a wire digest: finding two inputs with the same one takes about 2^64 trials."""
@@ -60,12 +47,14 @@ def wire_digest(*parts: bytes | bytearray | memoryview) -> str:
     return hashed.hexdigest(length=DIGEST_BYTES)
 
 
-class LeaseTicket(FrozenModel):
+class LeaseTicket(SignedMessage):
     """The coordinator's statement that one microbatch is leased, with its token ids.
 
     It travels with the microbatch through all stages. The token ids of a microbatch are the same
     whenever it is leased, so that a ticket never expires.
     """
+
+    domain = "swarmtrain-ticket-1"
 
     run: RunId
     step: Step
@@ -76,12 +65,16 @@ class LeaseTicket(FrozenModel):
     """Of the targets that the last stage gets."""
 
 
-class AuditStatement(FrozenModel):
+class AuditStatement(SignedMessage):
     """What an auditor found when it computed a microbatch of another peer's again.
 
     `transcript` is None when it could not: then the audited peer gave no input that fits its
     receipt. `distance` is set when the auditor compared the tensors themselves.
     """
+
+    domain = "swarmtrain-audit-1"
+    signed_by = "auditor"
+    called = "an audit"
 
     run: RunId
     generation: Generation
@@ -120,8 +113,14 @@ class SumDigests(FrozenModel):
     members' order, and empty where the member sums nothing."""
 
 
-class SumStatement(FrozenModel):
+class SumStatement(SignedMessage):
     """What one member put into the all-reduces of an attempt to close a step, and took out."""
+
+    domain = "swarmtrain-sum-1"
+    signed_by = "peer"
+    called = "sums"
+    max_bytes = 2**19
+    """With details, of an all-reduce with as many members as are allowed."""
 
     run: RunId
     generation: Generation
@@ -132,45 +131,3 @@ class SumStatement(FrozenModel):
     seed: Seed
     checks: tuple[SumDigests, ...] = Field(min_length=1, max_length=4)
     """One per reduction of the Close, in its order, then those of `moving`."""
-
-
-def sign_ticket(coordinator: Identity, ticket: LeaseTicket) -> bytes:
-    return sign_message(coordinator, ticket, TICKET_DOMAIN)
-
-
-def open_ticket(envelope: bytes, coordinator: PeerId) -> LeaseTicket:
-    """Return the ticket, signed by the run's organiser. FrameError or SignatureError otherwise."""
-    ticket, _ = open_message(envelope, LeaseTicket, TICKET_DOMAIN, coordinator, MAX_STATEMENT_BYTES)
-    return ticket
-
-
-def sign_audit(identity: Identity, statement: AuditStatement) -> bytes:
-    assert statement.auditor == identity.peer_id, "an auditor signs its own statements"
-    return sign_message(identity, statement, AUDIT_DOMAIN)
-
-
-def open_audit(envelope: bytes) -> AuditStatement:
-    """Return the statement, signed by the auditor it names. FrameError or SignatureError
-    otherwise."""
-    statement, signer = open_message(
-        envelope, AuditStatement, AUDIT_DOMAIN, max_bytes=MAX_STATEMENT_BYTES
-    )
-    if signer != statement.auditor:
-        raise SignatureError(f"{signer} signed an audit in the name of {statement.auditor}")
-    return statement
-
-
-def sign_sums(identity: Identity, statement: SumStatement) -> bytes:
-    assert statement.peer == identity.peer_id, "a member signs its own statements"
-    return sign_message(identity, statement, SUM_DOMAIN)
-
-
-def open_sums(envelope: bytes, peer: PeerId | None = None) -> SumStatement:
-    """Return the statement, signed by the member that it names (`peer`, if given). FrameError or
-    SignatureError otherwise."""
-    statement, signer = open_message(
-        envelope, SumStatement, SUM_DOMAIN, peer, MAX_SUM_STATEMENT_BYTES
-    )
-    if statement.peer != signer:
-        raise SignatureError(f"{signer} signed sums in the name of {statement.peer}")
-    return statement

@@ -28,14 +28,9 @@ from swarm_shared.base.types import (
     Step,
     SumEnvelope,
 )
-from swarm_shared.identity.credentials import Receipt, open_owner_binding, open_receipt
+from swarm_shared.identity.credentials import Receipt, open_owner_binding
 from swarm_shared.identity.signing import decode_envelope, encode_envelope
-from swarm_shared.identity.work_statements import (
-    AuditStatement,
-    SumStatement,
-    open_audit,
-    open_sums,
-)
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS, Claim, Finding, Outcome, Vote, finding, outcome
 
 MAX_TRUSTED_OWNERS = 100
@@ -127,7 +122,7 @@ class Judgement:
 def judge(run: RunId, evidence: Evidence) -> Judgement:
     """Open all signed parts and compute the outcome; ProtocolError names a part that does not
     hold."""
-    receipt = open_receipt(_opened(evidence.receipt, "the audited receipt"))
+    receipt = Receipt.open(_opened(evidence.receipt, "the audited receipt"))
     if receipt.run != run:
         raise ProtocolError("the audited receipt is of another run")
     owner = _owner_of(receipt.peer, evidence.binding)
@@ -180,13 +175,13 @@ def check_sum_verdict(run: RunId, verdict: SumVerdict) -> None:
 
 def _sum_or_audit(envelope: bytes) -> SumStatement | AuditStatement:
     try:
-        return open_sums(envelope)
+        return SumStatement.open(envelope)
     except (FrameError, SignatureError):
-        return open_audit(envelope)
+        return AuditStatement.open(envelope)
 
 
 def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: float) -> Vote:
-    statement = open_audit(_opened(signed.statement, "an auditor's statement"))
+    statement = AuditStatement.open(_opened(signed.statement, "an auditor's statement"))
     audited = (receipt.run, receipt.step, receipt.microbatch, receipt.stage, receipt.peer)
     of = (statement.run, statement.step, statement.microbatch, statement.stage, statement.peer)
     if of != audited:

@@ -13,7 +13,7 @@ from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import Generation, StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import SumDigests, open_sums
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Close, Reduction, SumCheck
 
 ME = Identity.generate()
@@ -44,7 +44,7 @@ async def test_a_statement_is_of_the_reductions_in_the_order_of_the_close(detail
     check = SumCheck(step=4, attempt=2, seed=SEED, details=details)
     answer = await signer().state(check, close(OWN), HELD, NEXT)  # type: ignore[arg-type]
     assert (answer.step, answer.attempt, answer.details) == (4, 2, details)
-    statement = open_sums(decode_envelope(answer.statement, "sums"), ME.peer_id)
+    statement = SumStatement.open(decode_envelope(answer.statement, "sums"), ME.peer_id)
     assert (statement.run, statement.generation) == (RUN, 3)
     assert (statement.step, statement.attempt, statement.stage) == (4, 2, 1)
     assert (statement.peer, statement.seed) == (ME.peer_id, SEED)

@@ -10,7 +10,7 @@ from swarm_client.membership.admission_gate import FENCE_SECONDS, AdmissionGate
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
-from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import PeerRecord, Roster, TransferHello
 
@@ -25,7 +25,7 @@ def certificate(generation: int = 1, peer: Identity = ANNA, signer: Identity = O
         peer=peer.peer_id, run=RUN, generation=Generation(generation), not_before=NOW,
         expires=NOW + DAY, role="volunteer",
     )  # fmt: skip
-    return base64.b64encode(sign_certificate(signer, content)).decode()
+    return base64.b64encode(content.sign(signer)).decode()
 
 
 def roster(*revoked: PeerId, members: tuple[PeerId, ...] = ()) -> Roster:

@@ -33,7 +33,7 @@ from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.identity.credentials import MembershipCertificate, open_receipt, sign_certificate
+from swarm_shared.identity.credentials import MembershipCertificate, Receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
@@ -168,7 +168,7 @@ class World:
             peer=identity.peer_id, run=run, generation=1, not_before=time.time() - 1,
             expires=time.time() + 60, role="volunteer",
         )  # fmt: skip
-        return base64.b64encode(sign_certificate(self.organiser, certificate)).decode()
+        return base64.b64encode(certificate.sign(self.organiser)).decode()
 
     @asynccontextmanager
     async def peer(self, stage: int) -> AsyncIterator[Peer]:
@@ -282,7 +282,7 @@ async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_r
         w.publish(trainer)
         answer = await w.downstream(trainer, 0).send(parcel(3))
     assert last.worker.accumulated == first.worker.accumulated == [3]
-    receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
+    receipts = [Receipt.open(base64.b64decode(r)) for r in answer.header.receipts]
     assert [(r.peer, r.stage, r.loss_sum) for r in receipts] == [
         (last.identity.peer_id, 1, 8.0),
         (first.identity.peer_id, 0, None),
@@ -451,7 +451,7 @@ async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_th
         holder.worker.accumulated.append(7)  # as the real one does, whoever waits for it
         holder.worker.hold.set()
         answer = await w.downstream(sender, stage).send(parcel(7))
-    receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
+    receipts = [Receipt.open(base64.b64decode(r)) for r in answer.header.receipts]
     assert holder.identity.peer_id in {r.peer for r in receipts}
     assert holder.worker.accumulated == [7]
 
@@ -482,7 +482,7 @@ async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_l
     # What is held of one step does not affect the other.
     assert last.worker.forwards == [(2, True), (3, False), (2, True), (4, True), (4, False)]
     assert late.header.receipts == ()
-    receipts = [open_receipt(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
+    receipts = [Receipt.open(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
     assert [(r.step, r.microbatch) for r in receipts] == [(2, 2), (2, 4), (2, 4)]
     assert len(last.holding.account.take_unreported()) == 3
     assert (last.holding.account.count(1), last.holding.account.count(2)) == (1, 2)

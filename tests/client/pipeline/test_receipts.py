@@ -9,7 +9,7 @@ from kits.client.held_stage import membership_in
 from kits.transcripts import TRANSCRIPT
 from swarm_client.pipeline.receipts import receipt_signer
 from swarm_shared.base.types import Generation, MicrobatchIndex, StageIndex, Step
-from swarm_shared.identity.credentials import open_receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.volunteer_rules.stage_account import Counted
 
@@ -21,7 +21,7 @@ def test_a_receipt_names_the_run_the_stage_the_peer_and_the_coordinator_of_now()
     counted = Counted(Step(5), MicrobatchIndex(7), tokens=8, loss_sum=1.5, transcript=TRANSCRIPT)
     sign(counted)
     membership.now = replace(membership.now, generation=Generation(2))
-    receipt = open_receipt(base64.b64decode(sign(counted)))
+    receipt = Receipt.open(base64.b64decode(sign(counted)))
     assert receipt.peer == identity.peer_id
     assert receipt.transcript == TRANSCRIPT
     assert (receipt.run, receipt.stage, receipt.generation) == ("ab" * 32, 3, 2)

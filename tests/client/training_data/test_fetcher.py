@@ -31,7 +31,7 @@ from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, SampleRanges
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import Lease, LeasedMicrobatch
@@ -80,7 +80,7 @@ class World:
             peer=identity.peer_id, run=RUN, generation=Generation(1), not_before=time.time() - 1,
             expires=time.time() + 600, role="volunteer",
         )  # fmt: skip
-        shown = base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
+        shown = base64.b64encode(certificate.sign(ORGANISER)).decode()
         node = await self.stack.enter_async_context(open_node(identity, []))
         fetcher = LeafFetcher(
             node, member_of(RUN, self.manifest, shown),

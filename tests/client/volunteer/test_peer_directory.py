@@ -10,7 +10,7 @@ import pytest
 
 from swarm_client.averaging.protocol.directory_record import sign_record
 from swarm_client.volunteer.peer_directory import PeerDirectory
-from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import PeerRecord
 
@@ -53,7 +53,7 @@ def record(scene: SimpleNamespace, peer: Identity, signer: Identity | None = Non
         peer=peer.peer_id, run=RUN, generation=1, not_before=time.time() - 1,
         expires=time.time() + 60, role="volunteer",
     )  # fmt: skip
-    envelope = sign_certificate(signer or scene.organiser, certificate)
+    envelope = certificate.sign(signer or scene.organiser)
     return PeerRecord(
         peer=peer.peer_id, stage=0, addresses=("/ip4/192.0.2.1/tcp/1",),
         certificate=base64.b64encode(envelope).decode(), microbatches_per_second=1.0,

@@ -27,7 +27,7 @@ from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import Generation, PeerId, StageIndex
-from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
@@ -96,7 +96,7 @@ def certificate(peer: PeerId, seconds: float = 3600.0, signer: Identity = ORGANI
         peer=peer, run=RUN, generation=Generation(1), not_before=now - 1, expires=now + seconds,
         role="volunteer",
     )  # fmt: skip
-    return base64.b64encode(sign_certificate(signer, content)).decode()
+    return base64.b64encode(content.sign(signer)).decode()
 
 
 class Script:

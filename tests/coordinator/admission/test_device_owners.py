@@ -30,7 +30,7 @@ from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.tui.run_source import contributors
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex, Step
-from swarm_shared.identity.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
+from swarm_shared.identity.credentials import OwnerBinding, sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.owners import effective_bindings
@@ -51,7 +51,7 @@ def bound(owner: Identity, device: Identity) -> str:
 def forged(device: Identity) -> str:
     """A binding, signed by the attacker, that names the victim as its device's owner."""
     binding = OwnerBinding(owner=VICTIM.peer_id, device=device.peer_id)
-    return base64.b64encode(sign_message(ATTACKER, binding, OWNER_DOMAIN)).decode()
+    return base64.b64encode(sign_message(ATTACKER, binding, OwnerBinding.domain)).decode()
 
 
 def step(number: int, *shares: tuple[Identity, int, int]) -> AppliedStep:

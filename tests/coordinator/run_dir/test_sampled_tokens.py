@@ -16,7 +16,7 @@ from swarm_shared.data.sample_ranges import SampleRanges
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import open_ticket, wire_digest
+from swarm_shared.identity.work_statements import LeaseTicket, wire_digest
 from swarm_shared.protocol import Lease, LeasedMicrobatch
 
 
@@ -48,7 +48,7 @@ def test_tickets_and_expectations_are_of_what_a_trainer_sends(tmp_path: Path) ->
             )
             contents = {leaf: files.content(leaf) for part in found for leaf in part.leaves}
             inputs, targets = ranges.arrays([part.cut(contents) for part in found])
-            ticket = open_ticket(decode_envelope(one.ticket, "a ticket"), manifest.organiser)
+            ticket = LeaseTicket.open(decode_envelope(one.ticket, "a ticket"), manifest.organiser)
             assert (ticket.tokens, ticket.targets) == (sent(inputs), sent(targets))
             assert (ticket.step, ticket.microbatch) == (step, one.microbatch)
             assert one.accumulate == (StageIndex(0),)

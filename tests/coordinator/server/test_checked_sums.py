@@ -22,7 +22,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.types import Generation, StageIndex, Step
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.work_statements import SumDigests, SumStatement, sign_sums
+from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Refused, SumsChecked, Welcome
 
 SEED = "5eed" * 8
@@ -51,7 +51,7 @@ def statement(signer: Identity, run: str, **changes: Any) -> str:
         "stage": StageIndex(0), "peer": signer.peer_id, "seed": SEED,
         "checks": (SumDigests(part="0" * 16, result="0" * 16),),
     }  # fmt: skip
-    signed = sign_sums(signer, SumStatement(**{**values, **changes}))
+    signed = SumStatement(**{**values, **changes}).sign(signer)
     return base64.b64encode(signed).decode()
 
 

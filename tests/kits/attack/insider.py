@@ -18,8 +18,6 @@ from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.identity.credentials import (
     MembershipCertificate,
     Receipt,
-    sign_certificate,
-    sign_receipt,
 )
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -113,7 +111,7 @@ class Insider:
 
         def signed_by(signer: Identity, **wrong: object) -> str:
             certificate = MembershipCertificate(**{**right, **wrong, **changes})  # type: ignore[arg-type]
-            return base64.b64encode(sign_certificate(signer, certificate)).decode()
+            return base64.b64encode(certificate.sign(signer)).decode()
 
         return {
             "signed by oneself": signed_by(self.identity),
@@ -251,7 +249,7 @@ class Insider:
             "transcript": TRANSCRIPT, **changes,
         }  # fmt: skip
         receipt = Receipt(**values)  # type: ignore[arg-type]
-        return base64.b64encode(sign_receipt(signer, receipt)).decode()
+        return base64.b64encode(receipt.sign(signer)).decode()
 
     async def claim(self, stage: int, version: int) -> None:
         """Say that the stage is held at this version, and sign all microbatches of its step."""

@@ -22,8 +22,6 @@ from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import (
     AuditStatement,
     SumStatement,
-    open_audit,
-    open_sums,
 )
 
 FOLDER = Path(__file__).parent
@@ -187,7 +185,7 @@ def _opened_by_any(text: str, peers: Iterable[str]) -> SumStatement | AuditState
     envelope = decode_envelope(text, "a statement")
     for peer in peers:
         with suppress(FrameError, SignatureError):
-            return open_sums(envelope, PeerId(peer))
+            return SumStatement.open(envelope, PeerId(peer))
         with suppress(FrameError, SignatureError):
-            return open_audit(envelope)
+            return AuditStatement.open(envelope)
     raise AssertionError("a statement without a valid signature")

@@ -11,8 +11,6 @@ from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
     CarrierBinding,
     MembershipCertificate,
-    sign_carrier_binding,
-    sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
 
@@ -49,7 +47,7 @@ class Organiser:
         return SetMembership(
             run=self.run,
             organiser=self.key.peer_id,
-            certificate=base64.b64encode(sign_certificate(self.key, certificate)),
-            binding=base64.b64encode(sign_carrier_binding(member, binding)),
+            certificate=base64.b64encode(certificate.sign(self.key)),
+            binding=base64.b64encode(binding.sign(member)),
             revoked=revoked,
         )

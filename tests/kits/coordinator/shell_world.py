@@ -28,12 +28,12 @@ from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import Generation, MicrobatchIndex, StageIndex, Step, Version
-from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.identity.signing import decode_envelope
-from swarm_shared.identity.work_statements import SumStatement, open_ticket, sign_sums
+from swarm_shared.identity.work_statements import LeaseTicket, SumStatement
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
@@ -255,7 +255,7 @@ class Volunteer:
         )  # fmt: skip
         return SumsChecked(
             step=order.step, attempt=order.attempt, details=order.details,
-            statement=base64.b64encode(sign_sums(self.identity, statement)).decode(),
+            statement=base64.b64encode(statement.sign(self.identity)).decode(),
         )  # fmt: skip
 
     def _snapshot(self, message: SaveSnapshot) -> SnapshotReady:
@@ -283,7 +283,7 @@ class Volunteer:
         self, step: Step, microbatch: MicrobatchIndex, stage: StageIndex, leased: str
     ) -> str:
         """The receipt of a stage; `leased` is the microbatch's ticket."""
-        ticket = open_ticket(decode_envelope(leased, "a ticket"), self.manifest.organiser)
+        ticket = LeaseTicket.open(decode_envelope(leased, "a ticket"), self.manifest.organiser)
         last = stage == self.manifest.stage_count - 1
         tokens = self.manifest.tokens_per_microbatch
         return receipt_for(
@@ -312,7 +312,7 @@ def snapshot_content(manifest: Manifest, version: int, stage: int) -> bytes:
 
 
 def receipt_for(identity: Identity, receipt: Receipt) -> str:
-    return base64.b64encode(sign_receipt(identity, receipt)).decode()
+    return base64.b64encode(receipt.sign(identity)).decode()
 
 
 def hello_for(invite: Invite, **changes: object) -> Hello:

@@ -138,7 +138,7 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
-    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain, _LedgerSums
+    from swarm_shared.credit.ledger import _Chain, _LedgerSums
     from swarm_shared.credit.ledger_lines import Head, Seal, SealLine, TotalLine
     from swarm_shared.identity.signing import sign_message
 
@@ -154,7 +154,7 @@ def forged(*steps: StepLine, **changes: object) -> list[bytes]:
             total = TotalLine.model_validate({**total.model_dump(), **changes})
         lines.append(chain.put(total))
     sealed = sign_message(
-        ORGANISER, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
+        ORGANISER, Seal(run=run, lines=chain.lines, digest=chain.digest), Seal.domain
     )
     return [*lines, chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))]
 
@@ -388,7 +388,7 @@ def test_an_organiser_that_changes_the_verdict_and_seals_it_is_found(
 
 def test_an_organiser_that_ignores_a_verdict_in_a_total_is_found() -> None:
     """The verdict is there, and the totals are those of a ledger without it."""
-    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain
+    from swarm_shared.credit.ledger import _Chain
     from swarm_shared.credit.ledger_lines import Seal, SealLine, VerdictLine, ledger_lines
     from swarm_shared.identity.signing import sign_message
 
@@ -400,7 +400,7 @@ def test_an_organiser_that_ignores_a_verdict_in_a_total_is_found() -> None:
     chain = _Chain()
     written = [chain.put(line) for line in lines]
     seal = sign_message(
-        ORGANISER, Seal(run=RUN, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
+        ORGANISER, Seal(run=RUN, lines=chain.lines, digest=chain.digest), Seal.domain
     )
     written.append(chain.put(SealLine(envelope=base64.b64encode(seal).decode())))
     # The totals are sorted, and the first one is of a device of the owner.

@@ -9,11 +9,7 @@ from swarm_shared.base.errors import AdmissionError, FrameError, ProtocolError, 
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import (
-    CARRIER_DOMAIN,
     CLOCK_SKEW_SECONDS,
-    MEMBERSHIP_DOMAIN,
-    OWNER_DOMAIN,
-    RECEIPT_DOMAIN,
     CarrierBinding,
     MembershipCertificate,
     OwnerBinding,
@@ -21,11 +17,7 @@ from swarm_shared.identity.credentials import (
     check_certificate,
     open_carrier_binding,
     open_owner_binding,
-    open_receipt,
-    sign_carrier_binding,
-    sign_certificate,
     sign_owner_binding,
-    sign_receipt,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import sign_message
@@ -68,23 +60,23 @@ def check(envelope: bytes, now: float = NOW, remote: Identity = PEER) -> Members
 
 
 def test_a_certificate_lets_its_peer_in() -> None:
-    assert check(sign_certificate(ORGANISER, CERTIFICATE)) == CERTIFICATE
+    assert check(CERTIFICATE.sign(ORGANISER)) == CERTIFICATE
 
 
 def test_a_certificate_shown_by_another_peer_is_refused() -> None:
     with pytest.raises(AdmissionError, match=f"{STRANGER.peer_id} shows the certificate of"):
-        check(sign_certificate(ORGANISER, CERTIFICATE), remote=STRANGER)
+        check(CERTIFICATE.sign(ORGANISER), remote=STRANGER)
 
 
 def test_a_certificate_that_the_peer_signed_itself_is_refused() -> None:
     with pytest.raises(AdmissionError, match="no certificate of this run"):
-        check(sign_certificate(PEER, CERTIFICATE))
+        check(CERTIFICATE.sign(PEER))
 
 
 def test_a_certificate_of_another_run_is_refused() -> None:
     other = CERTIFICATE.model_copy(update={"run": RunId("cd" * 32)})
     with pytest.raises(AdmissionError, match="a member of run cdcdcdcdcdcd"):
-        check(sign_certificate(ORGANISER, other))
+        check(other.sign(ORGANISER))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,7 @@ def test_a_certificate_of_another_run_is_refused() -> None:
 )
 def test_a_certificate_outside_its_time_is_refused(now: float, reason: str) -> None:
     with pytest.raises(AdmissionError, match=reason):
-        check(sign_certificate(ORGANISER, CERTIFICATE), now)
+        check(CERTIFICATE.sign(ORGANISER), now)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +99,14 @@ def test_a_certificate_outside_its_time_is_refused(now: float, reason: str) -> N
     ],
 )
 def test_a_little_difference_between_clocks_is_tolerated(now: float) -> None:
-    assert check(sign_certificate(ORGANISER, CERTIFICATE), now) == CERTIFICATE
+    assert check(CERTIFICATE.sign(ORGANISER), now) == CERTIFICATE
 
 
 def test_a_message_signed_for_another_purpose_is_no_certificate() -> None:
     with pytest.raises(AdmissionError):
-        check(sign_message(ORGANISER, CERTIFICATE, RECEIPT_DOMAIN))
+        check(sign_message(ORGANISER, CERTIFICATE, Receipt.domain))
     with pytest.raises(AdmissionError):
-        check(sign_message(ORGANISER, RECEIPT, MEMBERSHIP_DOMAIN))
+        check(sign_message(ORGANISER, RECEIPT, MembershipCertificate.domain))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", bytes(10_000)])
@@ -130,20 +122,20 @@ def test_times_that_are_no_numbers_are_refused() -> None:
 
 
 def test_a_receipt_comes_back_equal_to_the_last_bit() -> None:
-    assert open_receipt(sign_receipt(PEER, RECEIPT)) == RECEIPT
+    assert Receipt.open(RECEIPT.sign(PEER)) == RECEIPT
     without_loss = RECEIPT.model_copy(update={"loss_sum": None})
-    assert open_receipt(sign_receipt(PEER, without_loss)) == without_loss
+    assert Receipt.open(without_loss.sign(PEER)) == without_loss
 
 
 def test_a_receipt_in_the_name_of_another_peer_is_refused() -> None:
-    forged = sign_message(STRANGER, RECEIPT, RECEIPT_DOMAIN)
+    forged = sign_message(STRANGER, RECEIPT, Receipt.domain)
     with pytest.raises(SignatureError, match=f"{STRANGER.peer_id} signed a receipt in the name"):
-        open_receipt(forged)
+        Receipt.open(forged)
 
 
 def test_a_certificate_is_no_receipt() -> None:
     with pytest.raises(SignatureError):
-        open_receipt(sign_certificate(PEER, CERTIFICATE))
+        Receipt.open(CERTIFICATE.sign(PEER))
 
 
 @pytest.mark.parametrize(
@@ -158,11 +150,11 @@ def test_an_impossible_receipt_cannot_be_made(change: dict[str, object]) -> None
 def test_a_receipt_longer_than_receipts_are_is_refused() -> None:
     long = RECEIPT.model_copy(update={"run": RunId("ab" * 5000)})
     with pytest.raises(FrameError, match="longer"):
-        open_receipt(sign_message(PEER, long, RECEIPT_DOMAIN))
+        Receipt.open(sign_message(PEER, long, Receipt.domain))
 
 
 def test_a_carrier_binding_holds_until_it_expires() -> None:
-    envelope = sign_carrier_binding(PEER, BINDING)
+    envelope = BINDING.sign(PEER)
     assert open_carrier_binding(envelope, PEER.peer_id, NOW) == BINDING
     with pytest.raises(SignatureError, match="expired"):
         open_carrier_binding(envelope, PEER.peer_id, BINDING.expires + CLOCK_SKEW_SECONDS + 1)
@@ -173,11 +165,11 @@ def test_a_carrier_binding_holds_until_it_expires() -> None:
 def test_a_carrier_binding_names_a_peer_id() -> None:
     wrong = CarrierBinding(peer=PEER.peer_id, carrier_peer_id="not base58: 0OIl", expires=NOW)
     with pytest.raises(FrameError, match="carrier_peer_id"):
-        open_carrier_binding(sign_carrier_binding(PEER, wrong), PEER.peer_id, NOW)
+        open_carrier_binding(wrong.sign(PEER), PEER.peer_id, NOW)
 
 
 def test_a_certificate_of_an_older_generation_than_asked_for_is_refused() -> None:
-    envelope = sign_certificate(ORGANISER, CERTIFICATE)
+    envelope = CERTIFICATE.sign(ORGANISER)
 
     def check_from(oldest: int) -> MembershipCertificate:
         return check_certificate(
@@ -225,11 +217,11 @@ def test_whatever_byte_of_an_owner_binding_is_changed_it_does_not_hold(
 def test_nobody_signs_in_the_name_of_another_owner() -> None:
     forged = OwnerBinding(owner=PEER.peer_id, device=DEVICE.peer_id)
     with pytest.raises(SignatureError, match="in the name of"):
-        open_owner_binding(sign_message(STRANGER, forged, OWNER_DOMAIN), DEVICE.peer_id)
+        open_owner_binding(sign_message(STRANGER, forged, OwnerBinding.domain), DEVICE.peer_id)
 
 
 def test_what_an_owner_signed_for_another_purpose_is_no_owner_binding() -> None:
-    for domain in (MEMBERSHIP_DOMAIN, RECEIPT_DOMAIN, CARRIER_DOMAIN):
+    for domain in (MembershipCertificate.domain, Receipt.domain, CarrierBinding.domain):
         binding = OwnerBinding(owner=PEER.peer_id, device=DEVICE.peer_id)
         with pytest.raises(SignatureError):
             open_owner_binding(sign_message(PEER, binding, domain), DEVICE.peer_id)

@@ -14,7 +14,6 @@ from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
     MembershipCertificate,
     check_certificate,
-    sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
@@ -50,7 +49,7 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
         peer=VISITOR.peer_id, run=RUN, generation=Generation(1), not_before=NOW,
         expires=NOW + 100, role="volunteer",
     )  # fmt: skip
-    text = base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
+    text = base64.b64encode(certificate.sign(ORGANISER)).decode()
     with pytest.raises(AdmissionError):
         check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
 

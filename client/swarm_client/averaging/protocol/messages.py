@@ -33,7 +33,7 @@ from swarm_shared.base.types import (
     Seed,
     UnixSeconds,
 )
-from swarm_shared.identity.credentials import MAX_CREDENTIAL_BYTES
+from swarm_shared.identity.signing import MAX_CREDENTIAL_BYTES
 
 MAX_RECORDS = 4096
 """Records of the directory that one look-up returns."""

@@ -21,14 +21,12 @@ from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
-    MAX_CREDENTIAL_BYTES,
-    MEMBERSHIP_DOMAIN,
     MembershipCertificate,
     check_certificate,
     open_carrier_binding,
 )
 from swarm_shared.identity.keys import Identity, verify
-from swarm_shared.identity.signing import open_message
+from swarm_shared.identity.signing import MAX_CREDENTIAL_BYTES
 
 _CALL_DOMAIN = b"swarmtrain-directory-call-1\x00"
 _NONCE_BYTES = 16
@@ -126,10 +124,7 @@ class RunAuthorizer:
         known = self._tokens.get(key)
         if known is not None and now <= known[2]:
             return known[0], known[1]
-        named, _ = open_message(
-            certificate, MembershipCertificate, MEMBERSHIP_DOMAIN, membership.organiser,
-            MAX_CREDENTIAL_BYTES,
-        )  # fmt: skip
+        named = MembershipCertificate.open(certificate, membership.organiser)
         valid = check_certificate(
             certificate, membership.run, membership.organiser, now, named.peer
         )
