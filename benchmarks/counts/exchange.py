@@ -26,8 +26,8 @@ from benchmarks.counts.instructions import Cost, Meter
 from benchmarks.counts.messages import backward, forward
 from benchmarks.counts.world import identity
 from swarm_shared.network import FramedStream, FrameLimits
+from swarm_shared.network.framed_stream import TrafficCounter
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
-from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol import STAGE_PROTOCOL, Backward, Forward, encode
 
 STAGE = 1

@@ -20,8 +20,8 @@ from google.protobuf.message import Message
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.io.exceptions import IncompleteReadError
 from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Reservation, StopMessage
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import Reservation
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
@@ -77,7 +77,7 @@ from swarm_shared.network.addresses.dial_order import (
 )
 from swarm_shared.network.libp2p.yamux import YamuxConnection
 from swarm_shared.network.libp2p.yamux_frames import control_frame
-from swarm_shared.network.nat.circuit import HopMessage, StopMessage, read_message
+from swarm_shared.network.nat.circuit import read_message
 from swarm_shared.protocol import doctor
 from swarm_shared.protocol.framing import PREFIX_BYTES, FrameDecoder, FrameLimits, encode_frame
 from swarm_shared.protocol.versions import VersionRange, check_versions, version_refusal

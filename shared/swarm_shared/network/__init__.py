@@ -13,8 +13,7 @@ from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.inbound import Handler
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.nat.relay_server import RelayLimits
-from swarm_shared.network.node import Node
-from swarm_shared.network.opening import open_node
+from swarm_shared.network.node import Node, open_node
 from swarm_shared.protocol.framing import Frame, FrameLimits
 
 __all__ = [

@@ -8,7 +8,7 @@ any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import trio
@@ -17,17 +17,12 @@ from multiaddr import Multiaddr
 
 from swarm_shared.base.errors import LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import (
-    Circuit,
-    Interfaces,
-    circuits,
-    direct_addresses,
-)
+from swarm_shared.network.addresses.dial_order import Circuit, circuits, direct_addresses
 from swarm_shared.network.libp2p.errors import dial_errors
-from swarm_shared.network.libp2p.host import NodeSwarm
 from swarm_shared.network.links import Links
 from swarm_shared.network.nat.hole_punch import HolePuncher
 from swarm_shared.network.nat.relay_client import RelayClient
+from swarm_shared.network.own_addresses import OwnAddresses
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +33,17 @@ RELAY_HEAD_START_SECONDS: Final = 1.0
 MAX_ADDRESSES_DIALLED: Final = 16
 MAX_CIRCUITS_DIALLED: Final = 4
 
-Source = Callable[[int], tuple[str, int] | None]
-
 
 class Dialer:
-    """Dials peers. `source` returns the local end of a dial that must leave from the listening
-    port."""
+    """Dials peers."""
 
     def __init__(
-        self,
-        swarm: NodeSwarm,
-        links: Links,
-        relays: RelayClient,
-        puncher: HolePuncher,
-        interfaces: Callable[[], Interfaces],
-        source: Source,
+        self, links: Links, own: OwnAddresses, relays: RelayClient, puncher: HolePuncher
     ) -> None:
-        self._swarm = swarm
         self._links = links
+        self._own = own
         self._relays = relays
         self._puncher = puncher
-        self._interfaces = interfaces
-        self._source = source
         self._locks: dict[PeerId, trio.Lock] = {}
 
     async def connect(
@@ -94,7 +78,7 @@ class Dialer:
         suffix = f"/p2p/{peer}"
         plain = [address.removesuffix(suffix) for address in addresses]
         targets: list[Multiaddr] = []
-        for address in direct_addresses(dict.fromkeys(plain), self._interfaces()):
+        for address in direct_addresses(dict.fromkeys(plain), self._links.interfaces()):
             try:
                 target = Multiaddr(address)
             except ValueError:
@@ -171,18 +155,18 @@ class Dialer:
         peer_id = ID.from_base58(peer)
         names = {protocol.name for protocol in target.protocols()}
         version = 6 if "ip6" in names else 4
-        source = self._source(version) if from_listening_port else None
+        source = self._own.source(version) if from_listening_port else None
         if source is not None:
             try:
                 with dial_errors(str(target)):
-                    await self._swarm.dial_addr(target, peer_id, source)
+                    await self._links.swarm.dial_addr(target, peer_id, source)
             except NetworkError as error:
                 # An old connection between the same two ports may linger: use any port then.
                 logger.debug("dialling from port %d: %s", source[1], error)
             else:
                 return
         with dial_errors(str(target)):
-            await self._swarm.dial_addr(target, peer_id)
+            await self._links.swarm.dial_addr(target, peer_id)
 
 
 def _reason(error: Exception, where: str) -> str:

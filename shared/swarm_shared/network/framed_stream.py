@@ -1,10 +1,11 @@
-"""A stream of frames between two authenticated peers."""
+"""A stream of frames between two authenticated peers, and the bytes of frames on each link."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
 import trio
@@ -16,7 +17,7 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.errors import stream_errors
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.identify import remote_multiaddr
-from swarm_shared.network.traffic import TrafficCounter
+from swarm_shared.protocol import LinkBytes
 from swarm_shared.protocol.framing import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame
 
 STALL_BYTES = 1024 * 1024
@@ -24,6 +25,42 @@ STALL_BYTES = 1024 * 1024
 
 # The longest wait for a stream's end to be sent.
 _GOODBYE_SECONDS = 1.0
+
+
+MAX_LINKS = 25_000
+"""Links with a counter of their own. The rest share one, which is not reported: a remote can make
+any number of IDs."""
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """Bytes over one link since the node was opened."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class TrafficCounter:
+    """The counters of all links of a node."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[PeerId, str], LinkTraffic] = {}
+        self._rest = LinkTraffic()
+
+    def link(self, remote: PeerId, protocol: str) -> LinkTraffic:
+        """Return the counter of one link, which the caller adds to in place."""
+        key = (remote, protocol)
+        if key not in self._links and len(self._links) >= MAX_LINKS:
+            return self._rest
+        return self._links.setdefault(key, LinkTraffic())
+
+    def link_bytes(self) -> tuple[LinkBytes, ...]:
+        """Return the links that have carried frames, in the form in which peers report them."""
+        return tuple(
+            LinkBytes(remote=remote, protocol=protocol, sent=link.sent, received=link.received)
+            for (remote, protocol), link in self._links.items()
+            if link.sent or link.received
+        )
 
 
 class FramedStream:

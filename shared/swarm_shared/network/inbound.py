@@ -21,11 +21,10 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.framed_stream import FramedStream
+from swarm_shared.network.framed_stream import FramedStream, TrafficCounter
 from swarm_shared.network.libp2p.errors import summary
 from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.libp2p.yamux import YamuxStream
-from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol.framing import FrameLimits
 
 logger = logging.getLogger(__name__)

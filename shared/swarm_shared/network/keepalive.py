@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
 
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import Interfaces, is_global
-from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.addresses.dial_order import is_global
 from swarm_shared.network.links import Links, muxer_of
 from swarm_shared.network.nat.hole_punch import HolePuncher
 from swarm_shared.network.nat.identify import remote_multiaddr
@@ -26,17 +23,9 @@ PUNCH_AGAIN_SECONDS = 15.0
 class ConnectionMaintenance:
     """Maintains connections while `run` runs."""
 
-    def __init__(
-        self,
-        swarm: NodeSwarm,
-        links: Links,
-        puncher: HolePuncher,
-        interfaces: Callable[[], Interfaces],
-    ) -> None:
-        self._swarm = swarm
+    def __init__(self, links: Links, puncher: HolePuncher) -> None:
         self._links = links
         self._puncher = puncher
-        self._interfaces = interfaces
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
@@ -60,8 +49,8 @@ class ConnectionMaintenance:
         """Check all connections after a change of network or a sleep, and retry hole punching."""
         self._puncher.network_changed()
         if self._nursery is not None:
-            own = {str(host) for host in self._interfaces().hosts}
-            for connection in self._swarm.get_connections():
+            own = {str(host) for host in self._links.interfaces().hosts}
+            for connection in self._links.swarm.get_connections():
                 muxer = muxer_of(connection)
                 # Nothing arrives at an address that this machine has no more.
                 seconds = LIVENESS_TIMEOUT_SECONDS if muxer.local_host in (None, *own) else 0.0
@@ -113,7 +102,7 @@ class ConnectionMaintenance:
 
     def _punch_relayed(self) -> None:
         if self._nursery is not None:
-            for connected in self._swarm.connections:
+            for connected in self._links.swarm.connections:
                 peer = PeerId(connected.to_base58())
                 if not self._links.has_direct(peer):
                     self._nursery.start_soon(self._puncher.punch, peer)

@@ -1,4 +1,4 @@
-"""The connections to each peer: which one is best, and its measured properties."""
+"""The connections to each peer: which one is best, its measured properties, and streams on it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import trio
+from libp2p.abc import INetStream
 from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
+from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
+from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
+from swarm_shared.network.addresses.dial_order import Interfaces
+from swarm_shared.network.libp2p.errors import dial_errors
 from swarm_shared.network.libp2p.host import NodeSwarm
-from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.protocol import LinkPath, PathKind
 
 logger = logging.getLogger(__name__)
@@ -57,8 +64,11 @@ class RateMeter:
 class Links:
     """A view on the swarm's connections. Callbacks are synchronous and must not fail."""
 
-    def __init__(self, swarm: NodeSwarm) -> None:
-        self._swarm = swarm
+    def __init__(self, swarm: NodeSwarm, interfaces: Callable[[], Interfaces]) -> None:
+        self.swarm = swarm
+        self.own = PeerId(swarm.get_peer_id().to_base58())
+        self.interfaces = interfaces
+        """Of this machine."""
         self._meters: dict[YamuxConnection, RateMeter] = {}
         self._best: dict[PeerId, YamuxConnection] = {}
         self.on_change: Callable[[PeerId], None] = lambda peer: None
@@ -68,7 +78,7 @@ class Links:
 
     def all_of(self, peer: PeerId) -> list[SwarmConn]:
         """Return open connections, the best one first: without a relay, then the older one."""
-        found = self._swarm.get_connections(ID.from_base58(peer))
+        found = self.swarm.get_connections(ID.from_base58(peer))
         usable = [c for c in found if not c.is_closed and muxer_of(c).is_established]
         return sorted(usable, key=lambda c: muxer_of(c).relay is not None)
 
@@ -84,9 +94,9 @@ class Links:
         return None if best is None else self._describe(peer, muxer_of(best))
 
     def paths(self) -> list[LinkPath]:
-        peers = [PeerId(peer.to_base58()) for peer in self._swarm.connections]
+        peers = [PeerId(peer.to_base58()) for peer in self.swarm.connections]
         found = [path for peer in peers if (path := self.path(peer)) is not None]
-        alive = {muxer_of(c) for c in self._swarm.get_connections()}
+        alive = {muxer_of(c) for c in self.swarm.get_connections()}
         self._meters = {m: meter for m, meter in self._meters.items() if m in alive}
         return found
 
@@ -118,6 +128,43 @@ class Links:
         if before is not None:
             self.on_change(peer)
 
+    async def open(self, peer: PeerId, protocol: str) -> NetStream:
+        """Open a stream. NetworkError when the peer is not connected or does not serve the
+        protocol."""
+        connection = self.best(peer)
+        if connection is None:
+            raise NetworkError(f"{peer} is not connected")
+        stream = await connection.new_stream()
+        assert isinstance(stream, NetStream)
+        await _negotiate(stream, peer, protocol)
+        return stream
+
+    async def open_raw(self, peer: PeerId, protocol: str) -> YamuxStream:
+        """Open a stream of bytes instead of frames, for libp2p's own protocols."""
+        with dial_errors(f"opening {protocol} to {peer}"):
+            stream = await self.open(peer, protocol)
+        muxed = stream.muxed_stream
+        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
+        return muxed
+
     def is_superseded(self, muxer: YamuxConnection) -> bool:
         """Whether a relayed connection has been replaced by a direct one, which new streams use."""
         return muxer.relay is not None and self.has_direct(PeerId(muxer.peer_id.to_base58()))
+
+
+async def _negotiate(stream: INetStream, peer: PeerId, protocol: str) -> None:
+    """Negotiate the protocol (multistream-select) in one round trip; py-libp2p takes two."""
+    messages = MultiselectCommunicator(stream)
+    agreed = False
+    try:
+        await messages.write(MULTISELECT_PROTOCOL_ID)
+        await messages.write(protocol)
+        if await messages.read() != MULTISELECT_PROTOCOL_ID:
+            raise NetworkError(f"{peer} does not speak multistream-select")
+        if await messages.read() != protocol:
+            raise NetworkError(f"{peer} does not serve {protocol}")
+        agreed = True
+    finally:
+        if not agreed:
+            with trio.CancelScope(shield=True), trio.move_on_after(1):
+                await stream.reset()

@@ -9,7 +9,8 @@ from remotes are supervised in `inbound`. The host is built in `libp2p.host`, fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import trio
 from libp2p.custom_types import TProtocol
@@ -17,6 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
+from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity, public_key_of
@@ -37,7 +39,6 @@ from swarm_shared.network.nat.identify import IDENTIFY_PROTOCOL, read_observed
 from swarm_shared.network.nat.identify import answer as answer_identify
 from swarm_shared.network.nat.relay_client import RelayClient
 from swarm_shared.network.nat.relay_server import RelayLimits, RelayServer
-from swarm_shared.network.outbound import StreamOpener
 from swarm_shared.network.own_addresses import OwnAddresses
 from swarm_shared.protocol import LinkBytes, LinkPath
 from swarm_shared.protocol.framing import FrameLimits
@@ -45,28 +46,31 @@ from swarm_shared.protocol.framing import FrameLimits
 logger = logging.getLogger(__name__)
 
 PeerCallback = Callable[[PeerId], None]
+Callback = Callable[[], None]
 
 CONNECT_SECONDS = 20.0
 """Time for a direct dial, a relay's head start, a circuit, and an abandoned hole punch."""
 OPEN_STREAM_SECONDS = 20.0
 MAX_RELAY_ADDRESSES = 8
+CLOSE_SECONDS = 2.0
+"""Longest time to close all connections in an orderly way."""
 MAX_STREAMS_OF_PROTOCOL = 64
 """Streams of one remote, unless a protocol sets another limit."""
 
 
 class Node:
-    """The node of one identity; made by `opening.open_node`, valid inside its `async with`."""
+    """The node of one identity; made by `open_node`, valid inside its `async with`."""
 
     def __init__(
         self,
         identity: Identity,
         max_connections: int,
         max_inbound_streams_per_peer: int,
-        max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
-        bandwidth: Bandwidth | None = None,
+        max_connections_per_address: int,
+        bandwidth: Bandwidth,
     ) -> None:
         self.peer_id = identity.peer_id
-        self.bandwidth = bandwidth or Bandwidth()
+        self.bandwidth = bandwidth
         """Shared by all connections of the node; its limits may be set at any time."""
         self.bandwidth.nodes += 1
         self._host = build_host(
@@ -75,36 +79,26 @@ class Node:
         swarm = self._host.get_network()
         assert isinstance(swarm, NodeSwarm)
         self._swarm = swarm
-        self._links = Links(swarm)
-        self._streams = StreamOpener(self._links)
         self._inbound = Inbound(self._host, max_inbound_streams_per_peer)
         self._watch = ChangeWatch(self._network_changed)
-        self._relays = RelayClient(
-            self.peer_id, swarm, self._connect_to_relay, self._streams.open_raw
-        )
-        self._own = OwnAddresses(swarm, self._relays, lambda: self._watch.interfaces)
-        self._puncher = HolePuncher(
-            swarm, self._own.punchable, self._own.source, self._streams.open_raw,
-            self._links.has_direct, lambda: self._watch.interfaces,
-        )  # fmt: skip
-        self._dialer = Dialer(
-            swarm, self._links, self._relays, self._puncher, lambda: self._watch.interfaces,
-            self._own.source,
-        )  # fmt: skip
-        self._maintenance = ConnectionMaintenance(
-            swarm, self._links, self._puncher, lambda: self._watch.interfaces
-        )
-        self._relay: RelayServer | None = None
+        self._links = links = Links(swarm, lambda: self._watch.interfaces)
+        self._relays = RelayClient(links, self._connect_to_relay)
+        self._own = OwnAddresses(links, self._relays)
+        self._puncher = HolePuncher(links, self._own)
+        self._dialer = Dialer(links, self._own, self._relays, self._puncher)
+        self._maintenance = ConnectionMaintenance(links, self._puncher)
+        self.relay: RelayServer | None = None
+        """The relay this node serves, if it does."""
         self._disconnect_callbacks: list[PeerCallback] = []
         self._path_callbacks: list[PeerCallback] = []
-        self._address_callbacks: list[Callable[[], None]] = []
-        self._network_callbacks: list[Callable[[], None]] = []
+        self._address_callbacks: list[Callback] = []
+        self._network_callbacks: list[Callback] = []
         self._manager = TrioManager(swarm)
         self._swarm.set_stream_handler(self._inbound.accept)
         self._swarm.on_connected = self._maintenance.connected
         self._swarm.on_lost = self._links.changed
         self._links.on_lost = self._peer_lost
-        self._links.on_change = self._path_changed
+        self._links.on_change = lambda peer: self._notify(self._path_callbacks, peer)
         self._relays.on_change = self._addresses_changed
         self._inbound.serve_raw(STOP_PROTOCOL, self._relays.handle_stop, public=True)
         self._inbound.serve_raw(DCUTR_PROTOCOL, self._puncher.handle, public=False)
@@ -136,11 +130,6 @@ class Node:
     def relay_slots(self) -> tuple[PeerId, ...]:
         """The relays at which this node can be reached now."""
         return self._relays.slots
-
-    @property
-    def relay(self) -> RelayServer | None:
-        """The relay this node serves, if it does."""
-        return self._relay
 
     def is_connected(self, peer: PeerId) -> bool:
         return self._links.best(peer) is not None
@@ -202,18 +191,15 @@ class Node:
 
     def serve_relay(self, limits: RelayLimits, allow: Callable[[PeerId], bool]) -> None:
         """Relay for the peers that `allow` accepts, at both ends of a circuit."""
-        self._relay = RelayServer(
-            limits,
-            allow,
-            lambda: self._own.dialable()[:MAX_RELAY_ADDRESSES],
-            self._streams.open_raw,
+        self.relay = RelayServer(
+            limits, allow, lambda: self._own.dialable()[:MAX_RELAY_ADDRESSES], self._links
         )
-        self._inbound.serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
+        self._inbound.serve_raw(HOP_PROTOCOL, self.relay.handle, public=True)
 
     def stop_relay(self) -> None:
         """Accept no new slots and circuits; existing ones continue."""
         self._host.multiselect.handlers.pop(TProtocol(HOP_PROTOCOL), None)
-        self._relay = None
+        self.relay = None
 
     # Being reached
 
@@ -229,7 +215,7 @@ class Node:
         self._relays.offer(relays, last)
         self._relays.want(wanted)
 
-    def on_addresses(self, callback: Callable[[], None]) -> None:
+    def on_addresses(self, callback: Callback) -> None:
         """Call back, synchronously, when `addresses` may have changed."""
         self._address_callbacks.append(callback)
 
@@ -241,7 +227,7 @@ class Node:
         """Call back, synchronously, when a peer's best connection has changed."""
         self._path_callbacks.append(callback)
 
-    def on_network_change(self, callback: Callable[[], None]) -> None:
+    def on_network_change(self, callback: Callback) -> None:
         """Call back, synchronously, when this machine's addresses changed or it woke up."""
         self._network_callbacks.append(callback)
 
@@ -289,7 +275,7 @@ class Node:
                 if not addresses:
                     raise NetworkError(f"{peer} is not connected, and no address of it is known")
                 await self.connect(peer, addresses, timeout_seconds)
-            stream = await self._streams.open(peer, protocol)
+            stream = await self._links.open(peer, protocol)
         return FramedStream(
             stream, protocol, limits, self._inbound.traffic, self._links.is_superseded
         )
@@ -359,7 +345,7 @@ class Node:
             return
         try:
             with dial_errors(f"asking {peer} for our address"), trio.fail_after(MESSAGE_SECONDS):
-                stream = await self._streams.open_raw(peer, IDENTIFY_PROTOCOL)
+                stream = await self._links.open_raw(peer, IDENTIFY_PROTOCOL)
                 observed = await read_observed(stream)
                 await stream.close()
         except (NetworkError, FrameError) as error:
@@ -372,32 +358,27 @@ class Node:
 
     def _peer_lost(self, peer: PeerId) -> None:
         self._own.observed.pop(peer, None)
-        if self._relay is not None:
-            self._relay.forget(peer)
+        if self.relay is not None:
+            self.relay.forget(peer)
         self._relays.lost(peer)
-        self._tell(self._disconnect_callbacks, peer)
+        self._notify(self._disconnect_callbacks, peer)
 
-    def _path_changed(self, peer: PeerId) -> None:
-        self._tell(self._path_callbacks, peer)
-
-    def _tell(self, callbacks: Sequence[PeerCallback], peer: PeerId) -> None:
+    def _notify(self, callbacks: Sequence[Callable[..., None]], *changed: PeerId) -> None:
         for callback in callbacks:
             try:
-                callback(peer)
+                callback(*changed)
             except Exception:  # a supervisor: one callback's failure must not stop the others
                 self._inbound.handler_errors["callback"] += 1
-                logger.exception("a callback for the link to %s failed", peer)
+                logger.exception("a callback for a change failed: %s", ", ".join(changed))
 
     def _addresses_changed(self) -> None:
-        for callback in self._address_callbacks:
-            callback()
+        self._notify(self._address_callbacks)
 
     def _network_changed(self) -> None:
         """Handle a change of network or a wake-up: check connections and inform the listeners."""
         self._maintenance.network_changed()
         self._addresses_changed()
-        for callback in self._network_callbacks:
-            callback()
+        self._notify(self._network_callbacks)
 
     # Raw protocols
 
@@ -419,3 +400,34 @@ def _parse(address: str) -> Multiaddr:
         raise NetworkError(
             f"{address!r} is not a multiaddr such as /ip4/192.0.2.1/tcp/4001"
         ) from error
+
+
+@asynccontextmanager
+async def open_node(
+    identity: Identity,
+    listen_addresses: Sequence[str] = (),
+    *,
+    max_connections: int = 10_000,
+    max_inbound_streams_per_peer: int = 256,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    bandwidth: Bandwidth | None = None,
+) -> AsyncIterator[Node]:
+    """Run a node until the block ends; closing takes CLOSE_SECONDS at most.
+
+    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free port.
+    NetworkError when a port is not available. Several nodes may share one `bandwidth`.
+    """
+    node = Node(
+        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,
+        bandwidth or Bandwidth(),
+    )  # fmt: skip
+    with single_error_unwrapped():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.run)
+            try:
+                await node.listen(listen_addresses)
+                yield node
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
+                    await node.close()
+                nursery.cancel_scope.cancel()

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from multiaddr import Multiaddr
 
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.dial_order import Interfaces, is_global
-from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.links import Links
 from swarm_shared.network.nat.relay_client import RelayClient
 
 
 class OwnAddresses:
     """A node's addresses, without its peer ID at their end."""
 
-    def __init__(
-        self, swarm: NodeSwarm, relays: RelayClient, interfaces: Callable[[], Interfaces]
-    ) -> None:
+    def __init__(self, links: Links, relays: RelayClient) -> None:
         self.observed: dict[PeerId, str] = {}
         """This node's address and port as seen by the peers that were asked."""
-        self._swarm = swarm
+        self._links = links
         self._relays = relays
-        self._interfaces = interfaces
         self._announced: tuple[str, ...] = ()
 
     def announce(self, addresses: Sequence[str]) -> bool:
@@ -50,9 +47,9 @@ class OwnAddresses:
     def listening(self) -> list[str]:
         return [
             dialable
-            for listener in self._swarm.listeners.values()
+            for listener in self._links.swarm.listeners.values()
             for address in listener.get_addrs()
-            for dialable in _dialable(address, self._interfaces())
+            for dialable in _dialable(address, self._links.interfaces())
         ]
 
     @property

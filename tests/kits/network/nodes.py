@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import trio
 from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
@@ -20,7 +21,7 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, RelayLimits, open_node
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
-from swarm_shared.network.nat.circuit import HOP_PROTOCOL, HopMessage, read_message, write_message
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=2**20)
@@ -88,7 +89,7 @@ async def says_hello(node: Node, peer: Node, addresses: object = None) -> bool:
 
 async def hop_stream(node: Node, relay: Node) -> YamuxStream:
     await node.connect(relay.peer_id, relay.addresses)
-    return await node._streams.open_raw(relay.peer_id, HOP_PROTOCOL)
+    return await node._links.open_raw(relay.peer_id, HOP_PROTOCOL)
 
 
 @dataclass(frozen=True)

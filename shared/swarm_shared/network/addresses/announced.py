@@ -10,13 +10,12 @@ and transports other than TCP are passed on by none (docs/decisions, number 0033
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm_shared.base.endpoint import Endpoint, IpAddress
+from swarm_shared.base.endpoint import Endpoint, IpAddress, address_group
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import CIRCUIT, Interfaces, is_global
+from swarm_shared.network.addresses.dial_order import CIRCUIT, Interfaces, is_global, is_global_ip
 
 INSIDE = "inside"
 """What counts as one place for all peers that the coordinator sees at private addresses: they are
@@ -53,14 +52,14 @@ class PeerPlace:
     @property
     def is_inside(self) -> bool:
         ip = self.observed
-        return ip is not None and (not _is_global(ip) or ip in self.coordinator.hosts)
+        return ip is not None and (not is_global_ip(ip) or ip in self.coordinator.hosts)
 
     def site(self, key: bytes) -> str:
         """Return an opaque name of the place, equal for peers behind one address; empty over a
         relay."""
         if self.observed is None:
             return ""
-        place = INSIDE if self.is_inside else _group(self.observed)
+        place = INSIDE if self.is_inside else address_group(str(self.observed))
         return hashlib.blake2b(place.encode(), key=key, digest_size=SITE_BYTES).hexdigest()
 
     def proves(self, ip: IpAddress) -> bool:
@@ -87,7 +86,7 @@ class PeerPlace:
             endpoint = Endpoint.parse(address)
             if endpoint is None:
                 continue
-            if not _is_global(endpoint.ip):
+            if not is_global_ip(endpoint.ip):
                 if self._accepts_local(endpoint.ip):
                     local.append(address)
             elif self.proves(endpoint.ip):
@@ -115,12 +114,3 @@ def _relay_address(address: str, relays: RelayAddresses) -> str | None:
     ends = not rest or (rest.startswith("/p2p/") and rest.count("/") == 2)
     known = {address.partition("/p2p/")[0] for address in relays(PeerId(relay))}
     return head if named and ends and head in known else None
-
-
-def _is_global(ip: IpAddress) -> bool:
-    return is_global(f"/ip{ip.version}/{ip}/tcp/1")
-
-
-def _group(ip: IpAddress) -> str:
-    """Return what counts as one household: an IPv4 address, or the /64 that it receives."""
-    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))

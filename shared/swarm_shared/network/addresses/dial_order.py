@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import psutil
 
+from swarm_shared.base.endpoint import IpAddress
 from swarm_shared.base.errors import SignatureError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 CIRCUIT = "/p2p-circuit"
@@ -90,8 +90,10 @@ def is_private(ip: IpAddress) -> bool:
 def is_global(address: str) -> bool:
     """Whether the address means the same machine everywhere."""
     ip = ip_of(address)
-    if ip is None:
-        return address.startswith("/dns")
+    return address.startswith("/dns") if ip is None else is_global_ip(ip)
+
+
+def is_global_ip(ip: IpAddress) -> bool:
     return not (
         is_private(ip) or ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast
     )

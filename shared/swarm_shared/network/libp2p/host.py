@@ -78,11 +78,10 @@ exist besides."""
 def build_host(
     identity: Identity,
     max_connections: int,
-    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
-    bandwidth: Bandwidth | None = None,
+    max_connections_per_address: int,
+    bandwidth: Bandwidth,
 ) -> BasicHost:
     """Return a host with the identity's key that has not been started."""
-    bandwidth = bandwidth or Bandwidth()
     _quieten_libp2p()
     private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
     key_pair = KeyPair(private_key, private_key.get_public_key())

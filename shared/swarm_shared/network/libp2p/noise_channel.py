@@ -75,23 +75,16 @@ class NoiseChannel:
         await self._session.close()
 
     async def _read_exactly(self, size: int) -> bytes | memoryview:
-        """Return `size` bytes, valid until the next read. A relayed connection may return fewer
-        bytes a call than requested; TCP only at its end."""
+        """Return `size` bytes, valid until the next read. Both kinds of connection return fewer
+        only at their end."""
+        data: bytes | memoryview
         if self._socket is not None:
-            view = await self._socket.read_view(size)
-            if len(view) < size:
-                raise IncompleteReadError("the connection ended")
-            return view
-        data: bytes = await self._raw.read(size)
-        if len(data) == size:
-            return data
-        collected = bytearray(data)
-        while len(collected) < size:
-            data = await self._raw.read(size - len(collected))
-            if not data:
-                raise IncompleteReadError("the connection ended")
-            collected += data
-        return bytes(collected)
+            data = await self._socket.read_view(size)
+        else:
+            data = await self._raw.read(size)
+        if len(data) < size:
+            raise IncompleteReadError("the connection ended")
+        return data
 
 
 def relay_of(channel: NoiseChannel) -> PeerId | None:

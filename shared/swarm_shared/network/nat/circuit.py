@@ -13,7 +13,7 @@ import trio
 from google.protobuf.message import DecodeError, Message
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Status, StopMessage
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from libp2p.utils.varint import encode_varint_prefixed
 
@@ -30,20 +30,6 @@ MESSAGE_SECONDS: Final = 10.0
 """Longest wait for one message."""
 _MAX_VARINT_BYTES: Final = 3
 _MAX_READ_BYTES: Final = 65_535
-
-__all__ = [
-    "HOP_PROTOCOL",
-    "MAX_MESSAGE_BYTES",
-    "MESSAGE_SECONDS",
-    "STOP_PROTOCOL",
-    "CircuitTransport",
-    "HopMessage",
-    "Status",
-    "StopMessage",
-    "read_message",
-    "status_name",
-    "write_message",
-]
 
 MessageT = TypeVar("MessageT", bound=Message)
 

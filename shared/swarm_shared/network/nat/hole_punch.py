@@ -12,7 +12,7 @@ and repeated ever more rarely, or when the network changes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,11 +27,12 @@ from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_ip_address
-from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, ip_of
+from swarm_shared.network.addresses.dial_order import direct_addresses, ip_of
 from swarm_shared.network.libp2p.errors import dial_errors
-from swarm_shared.network.libp2p.host import NodeSwarm
 from swarm_shared.network.libp2p.yamux import YamuxStream
+from swarm_shared.network.links import Links
 from swarm_shared.network.nat.circuit import MESSAGE_SECONDS, read_message, write_message
+from swarm_shared.network.own_addresses import OwnAddresses
 
 logger = logging.getLogger(__name__)
 
@@ -78,26 +79,13 @@ class _Attempt:
 
 
 class HolePuncher:
-    """Punches holes. `own_addresses` are sent to the remote: where this node may be reached."""
+    """Punches holes."""
 
-    def __init__(
-        self,
-        swarm: NodeSwarm,
-        own_addresses: Callable[[], Sequence[str]],
-        source: Callable[[int], tuple[str, int] | None],
-        open_stream: Callable[[PeerId, str], Awaitable[YamuxStream]],
-        has_direct: Callable[[PeerId], bool],
-        interfaces: Callable[[], Interfaces],
-    ) -> None:
-        self._swarm = swarm
-        self._own_addresses = own_addresses
-        self._source = source
-        self._open_stream = open_stream
-        self._has_direct = has_direct
-        self._interfaces = interfaces
+    def __init__(self, links: Links, own: OwnAddresses) -> None:
+        self._links = links
+        self._own = own
         self._attempts: dict[PeerId, _Attempt] = {}
         self._invited = 0
-        self._own = PeerId(swarm.get_peer_id().to_base58())
         self._failures: dict[PeerId, int] = {}
         self._failed_until: dict[PeerId, float] = {}
         self._ended: dict[PeerId, float] = {}
@@ -129,7 +117,7 @@ class HolePuncher:
 
     async def wait(self, peer: PeerId) -> None:
         """Wait, as the dialler of a relayed connection, until a punch has succeeded or failed."""
-        if self._has_direct(peer) or not self.worth_trying(peer):
+        if self._links.has_direct(peer) or not self.worth_trying(peer):
             return
         attempt = self._attempts.setdefault(peer, _Attempt())
         with trio.move_on_after(PUNCH_WAIT_SECONDS):
@@ -139,7 +127,7 @@ class HolePuncher:
 
     async def punch(self, peer: PeerId) -> bool:
         """Begin an attempt with a peer that is connected over a relay. False: it stays relayed."""
-        if self._has_direct(peer):
+        if self._links.has_direct(peer):
             return True
         if self._is_running(peer) or not self.worth_trying(peer):
             return False
@@ -151,17 +139,17 @@ class HolePuncher:
                     addresses = await self._invite(peer)
             except (NetworkError, FrameError) as error:
                 logger.debug("no hole punched to %s: %s", peer, error)
-                return self._has_direct(peer)
+                return self._links.has_direct(peer)
             finally:
                 attempt.inviting = None
             if addresses is not None and not scope.cancel_called:
                 return await self._dial(peer, addresses, as_initiator=False)
             # The remote's invitation arrived in between, and `handle` has accepted it.
             await attempt.done.wait()
-            return self._has_direct(peer)
+            return self._links.has_direct(peer)
 
     async def _invite(self, peer: PeerId) -> list[str]:
-        stream = await self._open_stream(peer, DCUTR_PROTOCOL)
+        stream = await self._links.open_raw(peer, DCUTR_PROTOCOL)
         try:
             with trio.fail_after(MESSAGE_SECONDS):
                 began = trio.current_time()
@@ -193,7 +181,7 @@ class HolePuncher:
     def _takes_invitation(self, peer: PeerId) -> bool:
         attempt = self._attempts.get(peer)
         if attempt is not None and attempt.begun.is_set():
-            if attempt.inviting is None or self._own < peer:
+            if attempt.inviting is None or self._links.own < peer:
                 return False
             # Both ends have begun: the end with the lower peer ID continues.
             attempt.inviting.cancel()
@@ -237,20 +225,20 @@ class HolePuncher:
     def _own_message(self) -> HolePunch:
         return HolePunch(
             type=HolePunch.CONNECT,
-            ObsAddrs=[Multiaddr(a).to_bytes() for a in self._own_addresses()[:MAX_ADDRESSES]],
+            ObsAddrs=[Multiaddr(a).to_bytes() for a in self._own.punchable()[:MAX_ADDRESSES]],
         )
 
     def _candidates(self, message: HolePunch) -> list[str]:
         """Return the remote's addresses that are worth dialling from here."""
         unpacked = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
         addresses = dict.fromkeys(address for address in unpacked if address is not None)
-        return direct_addresses(addresses, self._interfaces())[:MAX_ADDRESSES_DIALLED]
+        return direct_addresses(addresses, self._links.interfaces())[:MAX_ADDRESSES_DIALLED]
 
     async def _dial(self, peer: PeerId, addresses: list[str], *, as_initiator: bool) -> bool:
         """Dial all of the addresses repeatedly until one connects or the time is over."""
         peer_id = ID.from_base58(peer)
         places = {(str(ip_of(a)), int(a.split("/tcp/")[1])) for a in addresses}
-        expected = self._swarm.expected_as_initiator
+        expected = self._links.swarm.expected_as_initiator
         if as_initiator:
             # An endpoint named by another peer stays with it: else any peer could take it over.
             places -= expected.keys()
@@ -274,7 +262,7 @@ class HolePuncher:
             p: t for p, t in self._ended.items() if now - t < LONGEST_REMOTE_PAUSE_SECONDS
         }
         self._ended[peer] = now
-        if self._has_direct(peer):
+        if self._links.has_direct(peer):
             self.succeeded += 1
             self._failures.pop(peer, None)
             return True
@@ -287,13 +275,14 @@ class HolePuncher:
 
     async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:
         target = Multiaddr(address)
-        dial = self._swarm.dial_addr if as_initiator else self._swarm.dial_addr_as_responder
+        swarm = self._links.swarm
+        dial = swarm.dial_addr if as_initiator else swarm.dial_addr_as_responder
         for _ in range(MAX_DIALS):
-            if self._has_direct(peer):
+            if self._links.has_direct(peer):
                 return
             try:
                 with dial_errors(address):
-                    await dial(target, peer_id, self._source(6 if "/ip6/" in address else 4))
+                    await dial(target, peer_id, self._own.source(6 if "/ip6/" in address else 4))
             except NetworkError as error:
                 logger.debug("punching to %s: %s", peer, error)
                 await trio.sleep(RETRY_SECONDS)
@@ -306,6 +295,6 @@ class HolePuncher:
         await trio.sleep(PLAIN_DIAL_DELAY_SECONDS)
         try:
             with dial_errors(address):
-                await self._swarm.dial_addr(Multiaddr(address), peer_id)
+                await self._links.swarm.dial_addr(Multiaddr(address), peer_id)
         except NetworkError as error:
             logger.debug("dialling %s: %s", peer, error)

@@ -17,6 +17,7 @@ import trio
 from libp2p.connection_types import ConnectionType
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Status, StopMessage
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
@@ -27,15 +28,12 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_address
 from swarm_shared.network.addresses.dial_order import CIRCUIT, Circuit, circuit_addresses
 from swarm_shared.network.libp2p.errors import dial_errors, summary
-from swarm_shared.network.libp2p.host import NodeSwarm
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
+from swarm_shared.network.links import Links
 from swarm_shared.network.nat.circuit import (
     HOP_PROTOCOL,
     MESSAGE_SECONDS,
     CircuitTransport,
-    HopMessage,
-    Status,
-    StopMessage,
     read_message,
     status_name,
     write_message,
@@ -51,7 +49,6 @@ RESERVE_SECONDS: Final = 10.0
 waiting."""
 ADDRESSES_PER_RELAY: Final = 3
 
-OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
 Connect = Callable[[PeerId, Sequence[str]], Awaitable[None]]
 
 
@@ -79,13 +76,9 @@ class _RelayCandidate:
 class RelayClient:
     """`run` holds the slots; `dial` and `handle_stop` make relayed connections."""
 
-    def __init__(
-        self, own: PeerId, swarm: NodeSwarm, connect: Connect, open_stream: OpenStream
-    ) -> None:
-        self._own = own
-        self._swarm = swarm
+    def __init__(self, links: Links, connect: Connect) -> None:
+        self._links = links
         self._connect = connect
-        self._open_stream = open_stream
         self._candidates: dict[PeerId, _RelayCandidate] = {}
         self._slots: dict[PeerId, Slot] = {}
         self._wanted = 0
@@ -118,7 +111,7 @@ class RelayClient:
         known = self._candidates
         self._candidates = {}
         for relay, addresses in relays.items():
-            if relay == self._own or not addresses:
+            if relay == self._links.own or not addresses:
                 continue
             candidate = known.get(relay)
             if candidate is None or candidate.addresses != tuple(addresses):
@@ -185,7 +178,7 @@ class RelayClient:
 
     def _rank(self, relay: PeerId) -> tuple[bool, bytes]:
         """Order the relays differently for each peer, so that peers spread over the relays."""
-        text = f"{self._own} {relay}".encode()
+        text = f"{self._links.own} {relay}".encode()
         return not self._candidates[relay].preferred, hashlib.sha256(text).digest()
 
     def _pause(self, now: float) -> float:
@@ -238,7 +231,7 @@ class RelayClient:
         """Send one request to a relay and return its answer; the stream goes into `keep` or is
         closed."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(2 * MESSAGE_SECONDS):
-            stream = await self._open_stream(relay, HOP_PROTOCOL)
+            stream = await self._links.open_raw(relay, HOP_PROTOCOL)
             settled = False
             try:
                 await write_message(stream, request)
@@ -268,7 +261,7 @@ class RelayClient:
         raw = _raw_connection(kept[0], circuit.relay, initiator=True)
         try:
             with dial_errors(f"connecting to {peer} through {circuit.relay}"):
-                await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer))
+                await self._links.swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer))
         except BaseException:
             # py-libp2p leaves it open when it is cancelled in the handshake, and the relay holds
             # the circuit for as long as this end does.
@@ -289,7 +282,7 @@ class RelayClient:
         raw = _raw_connection(stream, relay, initiator=False)
         try:
             # The handshake proves the peer's identity; the relay's claim is not needed.
-            muxer = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(CIRCUIT))
+            muxer = await self._links.swarm.upgrade_inbound_raw_conn(raw, Multiaddr(CIRCUIT))
         except MuxedStreamError:
             return
         except Exception as error:  # noqa: BLE001 (an unknown peer's bytes make it raise anything)

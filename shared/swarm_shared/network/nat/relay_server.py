@@ -13,13 +13,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 from libp2p.peer.id import ID
-from libp2p.relay.circuit_v2.pb.circuit_pb2 import Limit, Reservation
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import (
+    HopMessage,
+    Limit,
+    Reservation,
+    Status,
+    StopMessage,
+)
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
@@ -30,12 +36,10 @@ from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.host import take_one
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
+from swarm_shared.network.links import Links
 from swarm_shared.network.nat.circuit import (
     MESSAGE_SECONDS,
     STOP_PROTOCOL,
-    HopMessage,
-    Status,
-    StopMessage,
     read_message,
     status_name,
     write_message,
@@ -76,8 +80,6 @@ HALF_CLOSED_SECONDS: Final = 10.0
 """Longest life of a half-closed circuit. The end of one direction is the end of a connection, and
 the other end then closes its direction; one that does not would hold the circuit indefinitely."""
 
-OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
-
 
 class RelayServer:
     """Answers hop streams. `allow` decides whether a peer may use this relay, at either end."""
@@ -87,12 +89,12 @@ class RelayServer:
         limits: RelayLimits,
         allow: Callable[[PeerId], bool],
         addresses: Callable[[], tuple[str, ...]],
-        open_stream: OpenStream,
+        links: Links,
     ) -> None:
         self._limits = limits
         self._allow = allow
         self._addresses = addresses
-        self._open_stream = open_stream
+        self._links = links
         self._reserved_until: dict[PeerId, tuple[float, str]] = {}
         self._circuits: Counter[PeerId] = Counter()
         self._circuits_of_pair: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -230,7 +232,7 @@ class RelayServer:
         far: YamuxStream | None = None
         try:
             with trio.fail_after(MESSAGE_SECONDS):
-                far = await self._open_stream(target, STOP_PROTOCOL)
+                far = await self._links.open_raw(target, STOP_PROTOCOL)
                 if far.connection.relay is not None:
                     # Its own connection is gone since it reserved: no circuit over a circuit.
                     raise NetworkError(f"{target} is itself connected over a relay")
