@@ -63,25 +63,25 @@ class ClientApp(_View):
     def __init__(
         self, source: Source[Status], look: Look, recorder: Recorder | None = None
     ) -> None:
-        self.model = ClientModel(look)
+        self.model = ClientModel()
         self._pane = 0
         super().__init__(source, look, recorder)
 
     # -------------------------------------------------------------- what is shown
 
     def panes(self) -> Sequence[PaneSpec]:
-        model, look = self.model, self.look
+        model = self.model
         return (
-            drawn("Overview", "Overview", partial(overview, model), look,
+            drawn("Overview", "Overview", partial(overview, model),
                   "The run, this machine and what is used of it"),
-            drawn("Pipeline", "Pipeline", partial(pipeline, model), look,
+            drawn("Pipeline", "Pipeline", partial(pipeline, model),
                   "Stages, peers, the flow of microbatches, and moves"),
-            drawn("Contribution", "Given", partial(contribution, model), look,
+            drawn("Contribution", "Given", partial(contribution, model),
                   "What this machine has given"),
-            drawn("Leaderboard", "Board", partial(leaderboard, model), look,
+            drawn("Leaderboard", "Board", partial(leaderboard, model),
                   "People and teams"),
             PaneSpec("Logs", "Logs", LogPane(self.model, id="logs"), "What happened", "log-lines"),
-            PaneSpec("Settings", "Limits", SettingsPane(self.look, id="settings"),
+            PaneSpec("Settings", "Limits", SettingsPane(id="settings"),
                      "What this program may use of the machine, and when", "setting-list"),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ PROGRAM = "swarm-client top"
 @view_options
 def top(home: Path | None, record: Path | None, replay: Path | None, unicode: bool | None) -> None:
     """Show what this machine does for the run, live; pause it and change its limits."""
-    from swarm_shared.tui.terminal import this_terminal
+    from swarm_shared.tui.terminal_style import this_terminal
 
     look = this_terminal("swarm-client status", unicode=unicode)
     from swarm_client.tui.app import ClientApp

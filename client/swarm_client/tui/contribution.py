@@ -12,7 +12,6 @@ from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import columns_plot
 from swarm_shared.tui.styled_text import EMPTY, Line, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_client.control.status_document import AuditsView, LeaderboardRow, Status
@@ -25,13 +24,13 @@ _LONGEST_HISTORY_DAYS = 366
 
 
 def contribution(model: ClientModel, width: int, height: int) -> list[Line]:
-    status, look = model.status, model.look
+    status = model.status
     if status is None:
         return [EMPTY]
     given = status.contribution
     streak = counted(given.streak_days, "day in a row", "days in a row")
     lines = [
-        heading("Given", width, look),
+        heading("Given", width),
         line(("  validated tokens  ", "dim"), (number(given.tokens), "strong")),
         line(
             ("  microbatches      ", "dim"), number(given.microbatches),
@@ -45,8 +44,8 @@ def contribution(model: ClientModel, width: int, height: int) -> list[Line]:
         line(("  streak            ", "dim"), streak),
         *_audits(status.audits),
         EMPTY,
-        heading("Credit a day", width, look),
-        *_history(status, width, min(14, max(4, height - 16)), look),
+        heading("Credit a day", width),
+        *_history(status, width, min(14, max(4, height - 16))),
         EMPTY,
         *wrapped(_EXPLAINED, width - 2, "dim", "  "),
     ]  # fmt: skip
@@ -75,17 +74,16 @@ def _audits(audits: AuditsView | None) -> list[Line]:
     ]  # fmt: skip
 
 
-def _history(status: Status, width: int, height: int, look: Look) -> list[Line]:
+def _history(status: Status, width: int, height: int) -> list[Line]:
     days = daily(status.contribution.days, width - 12)
     if not days:
         return [line(("  nothing has been credited yet", "dim"))]
     top = max(credit for _, credit in days)
-    rows = columns_plot([credit for _, credit in days], width - 12, height - 1, look)
-    edge = "│" if look.unicode else "|"
+    rows = columns_plot([credit for _, credit in days], width - 12, height - 1)
     lines = []
     for index, row in enumerate(rows):
         told = short_number(top) if index == 0 else "0" if index == len(rows) - 1 else ""
-        lines.append(line((f"{told:>8} ", "dim"), (edge, "rule"), (row, "accent")))
+        lines.append(line((f"{told:>8} ", "dim"), ("│", "rule"), (row, "accent")))
     first, last = days[0][0], days[-1][0]
     lines.append(line((f"{'':10}{first}{f' to {last}' if last != first else ''}", "dim")))
     return lines
@@ -129,20 +127,20 @@ _BAR = 14
 
 
 def leaderboard(model: ClientModel, width: int, height: int) -> list[Line]:
-    status, look = model.status, model.look
+    status = model.status
     if status is None:
         return [EMPTY]
     ranked = sorted(status.leaderboard, key=lambda row: (-row.credit, -row.tokens, row.name))
     if not ranked:
         return [
-            heading("People", width, look),
+            heading("People", width),
             line(("  no credit has been counted yet", "dim")),
         ]
-    lines = [heading("People", width, look), *_indented(_people(ranked, width - 2, look))]
+    lines = [heading("People", width), *_people(ranked, width)]
     grouped = teams(ranked)
     if grouped:
-        lines += [EMPTY, heading("Teams", width, look)]
-        lines += _indented(_team_table(grouped, width - 2, look))
+        lines += [EMPTY, heading("Teams", width)]
+        lines += _team_table(grouped, width)
     return lines
 
 
@@ -159,7 +157,7 @@ def teams(rows: list[LeaderboardRow]) -> list[tuple[str, int, int, float, bool]]
     return [(name, *sums) for name, sums in ranked]
 
 
-def _people(rows: list[LeaderboardRow], width: int, look: Look) -> list[Line]:
+def _people(rows: list[LeaderboardRow], width: int) -> list[Line]:
     top = rows[0].credit
     cells = [
         (
@@ -170,16 +168,14 @@ def _people(rows: list[LeaderboardRow], width: int, look: Look) -> list[Line]:
             line((printable(row.team or ""), "dim")),
             line(short_number(row.tokens)),
             line(number(row.credit, 2)),
-            bar(row.credit / top if top > 0 else 0.0, _BAR, look, "good" if row.you else "accent"),
+            bar(row.credit / top if top > 0 else 0.0, _BAR, "good" if row.you else "accent"),
         )
         for place, row in enumerate(rows, 1)
     ]
-    return table(_PEOPLE, cells, width, look)
+    return table(_PEOPLE, cells, width)
 
 
-def _team_table(
-    rows: list[tuple[str, int, int, float, bool]], width: int, look: Look
-) -> list[Line]:
+def _team_table(rows: list[tuple[str, int, int, float, bool]], width: int) -> list[Line]:
     total = sum(credit for _, _, _, credit, _ in rows)
     cells = [
         (
@@ -192,8 +188,4 @@ def _team_table(
         )
         for place, (name, people, tokens, credit, yours) in enumerate(rows, 1)
     ]
-    return table(_TEAMS, cells, width, look)
-
-
-def _indented(lines: list[Line]) -> list[Line]:
-    return [(*line("  "), *drawn) for drawn in lines]
+    return table(_TEAMS, cells, width)

@@ -84,7 +84,7 @@ class LogPane(Vertical):
     def compose(self) -> ComposeResult:
         yield Block(self._draw_head, id="log-head")
         yield Input(placeholder="words that must occur; Enter keeps them, Escape drops them")
-        yield LogLines(self._draw, self._model.look, id="log-lines")
+        yield LogLines(self._draw, id="log-lines")
 
     def _draw(self, width: int, height: int) -> list[Line]:
         entries = chosen(self._model.log, self.words, self.level)

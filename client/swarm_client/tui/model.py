@@ -9,7 +9,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from swarm_shared.tui.source import LogEntry
-from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.time_series import TimeSeries
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ MAX_LOG_ENTRIES = 5000
 class ClientModel:
     """The newest status, time series and the log."""
 
-    def __init__(self, look: Look) -> None:
-        self.look = look
+    def __init__(self) -> None:
         self.status: Status | None = None
         self.loss = TimeSeries(2000)
         """Loss by step, not by time."""

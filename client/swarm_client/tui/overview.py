@@ -18,7 +18,6 @@ from swarm_shared.tui.bars import bar, gauge_role, sparkline
 from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import plot
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
-from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_client.control.status_document import DeviceView, Status
@@ -42,18 +41,18 @@ WORD_ROLES: dict[DaemonState, Role] = {
 
 
 def overview(model: ClientModel, width: int, height: int) -> list[Line]:
-    status, look = model.status, model.look
+    status = model.status
     if status is None:
         return [EMPTY, line(("  waiting for the daemon's first status ...", "dim"))]
     half = (width - 2) // 2 if width >= TWO_COLUMNS else width
     run = _run(model, status, half)
-    devices = _devices(status, half, look)
-    machine = _machine(status, half, look)
+    devices = _devices(status, half)
+    machine = _machine(status, half)
     network = _network(model, status, half)
     given = _given(model, status, half)
     if width >= TWO_COLUMNS:
         left, right = [*run, EMPTY, *devices], [*machine, EMPTY, *network, EMPTY, *given]
-        lines = beside(left, right, width, look)
+        lines = beside(left, right, width)
     else:
         lines = [*run, *devices, *machine, *network, *given]
     room = height - len(lines) - 2
@@ -64,15 +63,8 @@ def _curve(model: ClientModel, width: int, height: int) -> list[Line]:
     """Draw the loss over the observed steps, where a tall terminal has room for it."""
     return [
         EMPTY,
-        heading("Loss by step", width, model.look),
-        *plot(
-            model.loss.points(),
-            width,
-            height,
-            model.look,
-            label=lambda loss: f"{loss:8.3f}",
-            foot=lambda step: f"{step:,.0f}",
-        ),
+        heading("Loss by step", width),
+        *plot(model.loss.points(), width, height, label=lambda loss: f"{loss:8.3f}"),
     ]
 
 
@@ -85,43 +77,43 @@ def _named(name: str, *parts: Line) -> Line:
 
 
 def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
-    look, run = model.look, status.run
+    run = status.run
     if run is None:
         return [
-            heading("Run", width, look),
+            heading("Run", width),
             _named("none", line("`swarm-client join INVITE` joins one")),
         ]
     done = run.version / run.steps if run.steps > 0 else None
     left = seconds_left(model)
     spark = max(8, min(40, width - 44))
     lines = [
-        heading(f"Run {printable(run.name)}", width, look),
+        heading(f"Run {printable(run.name)}", width),
         _named(
             "steps",
-            bar(done, _bar_cells(width), look),
+            bar(done, _bar_cells(width)),
             line(f"{run.version:,} of {run.steps:,} ({percent(done)})"),
             line(f"{duration_text(left)} left") if left else EMPTY,
         ),
         _named(
             "loss",
             line((f"{number(run.loss, 4):<16}", "strong")),
-            line((sparkline(model.loss.values(), spark, look, from_zero=False), "accent")),
+            line((sparkline(model.loss.values(), spark, from_zero=False), "accent")),
         ),
         _named(
             "speed",
             line(f"{short_number(run.tokens_per_second) + ' tokens/s':<16}"),
-            line((sparkline(model.tokens_per_second.values(), spark, look), "accent")),
+            line((sparkline(model.tokens_per_second.values(), spark), "accent")),
         ),
-        _named("my share", *_share(status, width, look)),
+        _named("my share", *_share(status, width)),
     ]
     if not run.coordinator_attached:
         lines.append(_named("", line(("no connection to the coordinator", "bad"))))
     return lines
 
 
-def _share(status: Status, width: int, look: Look) -> list[Line]:
+def _share(status: Status, width: int) -> list[Line]:
     share = share_of_run(status)
-    parts = [bar(share, _bar_cells(width), look), line(f"{percent(share)} of the work now")]
+    parts = [bar(share, _bar_cells(width)), line(f"{percent(share)} of the work now")]
     for device in status.devices:
         of_stage = share_of_stage(status, device)
         if of_stage is not None:
@@ -129,26 +121,26 @@ def _share(status: Status, width: int, look: Look) -> list[Line]:
     return parts
 
 
-def _devices(status: Status, width: int, look: Look) -> list[Line]:
-    lines = [heading("Devices", width, look)]
+def _devices(status: Status, width: int) -> list[Line]:
+    lines = [heading("Devices", width)]
     for device in status.devices:
-        lines += _device(device, width, look)
+        lines += _device(device, width)
     if not status.devices:
         lines.append(_named("none", line(("no device is in use", "dim"))))
     return lines
 
 
-def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
+def _device(device: DeviceView, width: int) -> list[Line]:
     stage = "no stage" if device.stage is None else f"stage {device.stage}"
     used, whole = device.memory_used_bytes, device.memory_bytes
     memory = used / whole if used is not None and whole > 0 else None
     unit = "microbatches/s" if width >= _NARROW else "a second"
     narrow = 10 if width >= _NARROW else 4
     gauges = [
-        joined((line(("memory ", "dim")), bar(memory, narrow, look, gauge_role(memory, 0.95, 1.01))
+        joined((line(("memory ", "dim")), bar(memory, narrow, gauge_role(memory, 0.95, 1.01))
                 ), ""),
         line(f"{memory_text(used)} of {memory_text(whole)}"),
-        joined((line(("busy ", "dim")), bar(device.utilization, narrow, look)), ""),
+        joined((line(("busy ", "dim")), bar(device.utilization, narrow)), ""),
         line(percent(device.utilization)),
     ]  # fmt: skip
     rest = [line(f"{device.temperature_celsius:.0f} C")] if device.temperature_celsius else []
@@ -168,7 +160,7 @@ def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
     ]
 
 
-def _machine(status: Status, width: int, look: Look) -> list[Line]:
+def _machine(status: Status, width: int) -> list[Line]:
     machine = status.machine
     total, free = machine.memory_total_bytes, machine.memory_available_bytes
     memory = 1 - free / total if total > 0 else None
@@ -182,15 +174,15 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
         facts.append(line(f"unattended for {idle}"))
     facts.append(line(f"{size_text(machine.disk_free_bytes)} of disk free"))
     return [
-        heading("This machine", width, look),
+        heading("This machine", width),
         _named(
             "processor",
-            bar(machine.cpu_share, _bar_cells(width), look),
+            bar(machine.cpu_share, _bar_cells(width)),
             line(f"{percent(machine.cpu_share)}, {percent(machine.own_cpu_share)} of it mine"),
         ),
         _named(
             "memory",
-            bar(memory, _bar_cells(width), look, gauge_role(memory, 0.9, 0.97)),
+            bar(memory, _bar_cells(width), gauge_role(memory, 0.9, 0.97)),
             line(
                 f"{memory_text(total - free)} of {memory_text(total)}, "
                 f"{memory_text(machine.own_memory_bytes)} mine"
@@ -201,19 +193,19 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
 
 
 def _network(model: ClientModel, status: Status, width: int) -> list[Line]:
-    look, traffic = model.look, status.traffic
+    traffic = status.traffic
     spark = max(8, min(40, width - 34))
     lines = [
-        heading(f"Network{_reached(traffic.reachability)}", width, look),
+        heading(f"Network{_reached(traffic.reachability)}", width),
         _named(
             "sent",
-            line((sparkline(model.sent.values(), spark, look), "accent")),
+            line((sparkline(model.sent.values(), spark), "accent")),
             line(f"{rate_text(traffic.sent_bytes_per_second):>9}"),
             line((size_text(traffic.sent_bytes), "dim")),
         ),
         _named(
             "received",
-            line((sparkline(model.received.values(), spark, look), "accent")),
+            line((sparkline(model.received.values(), spark), "accent")),
             line(f"{rate_text(traffic.received_bytes_per_second):>9}"),
             line((size_text(traffic.received_bytes), "dim")),
         ),
@@ -221,16 +213,14 @@ def _network(model: ClientModel, status: Status, width: int) -> list[Line]:
     if traffic.quota_bytes:
         used = traffic.quota_used_bytes / traffic.quota_bytes
         of = f"{size_text(traffic.quota_used_bytes)} of {size_text(traffic.quota_bytes)}"
-        lines.append(
-            _named("quota", bar(used, _bar_cells(width), look, gauge_role(used, 0.8)), line(of))
-        )
+        lines.append(_named("quota", bar(used, _bar_cells(width), gauge_role(used, 0.8)), line(of)))
     return lines
 
 
 def _given(model: ClientModel, status: Status, width: int) -> list[Line]:
-    given, look = status.contribution, model.look
+    given = status.contribution
     return [
-        heading("Given", width, look),
+        heading("Given", width),
         _named(
             "tokens",
             line((short_number(given.tokens), "strong")),

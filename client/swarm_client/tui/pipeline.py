@@ -12,7 +12,6 @@ from swarm_shared.tui.formatting import number, peer_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_client.control.status_document import PeerView, Status
@@ -32,19 +31,19 @@ _COLUMNS = (
 
 
 def pipeline(model: ClientModel, width: int, height: int) -> list[Line]:
-    status, look = model.status, model.look
+    status = model.status
     if status is None:
         return [EMPTY]
     lines = [
-        heading("Stages", width, look),
-        *stage_lines(_bars(status), width, look),
-        heading("Microbatches through this machine", width, look),
+        heading("Stages", width),
+        *stage_lines(_bars(status), width),
+        heading("Microbatches through this machine", width),
         *_flow(model, status, width),
-        heading(f"Peers ({len(status.peers)})", width, look),
-        *_peers(status, width, look),
+        heading(f"Peers ({len(status.peers)})", width),
+        *_peers(status, width),
     ]
     told = status.run.rebalancing if status.run is not None else ()
-    lines.append(heading("Moves between stages", width, look))
+    lines.append(heading("Moves between stages", width))
     for sentence in reversed(told):
         lines += wrapped(printable(sentence), width - 2, indent="  ")
     if not told:
@@ -62,8 +61,6 @@ def _bars(status: Status) -> list[StageBar]:
 
 def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
     """Draw what waits here and what passes through."""
-    look = model.look
-    arrow = "→" if look.unicode else "->"
     lines = []
     for device in status.devices:
         before = "tokens" if device.stage == 0 else f"stage {(device.stage or 0) - 1}"
@@ -72,27 +69,25 @@ def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
         if device.stage is None:
             lines.append(line(f"  {printable(device.id)}: no stage"))
             continue
-        waiting = ("▪" if look.unicode else "o") * min(device.queued, 24)
+        waiting = "▪" * min(device.queued, 24)
         lines.append(
             line(
-                f"  {before} {arrow} ",
+                f"  {before} → ",
                 (f"{waiting or '·'} ", "accent"),
-                f"{device.queued} queued {arrow} ",
+                f"{device.queued} queued → ",
                 (f"stage {device.stage} on {printable(device.id)}", "strong"),
-                f" {device.microbatches_per_second:.2f}/s {arrow} {after}",
+                f" {device.microbatches_per_second:.2f}/s → {after}",
             )
         )
     spark = max(8, min(48, width - 20))
+    lines.append(line(("  queued    ", "dim"), (sparkline(model.queued.values(), spark), "accent")))
     lines.append(
-        line(("  queued    ", "dim"), (sparkline(model.queued.values(), spark, look), "accent"))
-    )
-    lines.append(
-        line(("  computed  ", "dim"), (sparkline(model.own_rate.values(), spark, look), "accent"))
+        line(("  computed  ", "dim"), (sparkline(model.own_rate.values(), spark), "accent"))
     )
     return lines
 
 
-def _peers(status: Status, width: int, look: Look) -> list[Line]:
+def _peers(status: Status, width: int) -> list[Line]:
     if not status.peers:
         return [line(("  no other peer is known yet", "dim"))]
 
@@ -102,7 +97,7 @@ def _peers(status: Status, width: int, look: Look) -> list[Line]:
     rows = [
         (
             line("" if peer.stage is None else str(peer.stage)),
-            line((peer_text(peer.peer, peer.name, look), "strong" if peer.path == "own" else "")),
+            line((peer_text(peer.peer, peer.name), "strong" if peer.path == "own" else "")),
             line(number(peer.microbatches_per_second, 2)),
             line(_path(peer)),
             line(latency_text(peer.rtt_seconds)),
@@ -110,7 +105,7 @@ def _peers(status: Status, width: int, look: Look) -> list[Line]:
         )
         for peer in sorted(status.peers, key=order)
     ]
-    return [(*line("  "), *drawn) for drawn in table(_COLUMNS, rows, width - 2, look)]
+    return table(_COLUMNS, rows, width)
 
 
 def _path(peer: PeerView) -> tuple[str, Role]:

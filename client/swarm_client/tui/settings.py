@@ -20,7 +20,6 @@ from textual.widgets.option_list import Option
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.text import printable
 from swarm_shared.tui.styled_text import Line, line, wrapped
-from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.widgets import Block
 
 
@@ -102,9 +101,8 @@ class SettingsPane(Vertical):
             self.name = name
             self.setting = setting
 
-    def __init__(self, look: Look, *, id: str) -> None:
+    def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._look = look
         self._settings: Settings | None = None
         self._trouble = ""
 

@@ -20,7 +20,7 @@ def top_command(
     run_dir: Path | None, record: Path | None, replay: Path | None, unicode: bool | None
 ) -> None:
     """Show the run in RUN_DIR live: health, stages, peers, loss, events. Changes nothing."""
-    from swarm_shared.tui.terminal import this_terminal
+    from swarm_shared.tui.terminal_style import this_terminal
 
     if (run_dir is None) == (replay is None):
         raise UsageError("name either a run's folder, or a recording with --replay FILE")

@@ -35,21 +35,21 @@ class RunApp(ViewApp[RunDocument]):
     def __init__(
         self, source: Source[RunDocument], look: Look, recorder: Recorder | None = None
     ) -> None:
-        self.model = RunModel(look)
+        self.model = RunModel()
         super().__init__(source, look, recorder)
 
     def panes(self) -> Sequence[PaneSpec]:
-        model, look = self.model, self.look
+        model = self.model
         return (
-            drawn("Overview", "Overview", partial(overview, model), look,
+            drawn("Overview", "Overview", partial(overview, model),
                   "Health, progress, loss and speed"),
-            drawn("Pipeline", "Pipeline", partial(pipeline, model), look,
+            drawn("Pipeline", "Pipeline", partial(pipeline, model),
                   "Stages, peers with path and rate, moves with their reasons"),
-            drawn("Contributors", "Given", partial(contributors, model), look,
+            drawn("Contributors", "Given", partial(contributors, model),
                   "Who gave how much"),
-            drawn("Events", "Events", partial(events, model), look,
+            drawn("Events", "Events", partial(events, model),
                   "What happened, newest first"),
-            drawn("Admission", "Bans", partial(admission, model), look,
+            drawn("Admission", "Bans", partial(admission, model),
                   "Who may join, bans, marks and what was rejected"),
         )  # fmt: skip
 

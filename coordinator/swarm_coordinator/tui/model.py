@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swarm_coordinator.status.document import RunDocument
-from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.time_series import TimeSeries
 
 _PACE_STEPS = 20
@@ -13,8 +12,7 @@ _PACE_STEPS = 20
 class RunModel:
     """The newest document and what changed since the view began."""
 
-    def __init__(self, look: Look) -> None:
-        self.look = look
+    def __init__(self) -> None:
         self.document: RunDocument | None = None
         self.attached = TimeSeries()
         self.came = 0

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.status.document import PeerRow, RunDocument, TrustStatus, stage_holders
+from swarm_coordinator.status.document import (
+    ContributorRow,
+    PeerRow,
+    RunDocument,
+    TrustStatus,
+    stage_holders,
+)
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.base.text import (
     MISSING,
@@ -27,7 +33,6 @@ from swarm_shared.tui.plot import plot
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.terminal_style import Look
 
 _NAME = 14
 _BAR = 20
@@ -35,28 +40,24 @@ _TWO_COLUMNS = 110
 
 
 def overview(model: RunModel, width: int, height: int) -> list[Line]:
-    run, look = model.document, model.look
+    run = model.document
     if run is None:
         return [EMPTY, line(("  reading the run's folder ...", "dim"))]
-    facts = [heading("Run", width, look), *_progress(model, run)]
+    facts = [heading("Run", width), *_progress(model, run)]
     stages = [
-        heading("Stages", width, look),
-        *stage_lines(_stage_bars(run), width, look)[: max(2, height // 3)],
+        heading("Stages", width),
+        *stage_lines(_stage_bars(run), width)[: max(2, height // 3)],
     ]
     lines = [*facts, *stages]
     room = max(6, height - len(lines) - 1)
     if width >= _TWO_COLUMNS:
         half = (width - 2) // 2
-        curves = beside(
-            _loss_curve(run, half, room, look), _speed_curve(run, half, room, look), width, look
-        )
+        curves = beside(_loss_curve(run, half, room), _speed_curve(run, half, room), width)
     elif room >= 14:
         upper = room // 2
-        curves = [
-            *_loss_curve(run, width, upper, look), *_speed_curve(run, width, room - upper, look),
-        ]  # fmt: skip
+        curves = [*_loss_curve(run, width, upper), *_speed_curve(run, width, room - upper)]
     else:
-        curves = _loss_curve(run, width, room, look)
+        curves = _loss_curve(run, width, room)
     return [*lines, *curves]
 
 
@@ -65,7 +66,6 @@ def _named(name: str, *parts: Line) -> Line:
 
 
 def _progress(model: RunModel, run: RunDocument) -> list[Line]:
-    look = model.look
     done = run.version / run.steps if run.steps else None
     cells = run.cells_done / run.cells_total if run.cells_total else None
     heldout = EMPTY if run.heldout_loss is None else line(f"held-out {run.heldout_loss:.4f}")
@@ -73,12 +73,12 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
     left = model.seconds_left()
     return [
         _named(
-            "steps", bar(done, _BAR, look), line(f"{run.version:,} of {run.steps:,}"),
+            "steps", bar(done, _BAR), line(f"{run.version:,} of {run.steps:,}"),
             line(f"{duration_text(left)} left") if left else EMPTY,
             line(f"checkpoint {checkpoint}"),
         ),
         _named(
-            "this step", bar(cells, _BAR, look),
+            "this step", bar(cells, _BAR),
             line(f"{run.cells_done:,} of {run.cells_total:,} cells"),
             line((printable(run.phase), "strong")),
         ),
@@ -89,7 +89,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
         ),
         _named(
             "volunteers", line((f"{len(run.peers)} attached", "strong")),
-            line((sparkline(model.attached.values(), 12, look), "accent")),
+            line((sparkline(model.attached.values(), 12), "accent")),
             line(f"{model.came} came, {model.went} went while this view is open"),
         ),
         _named(
@@ -97,33 +97,27 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
             line(f"{run.work.duplicated:,} twice"), line(f"{run.work.cleared:,} lost and redone"),
         ),
         _named(
-            "bubble", bar(run.figures.bubble_share, _BAR, look),
+            "bubble", bar(run.figures.bubble_share, _BAR),
             line(f"{percent(run.figures.bubble_share)} idle"),
             line(f"{sum(run.figures.rejected.values()):,} rejected"),
         ),
     ]  # fmt: skip
 
 
-def _loss_curve(run: RunDocument, width: int, height: int, look: Look) -> list[Line]:
+def _loss_curve(run: RunDocument, width: int, height: int) -> list[Line]:
     points = [(float(row.step), row.loss) for row in run.history if row.loss is not None]
-    return [
-        heading("Loss by step", width, look),
-        *plot(
-            points, width, height - 1, look,
-            label=lambda loss: f"{loss:7.3f}", foot=lambda step: f"{step:,.0f}",
-        ),
-    ]  # fmt: skip
+    curve = plot(points, width, height - 1, label=lambda loss: f"{loss:7.3f}")
+    return [heading("Loss by step", width), *curve]
 
 
-def _speed_curve(run: RunDocument, width: int, height: int, look: Look) -> list[Line]:
+def _speed_curve(run: RunDocument, width: int, height: int) -> list[Line]:
     points = [(float(row.step), row.tokens / row.seconds) for row in run.history if row.seconds > 0]
-    return [
-        heading("Tokens a second by step", width, look),
-        *plot(
-            points, width, height - 1, look, from_zero=True,
-            label=lambda rate: f"{short_number(round(rate)):>7}", foot=lambda step: f"{step:,.0f}",
-        ),
-    ]  # fmt: skip
+
+    def label(rate: float) -> str:
+        return f"{short_number(round(rate)):>7}"
+
+    curve = plot(points, width, height - 1, from_zero=True, label=label)
+    return [heading("Tokens a second by step", width), *curve]
 
 
 def _stage_bars(run: RunDocument) -> list[StageBar]:
@@ -143,7 +137,7 @@ _TIMES = (
 )
 
 
-def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
+def _times(run: RunDocument, width: int) -> list[Line]:
     """Draw the time of a microbatch, and the idle time of the stages."""
     known = [row for row in enumerate(run.figures.stages) if row[1].idle_share is not None]
     if not known:
@@ -158,8 +152,8 @@ def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
         for stage, row in known
     ]
     return [
-        heading("Time of a microbatch, and idle time, in the last minutes", width, look),
-        *((*line("  "), *drawn) for drawn in table(_TIMES, rows, width - 2, look)),
+        heading("Time of a microbatch, and idle time, in the last minutes", width),
+        *table(_TIMES, rows, width),
     ]
 
 
@@ -177,7 +171,7 @@ _PEERS = (
 
 
 def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
-    run, look = model.document, model.look
+    run = model.document
     if run is None:
         return [EMPTY]
     order = sorted(run.peers, key=lambda p: (p.stage is None, p.stage or 0, p.peer))
@@ -188,7 +182,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
         rows.append(
             (
                 line("" if peer.stage is None else str(peer.stage)),
-                line(_name(peer, look)),
+                line(_name(peer)),
                 line((printable(peer.phase), "good" if peer.phase == "ready" else "accent")),
                 line(number(peer.microbatches_per_second, 2)),
                 line((path.kind, "warn") if path and path.kind == "relayed"
@@ -199,20 +193,19 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
                 _remarks(peer),
             )
         )  # fmt: skip
-    told = table(_PEERS, rows, width - 2, look)
     return [
-        heading("Stages", width, look),
-        *stage_lines(_stage_bars(run), width, look),
-        *_times(run, width, look),
-        heading(f"Peers ({len(run.peers)}), and their path to the coordinator", width, look),
-        *((*line("  "), *drawn) for drawn in told),
-        heading("Moves between stages", width, look),
+        heading("Stages", width),
+        *stage_lines(_stage_bars(run), width),
+        *_times(run, width),
+        heading(f"Peers ({len(run.peers)}), and their path to the coordinator", width),
+        *table(_PEERS, rows, width),
+        heading("Moves between stages", width),
         *_moves(run, width),
     ]
 
 
-def _name(peer: PeerRow, look: Look) -> str:
-    short = peer_text(peer.peer, None, look)
+def _name(peer: PeerRow | ContributorRow) -> str:
+    short = peer_text(peer.peer, None)
     return f"{printable(peer.name)} ({short})" if peer.name else short
 
 
@@ -258,10 +251,10 @@ _CONTRIBUTORS = (
 
 
 def contributors(model: RunModel, width: int, height: int) -> list[Line]:
-    run, look = model.document, model.look
+    run = model.document
     if run is None or not run.contributors:
         return [
-            heading("Contributors", width, look),
+            heading("Contributors", width),
             line(("  no step has been applied yet", "dim")),
         ]
     total = sum(row.tokens for row in run.contributors)
@@ -270,22 +263,20 @@ def contributors(model: RunModel, width: int, height: int) -> list[Line]:
         (
             line(str(place)),
             line(
-                f"{printable(row.name)} ({peer_text(row.peer, None, look)})"
-                if row.name
-                else peer_text(row.peer, None, look),
+                _name(row),
                 (f" ×{row.devices}" if row.devices > 1 else "", "dim"),
             ),
             line(", ".join(map(str, sorted(set(row.stages))))),
             line(number(row.microbatches)),
             line((number(row.tokens), "strong")),
             line(percent(row.tokens / total if total else None)),
-            bar(row.tokens / top if top else 0.0, 14, look),
+            bar(row.tokens / top if top else 0.0, 14),
         )
         for place, row in enumerate(run.contributors, 1)
     ]
     return [
-        heading("Contributors, by tokens of applied steps", width, look),
-        *((*line("  "), *drawn) for drawn in table(_CONTRIBUTORS, rows, width - 2, look)),
+        heading("Contributors, by tokens of applied steps", width),
+        *table(_CONTRIBUTORS, rows, width),
     ]
 
 
@@ -312,7 +303,7 @@ def events(model: RunModel, width: int, height: int) -> list[Line]:
 
 
 def admission(model: RunModel, width: int, height: int) -> list[Line]:
-    run, look = model.document, model.look
+    run = model.document
     if run is None:
         return [EMPTY]
     told = run.admission
@@ -320,14 +311,14 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
              "allow-list": "the peers on the list"}  # fmt: skip
     who = modes.get(told.mode, printable(told.mode))
     lines = [
-        heading("Admission", width, look),
+        heading("Admission", width),
         _named("may join", line(who)),
         _named("members", line(str(told.members))),
     ]
     if told.mode == "token":
         lines.append(_named("tokens", line(f"{told.valid_tokens} valid")))
     lines.append(_named("sessions", line(f"{run.sessions} open")))
-    lines += [EMPTY, heading(f"Bans ({len(told.bans)})", width, look)]
+    lines += [EMPTY, heading(f"Bans ({len(told.bans)})", width)]
     lines += [
         line(
             f"  {printable(ban.peer)}",
@@ -336,12 +327,12 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
         )
         for ban in told.bans
     ] or [line(("  no peer is banned", "dim"))]
-    lines += _audits(run.trust, width, look)
+    lines += _audits(run.trust, width)
     flagged = [peer for peer in run.peers if peer.flagged_times]
-    lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width, look)]
+    lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width)]
     lines += [
         line(
-            f"  {_name(peer, look)}",
+            f"  {_name(peer)}",
             (
                 f"  {counted(peer.flagged_times, 'time', 'times')}: "
                 f"{printable(peer.flagged_reason)}",
@@ -350,8 +341,8 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
         )
         for peer in flagged
     ] or [line(("  no peer is flagged", "dim"))]
-    lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width, look)
-    lines += _ranked("Sessions ended, by reason", run.sessions_ended, width, look)
+    lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width)
+    lines += _ranked("Sessions ended, by reason", run.sessions_ended, width)
     return lines
 
 
@@ -365,10 +356,10 @@ _OWNERS = (
 _OWNERS_SHOWN = 8
 
 
-def _audits(trust: TrustStatus, width: int, look: Look) -> list[Line]:
+def _audits(trust: TrustStatus, width: int) -> list[Line]:
     rows = [
         (
-            line(peer_text(owner.owner, None, look)),
+            line(peer_text(owner.owner, None)),
             line(f"{owner.passed:,}"),
             line((str(owner.lost), "warn" if owner.lost else "")),
             line((f"{owner.made:,}", "dim")),
@@ -382,7 +373,7 @@ def _audits(trust: TrustStatus, width: int, look: Look) -> list[Line]:
     ]
     return [
         EMPTY,
-        heading("Audits", width, look),
+        heading("Audits", width),
         _named(
             "audits", line(f"{trust.passed:,} passed"),
             line((f"{trust.lost} lost", "warn" if trust.lost else "")),
@@ -391,7 +382,7 @@ def _audits(trust: TrustStatus, width: int, look: Look) -> list[Line]:
         _named(
             "owners", line(f"{trust.established} established, {trust.on_probation} on probation")
         ),
-        *((*line("  "), *drawn) for drawn in table(_OWNERS, rows, width - 2, look) if rows),
+        *(table(_OWNERS, rows, width) if rows else ()),
         *(
             line(f"  …{verdict.peer[-8:]}", (f"  {printable(verdict.reason)}", "warn"))
             for verdict in trust.verdicts[-5:]
@@ -399,9 +390,9 @@ def _audits(trust: TrustStatus, width: int, look: Look) -> list[Line]:
     ]  # fmt: skip
 
 
-def _ranked(title: str, counts: Mapping[str, int], width: int, look: Look) -> list[Line]:
+def _ranked(title: str, counts: Mapping[str, int], width: int) -> list[Line]:
     ranked = sorted(((n, why) for why, n in counts.items() if n), key=lambda row: (-row[0], row[1]))
     if not ranked:
         return []
     told = [line(f"  {count:>7,}  {printable(reason)}") for count, reason in ranked]
-    return [EMPTY, heading(title, width, look), *told]
+    return [EMPTY, heading(title, width), *told]

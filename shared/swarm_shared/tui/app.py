@@ -62,9 +62,9 @@ class PaneSpec:
     """ID of the part that takes the keys, where it is not the whole pane."""
 
 
-def drawn(title: str, short: str, draw: Draw, look: Look, help: str) -> PaneSpec:
+def drawn(title: str, short: str, draw: Draw, help: str) -> PaneSpec:
     """Return a pane that scrolls the lines a function draws; its ID is its title in lower case."""
-    return PaneSpec(title, short, Pane(draw, look, id=title.lower()), help)
+    return PaneSpec(title, short, Pane(draw, id=title.lower()), help)
 
 
 class ViewApp(App[None], Generic[D]):
@@ -124,8 +124,7 @@ class ViewApp(App[None], Generic[D]):
         self, word: str, more: str, role: Role, run: str, steps: tuple[int, int] | None
     ) -> tuple[Line, Line]:
         """Return the state with its details and the run's name; the progress and the time."""
-        mark = "● " if self.look.unicode else "* "
-        left = line((f"{mark}{word}", role), (more, role), (f"  {run}" if run else "", "strong"))
+        left = line((f"● {word}", role), (more, role), (f"  {run}" if run else "", "strong"))
         far = "step {:,} of {:,}  ".format(*steps) if steps is not None else ""
         return left, line(far, (clock_text(self.source.now()), "dim"))
 
@@ -139,7 +138,7 @@ class ViewApp(App[None], Generic[D]):
 
     def compose(self) -> ComposeResult:
         yield Block(self._draw_head, id="head")
-        yield TabRow([(spec.title, spec.short) for spec in self.specs], self.look, id="tabs")
+        yield TabRow([(spec.title, spec.short) for spec in self.specs], id="tabs")
         with ContentSwitcher(initial=self.specs[0].widget.id, id="panes"):
             for spec in self.specs:
                 yield spec.widget
@@ -181,7 +180,7 @@ class ViewApp(App[None], Generic[D]):
             if self.document is not None:
                 left = (Span("disconnected, was ", "bad"), *left)
                 right = line((f"as it was {duration_text(self.age_seconds)} ago", "warn"))
-        return [ends(left, right, width, self.look), ends(below, (), width, self.look)]
+        return [ends(left, right, width), ends(below, (), width)]
 
     def _too_small(self, width: int, height: int) -> list[Line]:
         instead = f" `{self.instead}` prints plain text;" if self.instead else ""

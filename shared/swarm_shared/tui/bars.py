@@ -6,23 +6,15 @@ import math
 from collections.abc import Sequence
 
 from swarm_shared.tui.styled_text import Line, Role, Span
-from swarm_shared.tui.terminal_style import Look
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
-_ASCII_LEVELS = "_.-=+*%#"
 
 
-def bar(share: float | None, width: int, look: Look, role: Role = "accent") -> Line:
+def bar(share: float | None, width: int, role: Role = "accent") -> Line:
     """Draw a share of 0 to 1 as a bar; empty when it is not known."""
     known = share is not None and math.isfinite(share)
     kept = min(1.0, max(0.0, share)) if known and share is not None else 0.0
-    if not look.unicode:
-        full = round(kept * (width - 2))
-        return (
-            Span("[", "dim"), Span("#" * full, role), Span("." * (width - 2 - full), "dim"),
-            Span("]", "dim"),
-        )  # fmt: skip
     eighths = round(kept * width * 8)
     full, rest = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -36,9 +28,7 @@ def gauge_role(share: float | None, warn: float = 0.9, bad: float = 1.0) -> Role
     return "bad" if share >= bad else "warn" if share >= warn else "good"
 
 
-def sparkline(
-    values: Sequence[float | None], width: int, look: Look, *, from_zero: bool = True
-) -> str:
+def sparkline(values: Sequence[float | None], width: int, *, from_zero: bool = True) -> str:
     """Draw the newest values, one a cell, the newest at the right. None leaves its cell blank."""
     shown = list(values)[-width:]
     known = [value for value in shown if value is not None and math.isfinite(value)]
@@ -46,11 +36,10 @@ def sparkline(
         return " " * width
     low = 0.0 if from_zero else min(known)
     high = max(known)
-    levels = _LEVELS if look.unicode else _ASCII_LEVELS
     cells = [
         " "
         if value is None or not math.isfinite(value)
-        else levels[place(value, low, high, len(levels))]
+        else _LEVELS[place(value, low, high, len(_LEVELS))]
         for value in shown
     ]
     return "".join(cells).rjust(width)

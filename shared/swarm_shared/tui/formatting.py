@@ -9,7 +9,6 @@ import math
 import time
 
 from swarm_shared.base.text import MISSING, printable
-from swarm_shared.tui.terminal_style import Look
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -43,7 +42,6 @@ def counted(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
-def peer_text(peer: str, name: str | None, look: Look) -> str:
+def peer_text(peer: str, name: str | None) -> str:
     """Return the name the peer chose, or the end of its ID, by which commands accept it."""
-    mark = "…" if look.unicode else ".."
-    return printable(name) if name else f"{mark}{peer[-8:]}"
+    return printable(name) if name else f"…{peer[-8:]}"

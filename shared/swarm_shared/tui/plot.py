@@ -1,4 +1,4 @@
-"""A curve in text: braille dots, two by four a cell, or ASCII; with an axis labelled at its ends.
+"""A curve in text: braille dots, two by four a cell, with an axis labelled at its ends.
 
 Our own drawing instead of a plotting library: those for terminals need numpy, which alone takes
 longer to import than a view may take to start.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from swarm_shared.tui.bars import place
 from swarm_shared.tui.styled_text import Line, Span, cut, line
-from swarm_shared.tui.terminal_style import Look
 
 Point = tuple[float, float]
 
@@ -24,10 +23,8 @@ def plot(
     points: Sequence[Point],
     width: int,
     height: int,
-    look: Look,
     *,
     label: Callable[[float], str],
-    foot: Callable[[float], str],
     from_zero: bool = False,
 ) -> list[Line]:
     """Draw `height` lines: the curve, and below it where the x axis begins and ends."""
@@ -42,20 +39,19 @@ def plot(
     margin = max(len(text) for text in labels)
     columns = max(1, width - margin - 2)
     span = ((known[0][0], known[-1][0]), (low, high))
-    cells = (_braille if look.unicode else _ascii)(known, columns, rows, span)
-    edge = "│" if look.unicode else "|"
+    cells = _braille(known, columns, rows, span)
     drawn = []
     for row, text in enumerate(cells):
         shown = labels[0] if row == 0 else labels[1] if row == rows - 1 else ""
-        drawn.append(line((f"{shown:>{margin}} ", "dim"), (edge, "rule"), (text, "accent")))
-    first, last = foot(known[0][0]), foot(known[-1][0])
+        drawn.append(line((f"{shown:>{margin}} ", "dim"), ("│", "rule"), (text, "accent")))
+    first, last = f"{known[0][0]:,.0f}", f"{known[-1][0]:,.0f}"
     gap = columns - len(first) - len(last)
     below = f"{first}{' ' * gap}{last}" if gap > 0 else last[:columns]
-    drawn.append(cut((Span(" " * (margin + 2)), Span(below, "dim")), width, look))
+    drawn.append(cut((Span(" " * (margin + 2)), Span(below, "dim")), width))
     return drawn
 
 
-def columns_plot(values: Sequence[float], width: int, height: int, look: Look) -> list[str]:
+def columns_plot(values: Sequence[float], width: int, height: int) -> list[str]:
     """Draw upright columns from zero, one for each of the newest values, as wide as there is room
     for."""
     wide = 2 if len(values) * 2 <= width else 1
@@ -63,7 +59,7 @@ def columns_plot(values: Sequence[float], width: int, height: int, look: Look) -
     top = max(shown, default=0.0)
     if top <= 0 or height < 1:
         return [" " * width for _ in range(height)]
-    levels = " ▁▂▃▄▅▆▇█" if look.unicode else " #"
+    levels = " ▁▂▃▄▅▆▇█"
     steps = len(levels) - 1
     filled = [max(1, round(value / top * height * steps)) if value > 0 else 0 for value in shown]
     return [
@@ -83,13 +79,6 @@ def _braille(points: Sequence[Point], columns: int, rows: int, span: _Span) -> l
     for x, y in _dots(points, columns * 2, rows * 4, span):
         cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
     return ["".join(chr(_BRAILLE + bits) if bits else " " for bits in row) for row in cells]
-
-
-def _ascii(points: Sequence[Point], columns: int, rows: int, span: _Span) -> list[str]:
-    cells = [[" "] * columns for _ in range(rows)]
-    for x, y in _dots(points, columns, rows, span):
-        cells[y][x] = "*"
-    return ["".join(row) for row in cells]
 
 
 def _dots(points: Sequence[Point], columns: int, rows: int, span: _Span) -> list[tuple[int, int]]:

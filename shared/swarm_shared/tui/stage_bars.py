@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from swarm_shared.tui.bars import bar
 from swarm_shared.tui.formatting import counted
 from swarm_shared.tui.styled_text import Line, Role, line
-from swarm_shared.tui.terminal_style import Look
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class StageBar:
     mine: bool = False
 
 
-def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line]:
+def stage_lines(stages: Sequence[StageBar], width: int) -> list[Line]:
     """Draw the stages. A pipeline is as fast as its slowest stage, so bars are shares of the
     fastest."""
     if not stages:
@@ -40,7 +39,7 @@ def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line
         lines.append(
             (
                 *line((f"  {row.stage:>3} ", "strong" if row.mine else "")),
-                *bar(share, length, look, role),
+                *bar(share, length, role),
                 *line(told),
                 *note,
                 *line((mark, "strong")),

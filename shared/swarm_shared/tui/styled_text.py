@@ -1,7 +1,8 @@
 """Text with roles instead of colours: lines of spans.
 
 Owns measuring, cutting and arranging lines. Widths are cells of a terminal, in which a character of
-some scripts takes two.
+some scripts takes two. Lines are drawn in Unicode; `themes.AsciiOnly` converts them for terminals
+without it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
-
-from swarm_shared.tui.terminal_style import Look
 
 Role = Literal["", "strong", "good", "warn", "bad", "dim", "accent", "rule"]
 
@@ -37,11 +36,10 @@ def width_of(drawn: Line) -> int:
     return sum(cell_len(piece.text) for piece in drawn)
 
 
-def cut(drawn: Line, width: int, look: Look) -> Line:
+def cut(drawn: Line, width: int) -> Line:
     """Cut to at most `width` cells; a cut line ends in an ellipsis."""
     if width_of(drawn) <= width:
         return drawn
-    mark = "…" if look.unicode else "~"
     left = max(0, width - 1)
     kept: list[Span] = []
     for piece in drawn:
@@ -51,39 +49,39 @@ def cut(drawn: Line, width: int, look: Look) -> Line:
             break
         kept.append(piece)
         left -= cells
-    return (*kept, Span(mark, kept[-1].role if kept else "")) if width > 0 else EMPTY
+    return (*kept, Span("…", kept[-1].role if kept else "")) if width > 0 else EMPTY
 
 
-def fill(drawn: Line, width: int, look: Look) -> Line:
+def fill(drawn: Line, width: int) -> Line:
     """Cut or pad to exactly `width` cells."""
-    shown = cut(drawn, width, look)
+    shown = cut(drawn, width)
     return (*shown, Span(" " * (width - width_of(shown))))
 
 
-def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) -> list[Line]:
+def beside(left: Sequence[Line], right: Sequence[Line], width: int) -> list[Line]:
     """Set two blocks side by side, each with half of the width and two cells between them."""
     half = (width - 2) // 2
     rows = max(len(left), len(right))
     return [
         (
-            *fill(left[row] if row < len(left) else EMPTY, half, look),
+            *fill(left[row] if row < len(left) else EMPTY, half),
             Span("  "),
-            *cut(right[row] if row < len(right) else EMPTY, width - half - 2, look),
+            *cut(right[row] if row < len(right) else EMPTY, width - half - 2),
         )
         for row in range(rows)
     ]
 
 
-def ends(left: Line, right: Line, width: int, look: Look) -> Line:
+def ends(left: Line, right: Line, width: int) -> Line:
     """Set one text at each end of a line; the right one stays whole while there is room for it."""
     room = width - width_of(right)
     if room < 2:
-        return cut(right, width, look)
-    return (*fill(left, room - 1, look), Span(" "), *right)
+        return cut(right, width)
+    return (*fill(left, room - 1), Span(" "), *right)
 
 
-def heading(title: str, width: int, look: Look) -> Line:
-    rule = ("─" if look.unicode else "-") * max(0, width - cell_len(title) - 1)
+def heading(title: str, width: int) -> Line:
+    rule = "─" * max(0, width - cell_len(title) - 1)
     return line((title, "strong"), " ", (rule, "rule"))
 
 

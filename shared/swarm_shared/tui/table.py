@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_shared.tui.styled_text import Line, Span, cut, fill, line, width_of
-from swarm_shared.tui.terminal_style import Look
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +23,14 @@ class Column:
     """Columns with a small number shrink first, and are left out first."""
 
 
-def table(
-    columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int, look: Look
-) -> list[Line]:
-    """Draw the heading, then a line for each row."""
+def table(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int) -> list[Line]:
+    """Draw the heading, then a line for each row, indented by two cells."""
+    width -= 2
     widths = _widths(columns, rows, width)
     shown = [index for index, cells in enumerate(widths) if cells]
-    head = _row(
-        [line((columns[index].title, "dim")) for index in shown], columns, widths, shown, look
-    )
-    body = [_row([row[index] for index in shown], columns, widths, shown, look) for row in rows]
-    return [cut(drawn, width, look) for drawn in (head, *body)]
+    head = _row([line((columns[index].title, "dim")) for index in shown], columns, widths, shown)
+    body = [_row([row[index] for index in shown], columns, widths, shown) for row in rows]
+    return [(Span("  "), *cut(drawn, width)) for drawn in (head, *body)]
 
 
 def _row(
@@ -42,13 +38,12 @@ def _row(
     columns: Sequence[Column],
     widths: Sequence[int],
     shown: Sequence[int],
-    look: Look,
 ) -> Line:
     drawn: list[Span] = []
     for index, cell in zip(shown, cells, strict=True):
-        text = cut(cell, widths[index], look)
+        text = cut(cell, widths[index])
         blank = Span(" " * (widths[index] - width_of(text)))
-        drawn += [blank, *text] if columns[index].right else fill(text, widths[index], look)
+        drawn += [blank, *text] if columns[index].right else fill(text, widths[index])
         drawn.append(Span("  "))
     return tuple(drawn[:-1])
 

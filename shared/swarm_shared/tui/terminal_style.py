@@ -6,9 +6,13 @@ bars look poor on a good terminal, Unicode looks broken on a bad one.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from swarm_shared.base.errors import UsageError
 
 
 class ThemeName(StrEnum):
@@ -25,7 +29,6 @@ class Look:
     """How to draw."""
 
     unicode: bool = True
-    colour: bool = True
     theme: ThemeName = ThemeName.DARK
 
 
@@ -33,6 +36,15 @@ _COLOURLESS = ("dumb", "unknown", "vt")
 """Prefixes of TERM of terminals that have no colours; a vt100 has none."""
 _COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
 """Values that Python itself writes into LC_CTYPE when it starts in the C locale (PEP 538)."""
+
+
+def this_terminal(instead: str, *, unicode: bool | None) -> Look:
+    """Return how to draw here. UsageError for a file or a pipe; `instead` names the command for
+    those."""
+    # The view is written to standard error (as Textual does), and keys come from standard input.
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(f"top needs a terminal and this is none; use `{instead}` here")
+    return look_of(os.environ, coerced=sys.flags.utf8_mode == 1, unicode=unicode)
 
 
 def look_of(
@@ -47,7 +59,7 @@ def look_of(
         unicode = _speaks_unicode(environment, coerced)
     colours = _colours(environment)
     if environment.get("NO_COLOR") or colours == 0:
-        return Look(unicode=unicode, colour=False, theme=ThemeName.NONE)
+        return Look(unicode=unicode, theme=ThemeName.NONE)
     if colours < 256:
         return Look(unicode=unicode, theme=ThemeName.TERMINAL)
     return Look(unicode=unicode)

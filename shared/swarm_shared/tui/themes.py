@@ -45,10 +45,11 @@ THEMES: tuple[Theme, ...] = (
 )
 
 _ASCII = {
-    **dict.fromkeys("─━═▁▂▔╌┄╸╺╶╴", "-"),
+    **dict.fromkeys("─━═▔╌┄╸╺╶╴", "-"),
     **dict.fromkeys("│┃║▏▎▍▌▋▊▕▐", "|"),
+    **dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)),
     **dict.fromkeys("┌┐└┘├┤┬┴┼╭╮╯╰┏┓┗┛╔╗╚╝", "+"),
-    **dict.fromkeys("█▉▇▆▅▄▃▀■", "#"),
+    **dict.fromkeys("▉▀■", "#"),
     **dict.fromkeys("░▒▓", "."),
     **dict.fromkeys("●•◉⬤∙·", "*"),
     **dict.fromkeys("▶►❯›→", ">"),
@@ -58,6 +59,8 @@ _ASCII = {
     **dict.fromkeys("–—−‑", "-"),
     **dict.fromkeys("’‘", "'"),
     **dict.fromkeys("“”", '"'),
+    **{chr(braille): "*" for braille in range(0x2801, 0x2900)},
+    "▪": "o",
     "…": "~", "×": "x", "⏎": "<", "␣": "_", "✓": "+", "✗": "x", " ": " ", "°": " ", "🔎": "> ",
 }  # fmt: skip
 

@@ -18,7 +18,6 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from swarm_shared.tui.styled_text import Line, cut, width_of
-from swarm_shared.tui.terminal_style import Look
 
 Draw = Callable[[int, int], Sequence[Line]]
 """Returns lines for a width and a height; more lines than the height scroll."""
@@ -96,10 +95,9 @@ class Pane(ScrollView, can_focus=True):
     }}
     """
 
-    def __init__(self, draw: Draw, look: Look, *, id: str | None = None) -> None:
+    def __init__(self, draw: Draw, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._draw = draw
-        self._look = look
         self._lines: list[Line] = []
         self.faded = False
         """Shown dim, because the document is old."""
@@ -112,7 +110,7 @@ class Pane(ScrollView, can_focus=True):
             return
         width = self._width
         drawn = self._draw(width, self.size.height)
-        before, self._lines = self._lines, [cut(one, width, self._look) for one in drawn]
+        before, self._lines = self._lines, [cut(one, width) for one in drawn]
         if changed_all or len(before) != len(self._lines):
             self.virtual_size = Size(self._width, len(self._lines))
             self.refresh()
@@ -160,11 +158,10 @@ class TabRow(Widget):
             super().__init__()
             self.index = index
 
-    def __init__(self, titles: Sequence[tuple[str, str]], look: Look, *, id: str) -> None:
+    def __init__(self, titles: Sequence[tuple[str, str]], *, id: str) -> None:
         """`titles`: each pane's name, and a shorter one for when there is little room."""
         super().__init__(id=id)
         self._titles = titles
-        self._look = look
         self.active = 0
 
     def choose(self, index: int) -> None:

@@ -24,7 +24,7 @@ from swarm_shared.tui.terminal_style import Look, ThemeName
 
 _MOST_ROUNDS = 50
 START = 1_790_000_000.0
-ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
+ASCII = Look(unicode=False, theme=ThemeName.NONE)
 FORMS: dict[str, tuple[int, int, Look]] = {
     "80x24": (80, 24, Look()),
     "120x40": (120, 40, Look()),
