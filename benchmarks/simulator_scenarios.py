@@ -13,7 +13,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import preset
-from swarm_shared.run.stage_cut import plan_stages, stage_flops, stage_memory
+from swarm_shared.run.stage_cut import plan_stages, stage_memory, stage_profile
 
 
 def manifest_of(
@@ -39,7 +39,9 @@ def manifest_of(
     described = tuple(
         stage.model_copy(
             update={
-                "work_flops": float(stage_flops(profile, stage, number == 0, number == last)),
+                "work_flops": float(
+                    stage_profile(profile, stage, number == 0, number == last).flops
+                ),
                 "memory": stage_memory(profile, stage, number == 0, number == last),
             }
         )

@@ -31,8 +31,9 @@ from swarm_shared.run.manifest import (
     Manifest,
     OptimizerConfig,
     TrainingConfig,
+    TrainingSection,
 )
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset, preset
+from swarm_shared.run.model_config import ModelConfig, Preset, preset
 from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "run.toml"
@@ -120,36 +121,6 @@ class DataSection(FrozenModel):
         "as public buckets (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER) and data sets "
         "(hf://datasets/OWNER/NAME/FOLDER) do. "
         "Volunteers follow https to public addresses only, unless they allow more.",
-    )
-
-
-class TrainingSection(FrozenModel):
-    steps: int = Field(ge=1, le=MAX_STEPS, description="Optimizer steps of the whole run.")
-    microbatches_per_step: int = Field(
-        ge=1,
-        le=65_536,
-        description="Microbatches averaged into one step; the unit of work that volunteers share.",
-    )
-    sequences_per_microbatch: int = Field(
-        ge=1,
-        le=65_536,
-        description="Small microbatches keep more volunteers busy, large ones cost less overhead: "
-        "`init` chooses both numbers and the queues in [limits] unless one of the two is given.",
-    )
-    dtype: ComputeDtype = Field(
-        default="float32",
-        description='"float32", or "bfloat16" for computing in half the memory.',
-    )
-    evaluation_microbatches: int = Field(
-        default=8,
-        ge=0,
-        le=65_536,
-        description="Held-out microbatches measured after the last step.",
-    )
-    staleness: Literal[0, 1] = Field(
-        default=0,
-        description="1: gradients are one version late, and the pipeline never runs empty between "
-        "steps.",
     )
 
 

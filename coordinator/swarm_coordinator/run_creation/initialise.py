@@ -203,9 +203,8 @@ def _plan(settings: RunSettings) -> _Plan:
     from swarm_shared.run.stage_cut import (
         parameter_memory,
         plan_stages,
-        stage_flops,
         stage_memory,
-        stage_parameters,
+        stage_profile,
     )
 
     training = settings.training
@@ -222,9 +221,10 @@ def _plan(settings: RunSettings) -> _Plan:
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
         more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
+        part = stage_profile(profile, stage, *ends)
         memory = stage_memory(profile, stage, *ends, staleness=staleness, exact=exact)
         # Per weight and token of a matrix: two operations forward, four backward.
-        flops = float(stage_flops(profile, stage, *ends) + 6 * tokens * more)
+        flops = float(part.flops + 6 * tokens * more)
         figures = {
             "work_flops": flops,
             "memory": memory + parameter_memory(more, staleness, exact),
@@ -234,7 +234,7 @@ def _plan(settings: RunSettings) -> _Plan:
             StageWork(
                 flops_per_sequence=flops / training.sequences_per_microbatch,
                 layers=stage.end_layer - stage.first_layer,
-                parameters=stage_parameters(profile, stage, *ends) + more,
+                parameters=part.parameters + more,
             )
         )
     return _Plan(tuple(described), tuple(works))

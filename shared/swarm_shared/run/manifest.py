@@ -75,17 +75,43 @@ class DataConfig(FrozenModel):
         return tuple(shard for shard in self.shards if shard.split == name)
 
 
-class TrainingConfig(FrozenModel):
-    steps: int = Field(ge=1, le=MAX_STEPS)
-    microbatches_per_step: int = Field(ge=1, le=MAX_MICROBATCHES)
-    sequences_per_microbatch: int = Field(ge=1, le=65_536)
-    dtype: ComputeDtype = "float32"
-    seed: int = Field(ge=0, lt=2**63)
-    evaluation_microbatches: int = Field(default=8, ge=0, le=MAX_MICROBATCHES)
-    """Held-out microbatches evaluated after the last step (and never trained on)."""
-    staleness: Literal[0, 1] = 0
+class TrainingSection(FrozenModel):
+    """What the organiser sets in [training]."""
+
+    steps: int = Field(ge=1, le=MAX_STEPS, description="Optimizer steps of the whole run.")
+    microbatches_per_step: int = Field(
+        ge=1,
+        le=MAX_MICROBATCHES,
+        description="Microbatches averaged into one step; the unit of work that volunteers share.",
+    )
+    sequences_per_microbatch: int = Field(
+        ge=1,
+        le=65_536,
+        description="Small microbatches keep more volunteers busy, large ones cost less overhead: "
+        "`init` chooses both numbers and the queues in [limits] unless one of the two is given.",
+    )
+    dtype: ComputeDtype = Field(
+        default="float32",
+        description='"float32", or "bfloat16" for computing in half the memory.',
+    )
+    evaluation_microbatches: int = Field(
+        default=8,
+        ge=0,
+        le=MAX_MICROBATCHES,
+        description="Held-out microbatches measured after the last step.",
+    )
+    """They are never trained on."""
+    staleness: Literal[0, 1] = Field(
+        default=0,
+        description="1: gradients are one version late, and the pipeline never runs empty between "
+        "steps.",
+    )
     """Steps by which the parameters of a gradient lag behind. With 1, step t is computed with
     version t - 2, so that its work overlaps with the close of step t - 1."""
+
+
+class TrainingConfig(TrainingSection):
+    seed: int = Field(ge=0, lt=2**63)
 
     @property
     def heldout_microbatches(self) -> range:

@@ -46,6 +46,13 @@ class PartProfile:
     saved_activation_bytes: int
     """Bytes autograd keeps between forward and backward."""
 
+    def plus(self, other: PartProfile, sign: int = 1) -> PartProfile:
+        return PartProfile(
+            self.flops + sign * other.flops,
+            self.parameters + sign * other.parameters,
+            self.saved_activation_bytes + sign * other.saved_activation_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
@@ -59,18 +66,37 @@ class ModelProfile:
     """Bytes that cross each boundary forwards, and as gradient backwards, per microbatch."""
 
 
-def stage_flops(
-    profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
-) -> int:
-    return sum(part.flops for part in _parts(profile, stage_range, is_first, is_last))
+class StageProfiles:
+    """The profile of any stage in constant time, from prefix sums over the layers."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self._model = profile
+        none = PartProfile(0, 0, 0)
+        self._sums = list(accumulate(profile.layers, PartProfile.plus, initial=none))
+
+    def stage(self, start: int, end: int, is_first: bool, is_last: bool) -> PartProfile:
+        part = self._sums[end].plus(self._sums[start], -1)
+        if is_first:
+            part = part.plus(self._model.embedding)
+        if is_last:
+            part = part.plus(self._model.head)
+        if is_first and is_last:
+            part = part.plus(PartProfile(0, self._model.tied_parameters, 0), -1)
+        return part
+
+    def graphs_bytes(self, start: int, end: int, is_first: bool, is_last: bool) -> int:
+        """Return the bytes of as many whole graphs as a peer keeps. A stage's input is part of what
+        its graph keeps, and its output waits for the gradient as well."""
+        saved = self.stage(start, end, is_first, is_last).saved_activation_bytes
+        return GRAPHS * (saved + (0 if is_last else self._model.boundary_activation_bytes))
 
 
-def stage_parameters(
+def stage_profile(
     profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
-) -> int:
-    parts = _parts(profile, stage_range, is_first, is_last)
-    shared = profile.tied_parameters if is_first and is_last else 0
-    return sum(part.parameters for part in parts) - shared
+) -> PartProfile:
+    """Return the cost of one stage."""
+    ends = (stage_range.first_layer, stage_range.end_layer)
+    return StageProfiles(profile).stage(*ends, is_first, is_last)
 
 
 def stage_memory(
@@ -83,25 +109,20 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a peer of this stage.
 
-    A stage's input is part of what its graph keeps, and its output waits for the gradient as well.
     At least, a peer keeps the input of each layer for one microbatch, and one layer's graph at a
     time (Chen et al. 2016, arXiv 1604.06174). `staleness` is the run's: the steps that gradients
     lag behind. `exact`: its gradients are counted (`codecs.average`).
     """
-    parts = _parts(profile, stage_range, is_first, is_last)
-    layers = profile.layers[stage_range.first_layer : stage_range.end_layer]
+    stages, cut = StageProfiles(profile), (stage_range.first_layer, stage_range.end_layer)
+    part = stages.stage(*cut, is_first, is_last)
     boundary = profile.boundary_activation_bytes
-    saved = sum(part.saved_activation_bytes for part in parts)
-    in_layers = [part.saved_activation_bytes for part in layers]
-    ends = saved - sum(in_layers)
-    one_layer = len(layers) * boundary + max(in_layers, default=0)
-    output = 0 if is_last else boundary
-    parameters = stage_parameters(profile, stage_range, is_first, is_last)
-    of_parameters = parameter_memory(parameters, staleness, exact)
-    return of_parameters + StageMemory(
+    in_layers = [layer.saved_activation_bytes for layer in profile.layers[slice(*cut)]]
+    ends = part.saved_activation_bytes - sum(in_layers) + (0 if is_last else boundary)
+    one_layer = len(in_layers) * boundary + max(in_layers, default=0)
+    return parameter_memory(part.parameters, staleness, exact) + StageMemory(
         # A graph whole is smaller where a stage has a single layer.
-        device_bytes=output + ends + min(one_layer, sum(in_layers)),
-        comfortable_bytes=GRAPHS * (saved + output),
+        device_bytes=ends + min(one_layer, sum(in_layers)),
+        comfortable_bytes=stages.graphs_bytes(*cut, is_first, is_last),
     )
 
 
@@ -137,55 +158,23 @@ def plan_stages(
     first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
-    parameter_bytes = device_bytes_per_parameter(staleness) + host_bytes_per_parameter(exact)
-    tables = _Tables(profile, stage_count, parameter_bytes)
-    cost, _ = _minimise(profile, stage_count, tables.cost, lambda *_: True)
-    _, ends = _minimise(profile, stage_count, tables.memory, lambda *cut: tables.cost(*cut) <= cost)
+    stages, last = StageProfiles(profile), stage_count - 1
+    per_parameter = device_bytes_per_parameter(staleness) + host_bytes_per_parameter(exact)
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return stages.stage(start, end, stage == 0, stage == last).flops
+
+    def memory(stage: int, start: int, end: int) -> float:
+        cut = (start, end, stage == 0, stage == last)
+        return per_parameter * stages.stage(*cut).parameters + stages.graphs_bytes(*cut)
+
+    lowest, _ = _minimise(profile, stage_count, cost, lambda *_: True)
+    _, ends = _minimise(profile, stage_count, memory, lambda *cut: cost(*cut) <= lowest)
     starts = (0, *ends[:-1])
     return tuple(
         StageRange(first_layer=start, end_layer=end)
         for start, end in zip(starts, ends, strict=True)
     )
-
-
-class _Tables:
-    """Cost and memory of any stage in constant time, from prefix sums over the layers."""
-
-    def __init__(self, profile: ModelProfile, stage_count: int, parameter_bytes: int) -> None:
-        self.profile = profile
-        self.stage_count = stage_count
-        self.flops = list(accumulate((part.flops for part in profile.layers), initial=0))
-        self.fixed = list(accumulate((part.parameters for part in profile.layers), initial=0))
-        saved = (part.saved_activation_bytes for part in profile.layers)
-        self.saved = list(accumulate(saved, initial=0))
-        self.bytes_per_parameter = parameter_bytes
-
-    def cost(self, stage: int, start: int, end: int) -> float:
-        flops = self.flops[end] - self.flops[start]
-        if stage == 0:
-            flops += self.profile.embedding.flops
-        if stage == self.stage_count - 1:
-            flops += self.profile.head.flops
-        return flops
-
-    def memory(self, stage: int, start: int, end: int) -> float:
-        """Return the comfortable memory of device and host together, as `stage_memory` has it; a
-        test compares them."""
-        profile = self.profile
-        is_first, is_last = stage == 0, stage == self.stage_count - 1
-        parameters = self.fixed[end] - self.fixed[start]
-        saved = self.saved[end] - self.saved[start]
-        if is_first:
-            parameters += profile.embedding.parameters
-            saved += profile.embedding.saved_activation_bytes
-        if is_last:
-            parameters += profile.head.parameters
-            saved += profile.head.saved_activation_bytes
-        else:
-            saved += profile.boundary_activation_bytes
-        if is_first and is_last:
-            parameters -= profile.tied_parameters
-        return self.bytes_per_parameter * parameters + GRAPHS * saved
 
 
 _Figure = Callable[[int, int, int], float]
@@ -239,14 +228,3 @@ def _check_stage_count(profile: ModelProfile, stage_count: int) -> None:
             f"{stage_count} stages were asked for; a model of {len(profile.layers)} layers can "
             f"be cut into 1 to {most}"
         )
-
-
-def _parts(
-    profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
-) -> list[PartProfile]:
-    parts = list(profile.layers[stage_range.first_layer : stage_range.end_layer])
-    if is_first:
-        parts.insert(0, profile.embedding)
-    if is_last:
-        parts.append(profile.head)
-    return parts

@@ -11,7 +11,7 @@ from swarm_shared.model.llama import Stage
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import PRESETS, ModelConfig
-from swarm_shared.run.stage_cut import stage_flops, stage_parameters
+from swarm_shared.run.stage_cut import stage_profile
 
 MODEL = ModelConfig(
     vocabulary_size=300, hidden_size=64, intermediate_size=176, layers=3, heads=4,
@@ -39,7 +39,7 @@ def test_parameters_equal_those_of_the_real_model(tied):
         cut = StageRange(first_layer=start, end_layer=end)
         stage = Stage(model, cut, is_first=start == 0, is_last=end == 3)
         real = sum(parameter.numel() for parameter in stage.parameters())
-        assert stage_parameters(profile, cut, start == 0, end == 3) == real
+        assert stage_profile(profile, cut, start == 0, end == 3).parameters == real
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,5 +72,7 @@ def test_a_model_far_beyond_this_machine_s_memory_is_profiled_in_no_memory():
     preset = PRESETS["7b"]
     profile = profile_layers(preset.model, preset.sequences_per_microbatch, "bfloat16")
     whole = StageRange(first_layer=0, end_layer=preset.model.layers)
-    assert stage_parameters(profile, whole, True, True) == pytest.approx(6.74e9, rel=0.01)
-    assert stage_flops(profile, whole, True, True) == pytest.approx(6 * 6.74e9 * 2048, rel=0.2)
+    assert stage_profile(profile, whole, True, True).parameters == pytest.approx(6.74e9, rel=0.01)
+    assert stage_profile(profile, whole, True, True).flops == pytest.approx(
+        6 * 6.74e9 * 2048, rel=0.2
+    )

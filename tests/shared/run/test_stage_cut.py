@@ -14,9 +14,8 @@ from swarm_shared.run.stage_cut import (
     ModelProfile,
     PartProfile,
     plan_stages,
-    stage_flops,
     stage_memory,
-    stage_parameters,
+    stage_profile,
 )
 
 parts = st.builds(
@@ -64,7 +63,9 @@ def cuts(layers: int, stages: int):
 
 def worst_cost(profile: ModelProfile, plan) -> int:
     last = len(plan) - 1
-    return max(stage_flops(profile, cut, at == 0, at == last) for at, cut in enumerate(plan))
+    return max(
+        stage_profile(profile, cut, at == 0, at == last).flops for at, cut in enumerate(plan)
+    )
 
 
 def worst_memory(profile: ModelProfile, plan, staleness: int) -> int:
@@ -125,7 +126,7 @@ def test_counted_gradients_are_twice_as_wide_where_they_are_averaged_in_host_mem
             stage_memory(profile, cut, False, False, staleness, exact=exact)
             for exact in (False, True)
         )
-        parameters = stage_parameters(profile, cut, False, False)
+        parameters = stage_profile(profile, cut, False, False).parameters
         assert exact.host_bytes - plain.host_bytes == 2 * 4 * parameters
         assert exact.device_bytes == plain.device_bytes
 
@@ -133,6 +134,6 @@ def test_counted_gradients_are_twice_as_wide_where_they_are_averaged_in_host_mem
 def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():
     profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
     at_once, lagging = (stage_memory(profile, cut, False, False, staleness) for staleness in (0, 1))
-    more = 8 * stage_parameters(profile, cut, False, False)
+    more = 8 * stage_profile(profile, cut, False, False).parameters
     assert lagging.device_bytes - at_once.device_bytes == more
     assert lagging.host_bytes == at_once.host_bytes
