@@ -9,13 +9,14 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 from libp2p.abc import INetStream
 from libp2p.custom_types import TProtocol
-from libp2p.host.basic_host import BasicHost
 from libp2p.network.stream.net_stream import NetStream
+from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from swarm_shared.base.error_groups import expected_error
@@ -23,7 +24,7 @@ from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, Sw
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.framed_stream import FramedStream, TrafficCounter
 from swarm_shared.network.libp2p.errors import summary
-from swarm_shared.network.libp2p.host import take_one
+from swarm_shared.network.libp2p.host import NEGOTIATE_SECONDS, take_one
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.protocol.framing import FrameLimits
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[FramedStream], Awaitable[None]]
 RawHandler = Callable[[YamuxStream], Awaitable[None]]
+_Run = Callable[[NetStream, YamuxStream], Awaitable[None]]
+_KeyT = TypeVar("_KeyT")
 
 
 MAX_UNKNOWN_PEER_STREAMS: Final = 8
@@ -42,9 +45,9 @@ class Inbound:
     """Serves protocols. `admits` decides whether a remote may use a protocol that is not public,
     `knows` whether the remote is a member at all."""
 
-    def __init__(self, host: BasicHost, max_streams_per_peer: int) -> None:
-        self._host = host
+    def __init__(self, max_streams_per_peer: int) -> None:
         self._max_streams = max_streams_per_peer
+        self._served = Multiselect()
         self._open: Counter[PeerId] = Counter()
         self._open_of_protocol: Counter[tuple[PeerId, str]] = Counter()
         self.handler_errors: Counter[str] = Counter()
@@ -53,6 +56,10 @@ class Inbound:
         self.traffic = TrafficCounter()
         self.admits: Callable[[PeerId, str], bool] = lambda peer, protocol: True
         self.knows: Callable[[PeerId], bool] = lambda peer: True
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        return tuple(map(str, self._served.handlers))
 
     def serve(
         self,
@@ -63,88 +70,94 @@ class Inbound:
         public: bool,
         max_streams_per_peer: int,
     ) -> None:
-        handle = partial(self._handle, protocol, handler, limits, public)
-        self._set(protocol, partial(self._count, protocol, max_streams_per_peer, handle))
+        async def run(stream: NetStream, _: YamuxStream) -> None:
+            framed = FramedStream(stream, protocol, limits, self.traffic)
+            try:
+                await handler(framed)
+                await framed.close()
+            finally:
+                await framed.reset()
+
+        self._set(protocol, run, public, max_streams_per_peer)
 
     def serve_raw(self, protocol: str, handler: RawHandler, *, public: bool) -> None:
-        self._set(protocol, partial(self._handle_raw, protocol, handler, public))
+        async def run(stream: NetStream, muxed: YamuxStream) -> None:
+            try:
+                await handler(muxed)
+                # Whatever else the remote sends is dropped.
+                await muxed.close()
+                muxed.stop_reading()
+            except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
+                logger.debug("%s with %s ended: %s", protocol, _remote(stream), error)
+            finally:
+                # No more than tidying up where both ends have closed the stream.
+                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                    await stream.reset()
 
-    def _set(self, protocol: str, handler: Callable[[INetStream], Awaitable[None]]) -> None:
-        self._host.set_stream_handler(TProtocol(protocol), handler)
+        self._set(protocol, run, public, self._max_streams)
+
+    def stop(self, protocol: str) -> None:
+        """Accept no new streams of the protocol."""
+        self._served.remove_handler(TProtocol(protocol))
+
+    def _set(self, protocol: str, run: _Run, public: bool, most: int) -> None:
+        async def accept(stream: INetStream) -> None:
+            handle = partial(self._supervise, protocol, run, public)
+            of = (_remote(stream), protocol)
+            await self._bounded(self._open_of_protocol, of, most, handle, stream)
+
+        self._served.add_handler(TProtocol(protocol), accept)
 
     async def accept(self, stream: INetStream) -> None:
         """Handle a stream that a remote opens. Never raises: an error here would stop the whole
         host."""
-        remote = PeerId(stream.muxed_conn.peer_id.to_base58())
-        most = (
-            self._max_streams
-            if self.knows(remote)
-            else min(MAX_UNKNOWN_PEER_STREAMS, self._max_streams)
-        )
-        if self._open[remote] >= most:
-            logger.debug("%s has too many streams open, one more is refused", remote)
-            await stream.reset()
-            return
-        self._open[remote] += 1
+        remote, most = _remote(stream), self._max_streams
+        if not self.knows(remote):
+            most = min(MAX_UNKNOWN_PEER_STREAMS, most)
         try:
-            await self._host._swarm_stream_handler(stream)
+            await self._bounded(self._open, remote, most, self._negotiate, stream)
         except Exception as error:  # noqa: BLE001 (py-libp2p raises anything for garbage)
             logger.debug("a stream from %s was refused: %s", remote, summary(error))
             await stream.reset()
-        finally:
-            take_one(self._open, remote)
 
-    async def _count(
+    async def _bounded(
         self,
-        protocol: str,
+        counter: Counter[_KeyT],
+        key: _KeyT,
         most: int,
         handle: Callable[[INetStream], Awaitable[None]],
         stream: INetStream,
     ) -> None:
-        key = (PeerId(stream.muxed_conn.peer_id.to_base58()), protocol)
-        if self._open_of_protocol[key] >= most:
-            logger.debug(
-                "%s has %d streams of %s open, one more is refused", key[0], most, protocol
-            )
+        if counter[key] >= most:
+            logger.debug("%s has %d streams open, one more is refused", key, most)
             await stream.reset()
             return
-        self._open_of_protocol[key] += 1
+        counter[key] += 1
         try:
             await handle(stream)
         finally:
-            take_one(self._open_of_protocol, key)
+            take_one(counter, key)
 
-    def _refuses(self, remote: PeerId, protocol: str, public: bool) -> bool:
-        if public or self.admits(remote, protocol):
-            return False
-        self.refused[protocol] += 1
-        logger.debug("%s is not admitted to %s", remote, protocol)
-        return True
+    async def _negotiate(self, stream: INetStream) -> None:
+        messages = MultiselectCommunicator(stream)
+        _, accept = await self._served.negotiate(messages, int(NEGOTIATE_SECONDS))
+        await accept(stream)
 
-    def _welcome(self, remote: PeerId, stream: NetStream) -> None:
-        muxed = stream.muxed_stream
-        if isinstance(muxed, YamuxStream) and self.knows(remote):
-            muxed.extend_window()
-
-    async def _handle(
-        self,
-        protocol: str,
-        handler: Handler,
-        limits: FrameLimits,
-        public: bool,
-        stream: INetStream,
-    ) -> None:
+    async def _supervise(self, protocol: str, run: _Run, public: bool, stream: INetStream) -> None:
         assert isinstance(stream, NetStream)
-        framed = FramedStream(stream, protocol, limits, self.traffic)
+        muxed, remote = stream.muxed_stream, _remote(stream)
+        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
         try:
-            if not self._refuses(framed.remote, protocol, public):
-                self._welcome(framed.remote, stream)
-                await handler(framed)
-                await framed.close()
+            if public or self.admits(remote, protocol):
+                if self.knows(remote):
+                    muxed.extend_window()
+                await run(stream, muxed)
+            else:
+                self.refused[protocol] += 1
+                logger.debug("%s is not admitted to %s", remote, protocol)
+                await stream.reset()
         except Exception as error:  # noqa: BLE001 (a supervisor: a failure stays in its stream)
-            self._log_failure(protocol, framed.remote, error)
-        finally:
-            await framed.reset()
+            self._log_failure(protocol, remote, error)
 
     def _log_failure(self, protocol: str, remote: PeerId, error: Exception) -> None:
         cause = expected_error(error)
@@ -160,25 +173,6 @@ class Inbound:
                 "the handler of %s failed on a stream with %s", protocol, remote, exc_info=error
             )
 
-    async def _handle_raw(
-        self, protocol: str, handler: RawHandler, public: bool, stream: INetStream
-    ) -> None:
-        assert isinstance(stream, NetStream)
-        muxed = stream.muxed_stream
-        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
-        remote = PeerId(muxed.connection.peer_id.to_base58())
-        try:
-            if not self._refuses(remote, protocol, public):
-                self._welcome(remote, stream)
-                await handler(muxed)
-                # Whatever else the remote sends is dropped.
-                await muxed.close()
-                muxed.stop_reading()
-                return
-        except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
-            logger.debug("%s with %s ended: %s", protocol, remote, error)
-        except Exception:  # a supervisor: a failure stays in its stream
-            self.handler_errors[protocol] += 1
-            logger.exception("the handler of %s failed on a stream with %s", protocol, remote)
-        with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-            await muxed.reset()
+
+def _remote(stream: INetStream) -> PeerId:
+    return PeerId(stream.muxed_conn.peer_id.to_base58())

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import trio
-from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
@@ -29,7 +28,7 @@ from swarm_shared.network.inbound import Handler, Inbound
 from swarm_shared.network.keepalive import ConnectionMaintenance
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.errors import dial_errors, summary
-from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
+from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS, build_swarm
 from swarm_shared.network.libp2p.tcp import check_ports_are_free
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.links import Links, muxer_of
@@ -73,13 +72,10 @@ class Node:
         self.bandwidth = bandwidth
         """Shared by all connections of the node; its limits may be set at any time."""
         self.bandwidth.nodes += 1
-        self._host = build_host(
-            identity, max_connections, max_connections_per_address, self.bandwidth
+        self._swarm = swarm = build_swarm(
+            identity, max_connections, max_connections_per_address, bandwidth
         )
-        swarm = self._host.get_network()
-        assert isinstance(swarm, NodeSwarm)
-        self._swarm = swarm
-        self._inbound = Inbound(self._host, max_inbound_streams_per_peer)
+        self._inbound = Inbound(max_inbound_streams_per_peer)
         self._watch = ChangeWatch(self._network_changed)
         self._links = links = Links(swarm, lambda: self._watch.interfaces)
         self._relays = RelayClient(links, self._connect_to_relay)
@@ -198,7 +194,7 @@ class Node:
 
     def stop_relay(self) -> None:
         """Accept no new slots and circuits; existing ones continue."""
-        self._host.multiselect.handlers.pop(TProtocol(HOP_PROTOCOL), None)
+        self._inbound.stop(HOP_PROTOCOL)
         self.relay = None
 
     # Being reached
@@ -383,9 +379,10 @@ class Node:
     # Raw protocols
 
     async def _identify(self, stream: YamuxStream) -> None:
-        protocols = tuple(str(protocol) for protocol in self._host.multiselect.handlers)
         public_key = self._swarm.peerstore.pubkey(_libp2p_id(self.peer_id))
-        await answer_identify(stream, public_key.serialize(), self._own.dialable(), protocols)
+        await answer_identify(
+            stream, public_key.serialize(), self._own.dialable(), self._inbound.protocols
+        )
 
 
 def _libp2p_id(peer: PeerId) -> ID:

@@ -1,8 +1,9 @@
-"""The py-libp2p host: TCP, Noise and yamux, and nothing else.
+"""The py-libp2p swarm: TCP, Noise and yamux, and nothing else.
 
 Owns what is switched off or replaced in py-libp2p 0.8.1, each with its reason. By default py-libp2p
-also offers a plaintext protocol (in which any remote can claim any peer ID), TLS, mplex, dials
-peers by itself and answers identify requests.
+also offers a plaintext protocol (in which any remote can claim any peer ID), TLS, mplex, and dials
+peers by itself. Its host is not used: it answers identify requests and pings, whose handlers let a
+remote write into the peer store. Streams from remotes go to `swarm_shared.network.inbound`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from libp2p.crypto.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
 from libp2p.custom_types import TProtocol
-from libp2p.host.basic_host import BasicHost
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.auto_connector import AutoConnector
@@ -75,13 +75,13 @@ MAX_CONNECTIONS_PER_PEER = 4
 exist besides."""
 
 
-def build_host(
+def build_swarm(
     identity: Identity,
     max_connections: int,
     max_connections_per_address: int,
     bandwidth: Bandwidth,
-) -> BasicHost:
-    """Return a host with the identity's key that has not been started."""
+) -> NodeSwarm:
+    """Return a swarm with the identity's key that has not been started."""
     _quieten_libp2p()
     private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
     key_pair = KeyPair(private_key, private_key.get_public_key())
@@ -107,13 +107,7 @@ def build_host(
     swarm.auto_connector = NoAutoConnector(swarm)
     swarm.max_connections_per_address = max_connections_per_address
     swarm.bandwidth = bandwidth
-    host = BasicHost(swarm, disable_identify_address_discovery=True)
-    # Identify and ping are unused, and their handlers let a remote write into the peer store.
-    # Without them the host also does not open identify streams by itself.
-    for protocol in list(host.multiselect.handlers):
-        host.multiselect.handlers.pop(protocol)
-    swarm.notifees.clear()
-    return host
+    return swarm
 
 
 def _connection_config(max_connections: int) -> ConnectionConfig:
