@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -12,6 +11,7 @@ import click
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
+from swarm_shared.credit.contributions import OwnerSums
 from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
 from swarm_shared.trust.evidence import Judgement, Verdict
 from swarm_shared.trust.votes import Finding
@@ -55,10 +55,11 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         )
     for person in found.people:
         name = "" if person.name is None else f"{printable(person.name)} "
+        lately = person.credit_per_day(found.as_of)
         devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
         click.echo(
-            f"  {name}(…{person.peer[-8:]}): {person.credit:.1f} credit, "
-            f"{person.credit_per_day:.1f} a day recently, {person.tokens} tokens{devices}"
+            f"  {name}(…{person.owner[-8:]}): {person.credit:.1f} credit, "
+            f"{lately:.1f} a day recently, {person.tokens} tokens{devices}"
         )
 
 
@@ -88,7 +89,20 @@ def _document(found: VerifiedLedger) -> dict[str, object]:
         ],
         "sum_verdicts": [one.model_dump(exclude={"statements"}) for one in found.sum_verdicts],
         "totals": [total.model_dump(exclude={"line"}) for total in found.totals],
-        "people": [asdict(person) for person in found.people],
+        "people": [_row(person, found.as_of) for person in found.people],
+    }
+
+
+def _row(person: OwnerSums, as_of: float) -> dict[str, object]:
+    return {
+        "peer": person.owner,
+        "name": person.name,
+        "team": person.team,
+        "devices": person.devices,
+        "microbatches": person.microbatches,
+        "tokens": person.tokens,
+        "credit": person.credit,
+        "credit_per_day": person.credit_per_day(as_of),
     }
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
-import anyio.to_thread
 import trio
 
 from swarm_client.membership.membership import CurrentMembership
@@ -33,8 +30,7 @@ from swarm_shared.protocol import MAX_LEAVES_ASKED, TransferHello
 from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
 from swarm_shared.transfer.leaf_transfer import FetchedLeaf, LeafStream
 from swarm_shared.transfer.source import TransferSource
-
-T = TypeVar("T")
+from swarm_shared.transfer.transfer import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +104,9 @@ class LeafFetcher:
         """Return these leaves, verified, from the disk or fetched. NetworkError when they cannot be
         had in PATIENCE_SECONDS."""
         wanted = list(dict.fromkeys(leaves))
-        found = await _in_thread(self._cache.read, wanted)
+        found = await in_thread(self._cache.read, wanted)
         if written := [one for one in wanted if one not in found and self._cache.holds(one)]:
-            found |= await _in_thread(self._cache.read, written)  # meanwhile
+            found |= await in_thread(self._cache.read, written)  # meanwhile
         missing = {leaf for leaf in wanted if leaf not in found}
         if not missing:
             return found
@@ -182,7 +178,7 @@ class LeafFetcher:
 
     async def _open(self) -> None:
         try:
-            await _in_thread(self._cache.open)
+            await in_thread(self._cache.open)
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
             self._cache.stop_growing()
@@ -273,7 +269,7 @@ class LeafFetcher:
             check_leaf(self._manifest, one.leaf, one.content, one.proof)
         try:
             self._make_room()
-            await _in_thread(self._cache.write, [(one.leaf, one.content) for one in fetched])
+            await in_thread(self._cache.write, [(one.leaf, one.content) for one in fetched])
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
             self._cache.stop_growing()
@@ -294,7 +290,3 @@ class LeafFetcher:
             self._cache.stop_growing()
         else:
             self._cache.grow(more_bytes)
-
-
-async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
-    return await anyio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)

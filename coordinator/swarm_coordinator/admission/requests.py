@@ -33,6 +33,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.document import AdmissionStatus, BanRow
 from swarm_shared.base.errors import SignatureError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 
@@ -98,11 +99,9 @@ def parse_request(question: dict[str, Any]) -> Request:
     try:
         return requests.validate_python(question)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"this is not an admission request: {place}: {first['msg']}; is it of the same "
-            "version as this program?"
+            f"this is not an admission request: {first_error(error)}; is it of the same version "
+            "as this program?"
         ) from error
 
 

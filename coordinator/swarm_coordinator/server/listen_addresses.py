@@ -13,9 +13,9 @@ import psutil
 from pydantic import ValidationError
 
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import run_id_of
-from swarm_shared.identity.signing import describe_validation_error
 from swarm_shared.run.manifest import Manifest
 
 MAX_ADDRESSES = 16
@@ -76,6 +76,6 @@ def invite_for(manifest: Manifest, addresses: tuple[str, ...], token: str | None
         )  # fmt: skip
     except ValidationError as error:
         raise ConfigurationError(
-            f"run.toml: [network] announce: {describe_validation_error(error)}; "
+            f"run.toml: [network] announce: {first_error(error)}; "
             f"write addresses like /ip4/192.0.2.1/tcp/4001 or /dns4/example.org/tcp/4001"
         ) from error

@@ -45,10 +45,11 @@ def parse(adapter: TypeAdapter[MessageT], content: bytes | bytearray | memoryvie
 
 
 def first_error(error: ValidationError) -> str:
-    """The first thing that is wrong with a document: its place, and what is wrong there."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
+    """Describe the first thing that is wrong with a document in one line: its place, and what is
+    wrong there. Without the input, which may be untrusted and huge."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])[:100]
+    return (f"{place}: {first['msg']}" if place else str(first["msg"]))[:300]
 
 
 def encode_prefixed(message: FrozenModel, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:

@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from swarm_shared.base.errors import StorageError
 
@@ -67,32 +67,22 @@ def socket_address(path: Path) -> Iterator[str]:
 class LocalConnection:
     """The client's end of one connection; made by `connect`. Blocks; OSError when it breaks."""
 
-    def __init__(self, connection: socket.socket, max_line_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, lines: BinaryIO, max_line_bytes: int) -> None:
         self._connection = connection
+        self._lines = lines
         self._max_line_bytes = max_line_bytes
-        self._buffer = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
         self._connection.sendall(to_line(message))
 
     def receive(self, timeout_seconds: float | None) -> dict[str, Any] | None:
-        """Return the next message; None at the end. TimeoutError; ValueError for a malformed
-        line."""
+        """Return the next message; None at the end. TimeoutError, after which the connection is of
+        no use; ValueError for a malformed line."""
         self._connection.settimeout(timeout_seconds)
-        searched = 0
-        while (end := self._buffer.find(b"\n", searched)) < 0:
-            searched = len(self._buffer)
-            part = self._connection.recv(64 * 1024)
-            if not part:
-                if self._buffer:
-                    raise ValueError(f"{len(self._buffer)} bytes and no end of line")
-                return None
-            self._buffer += part
-            if len(self._buffer) > self._max_line_bytes:
-                raise ValueError(f"{len(self._buffer)} bytes and no end of line")
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return from_line(line)
+        line = self._lines.readline(self._max_line_bytes + 1)
+        if line and not line.endswith(b"\n"):
+            raise ValueError(f"{len(line)} bytes and no end of line")
+        return from_line(line) if line else None
 
 
 @contextlib.contextmanager
@@ -101,8 +91,9 @@ def connect(
 ) -> Iterator[LocalConnection]:
     """Connect to the server at `path`. FileNotFoundError or ConnectionRefusedError when none
     listens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with made as connection, connection.makefile("rb") as lines:
         connection.settimeout(timeout_seconds)
         with socket_address(path) as address:
             connection.connect(address)
-        yield LocalConnection(connection, max_line_bytes)
+        yield LocalConnection(connection, lines, max_line_bytes)

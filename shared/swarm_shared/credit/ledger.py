@@ -43,8 +43,9 @@ from pydantic import ValidationError
 
 from swarm_shared.base.errors import ProtocolError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.credit.contributions import ContributionSums
+from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 from swarm_shared.credit.credit import credit_of, work_shares
 from swarm_shared.credit.ledger_lines import (
     Head,
@@ -68,7 +69,6 @@ from swarm_shared.identity.signed_manifest import (
 )
 from swarm_shared.identity.signing import (
     decode_envelope,
-    describe_validation_error,
     encode_envelope,
     open_envelope,
 )
@@ -204,20 +204,6 @@ def _canonical_json(content: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerTotal:
-    """The sums of all peers that are bound to one key; mostly a single peer."""
-
-    peer: PeerId
-    name: str | None
-    team: str | None
-    devices: tuple[PeerId, ...]
-    microbatches: int
-    tokens: int
-    credit: float
-    credit_per_day: float
-
-
-@dataclass(frozen=True, slots=True)
 class VerifiedLedger:
     """A ledger whose every number was found right."""
 
@@ -228,7 +214,7 @@ class VerifiedLedger:
     steps: int
     totals: tuple[TotalLine, ...]
     """Totals by peer, highest credit first."""
-    people: tuple[OwnerTotal, ...]
+    people: tuple[OwnerSums, ...]
     """Totals by owner, highest credit first."""
     verdicts: tuple[tuple[Verdict, Judgement], ...] = ()
     """Lost audits, and what their evidence shows."""
@@ -304,7 +290,7 @@ class _Check:
             told = found.pop("digest", None)
             line = ledger_lines.validate_json(json.dumps(found), strict=True)
         except ValidationError as error:
-            raise ProtocolError(describe_validation_error(error)) from error
+            raise ProtocolError(first_error(error)) from error
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"it is no line of a ledger: {error}") from error
         if self._chain.put(line) != content or told != self._chain.digest:
@@ -419,24 +405,11 @@ class _Check:
             tuple(totals), self._people(), tuple(self._verdicts), tuple(self._sum_verdicts),
         )  # fmt: skip
 
-    def _people(self) -> tuple[OwnerTotal, ...]:
-        assert self._head is not None
+    def _people(self) -> tuple[OwnerSums, ...]:
         for peer, total in self._totals.items():
             device = PeerId(peer)
             self._sums.describe(device, total.name, total.team, self._owners.get(device))
-        return tuple(
-            OwnerTotal(
-                peer=sums.owner,
-                name=sums.name,
-                team=sums.team,
-                devices=sums.devices,
-                microbatches=sums.microbatches,
-                tokens=sums.tokens,
-                credit=sums.credit,
-                credit_per_day=sums.credit_per_day(self._head.as_of),
-            )
-            for sums in self._sums.ranked()
-        )
+        return tuple(self._sums.ranked())
 
 
 def _named_organiser(envelope: bytes) -> PeerId:

@@ -183,20 +183,7 @@ def verify_shard(
 ) -> bytes:
     """Read the whole file and return its tree; DataError unless size, Merkle root and every token
     id are right."""
-    _check_size(path, info, token_bytes)
-    builder, largest = TreeBuilder(), -1
-    dtype = token_dtype(token_bytes)
-    try:
-        with path.open("rb") as file:
-            while content := file.read(_READ_TOKENS * token_bytes):
-                builder.add(content)
-                whole = len(content) - len(content) % token_bytes
-                ids = np.frombuffer(content[:whole], dtype=dtype)
-                largest = max(largest, int(ids.max(initial=0)))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    tree = builder.tree()
-    _check_root(path, info, root_of(tree))
+    tree, largest = _read_shard(path, info, token_bytes)
     if largest >= vocabulary_size:
         raise DataError(
             f"{path} holds token id {largest}, but the model's vocabulary has {vocabulary_size} "
@@ -224,15 +211,7 @@ def write_missing_trees(folder: Path, data: DataConfig, report: Callable[[str], 
         if path.exists() and path.stat().st_size == needed_bytes:
             continue
         report(f"hashing {shard.name}, whose tree is missing")
-        builder = TreeBuilder()
-        try:
-            with shard.open("rb") as file:
-                while content := file.read(_READ_TOKENS * data.token_bytes):
-                    builder.add(content)
-        except OSError as error:
-            raise _unreadable(shard, error) from error
-        tree = builder.tree()
-        _check_root(shard, info, root_of(tree))
+        tree, _ = _read_shard(shard, info, data.token_bytes)
         write_atomically(path, tree)
 
 
@@ -244,6 +223,26 @@ def unigram_entropy_nats(stream: TokenStream, vocabulary_size: int) -> float:
             counts += np.bincount(shard[start : start + _READ_TOKENS], minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(max(0.0, -(shares * np.log(shares)).sum()))
+
+
+def _read_shard(path: Path, info: ShardInfo, token_bytes: TokenBytes) -> tuple[bytes, int]:
+    """Read the whole file; return its tree and its largest token id. DataError unless size and
+    Merkle root are right."""
+    _check_size(path, info, token_bytes)
+    builder, largest = TreeBuilder(), -1
+    dtype = token_dtype(token_bytes)
+    try:
+        with path.open("rb") as file:
+            while content := file.read(_READ_TOKENS * token_bytes):
+                builder.add(content)
+                whole = len(content) - len(content) % token_bytes
+                ids = np.frombuffer(content[:whole], dtype=dtype)
+                largest = max(largest, int(ids.max(initial=0)))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    tree = builder.tree()
+    _check_root(path, info, root_of(tree))
+    return tree, largest
 
 
 def _check_size(path: Path, info: ShardInfo, token_bytes: TokenBytes) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,37 +31,24 @@ SMALLEST_BPE_VOCABULARY = 257
 """256 bytes and the separator of documents."""
 
 
-class Tokenizer(Protocol):
-    """A deterministic and lossless tokenizer: `decode(encode(text)) == text`."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Exclusive upper bound of the ids that `encode` returns."""
-
-    def encode(self, text: str) -> TokenIds:
-        """Return the ids of `text`, without a separator at its end."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Encode every text; faster than one call each."""
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """Return the text of `ids`; separators of documents and ids of no token are left out."""
-
-
 class BytesTokenizer:
     """The UTF-8 bytes of the text; nothing to train and nothing to store."""
 
     vocabulary_size = 256
+    """Exclusive upper bound of the ids that `encode` returns."""
 
     def encode(self, text: str) -> TokenIds:
+        """Return the ids of `text`, without a separator at its end."""
         if "\0" in text:
             raise DataError("text with a NUL character cannot be tokenised; remove the character")
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Encode every text; faster than one call each."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Return the text of `ids`; separators of documents and ids of no token are left out."""
         known = _known_ids(ids, self.vocabulary_size)
         return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -115,6 +102,10 @@ class BpeTokenizer:
     @classmethod
     def load(cls, path: Path) -> BpeTokenizer:
         return cls.from_bytes(_read(path), str(path))
+
+
+Tokenizer = BytesTokenizer | BpeTokenizer
+"""A deterministic and lossless tokenizer: `decode(encode(text)) == text`."""
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> BpeTokenizer:

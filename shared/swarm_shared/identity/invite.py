@@ -20,9 +20,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from swarm_shared.base.errors import InviteError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import RUN_ID_PATTERN, Address, PeerId, RunId, Token
 from swarm_shared.identity.keys import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
-from swarm_shared.identity.signing import describe_validation_error
 
 PREFIX: Final = "swarm1"
 _FAMILY: Final = "swarm"
@@ -155,8 +155,7 @@ def _parse(body: bytes) -> Invite:
         )
     except ValidationError as error:
         raise InviteError(
-            f"This invite was made wrongly ({describe_validation_error(error)}); ask the "
-            f"organiser for a new one."
+            f"This invite was made wrongly ({first_error(error)}); ask the organiser for a new one."
         ) from error
 
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import (
     PUBLIC_KEY_BYTES,
@@ -123,8 +124,7 @@ def open_message(
         message = type.model_validate_json(opened.payload, strict=True)
     except ValidationError as error:
         raise FrameError(
-            f"{opened.signer} signed something that is not a {type.__name__}: "
-            f"{describe_validation_error(error)}"
+            f"{opened.signer} signed something that is not a {type.__name__}: {first_error(error)}"
         ) from error
     return message, opened.signer
 
@@ -155,13 +155,6 @@ class SignedMessage(FrozenModel):
         if cls.signed_by is not None and signed_by != (named := getattr(message, cls.signed_by)):
             raise SignatureError(f"{signed_by} signed {cls.called} in the name of {named}")
         return message
-
-
-def describe_validation_error(error: ValidationError) -> str:
-    """Describe the first error in one line, without the (untrusted, possibly huge) input."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:100] or "the whole message"
-    return f"{where}: {first['msg']}"[:300]
 
 
 def _signed_bytes(domain: str, payload_type: bytes, payload: bytes) -> bytes:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_shared.base.errors import AdmissionError, ProtocolError
+from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.sample_ranges import LeafId, leaf_shape
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.protocol import (
@@ -37,22 +37,14 @@ ANSWER_SECONDS = 30.0
 """Longest time for one answer of at most 540 KiB: a slower source is 18 kB/s."""
 
 
-class LeafReader(Protocol):
-    """Where a holder reads its leaves. Blocking; DataError when it cannot."""
-
-    def proof(self, wanted: LeafId) -> bytes: ...
-
-    def content(self, wanted: LeafId) -> bytes: ...
-
-
-def read_leaves(reader: LeafReader, request: LeafRequest) -> bytes:
-    """Return the payload of the answer. Blocking."""
+def read_leaves(files: LeafFiles, request: LeafRequest) -> bytes:
+    """Return the payload of the answer. Blocking; DataError when it cannot be read."""
     parts: list[bytes] = []
     for one in request.leaves:
         wanted = LeafId(one.shard, one.leaf)
-        parts.append(reader.proof(wanted))
+        parts.append(files.proof(wanted))
         if request.content:
-            parts.append(reader.content(wanted))
+            parts.append(files.content(wanted))
     return b"".join(parts)
 
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio.to_thread
 import trio
@@ -43,6 +43,7 @@ from swarm_shared.base.errors import (
     StorageError,
 )
 from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits, Node
@@ -58,7 +59,7 @@ from swarm_shared.protocol import (
     parse,
     transfer_messages,
 )
-from swarm_shared.transfer.leaf_transfer import LeafReader, read_leaves
+from swarm_shared.transfer.leaf_transfer import read_leaves
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
 from swarm_shared.transfer.source import TransferSource
 
@@ -116,7 +117,7 @@ def serve_transfers(
     node: Node,
     catalogue: Catalogue,
     check_remote: CheckRemote,
-    leaves: LeafReader | None = None,
+    leaves: LeafFiles | None = None,
 ) -> None:
     """Answer requests for files, and for leaves if this peer has them, as long as the node
     lives."""
@@ -149,7 +150,7 @@ async def _is_admitted(stream: FramedStream, check_remote: CheckRemote) -> bool:
 class _Server:
     """The requests of admitted peers."""
 
-    def __init__(self, catalogue: Catalogue, leaves: LeafReader | None) -> None:
+    def __init__(self, catalogue: Catalogue, leaves: LeafFiles | None) -> None:
         self._catalogue = catalogue
         self._leaves = leaves
         self._file_streams = trio.Semaphore(MAX_STREAMS_SERVED)
@@ -191,7 +192,7 @@ class _Server:
             await _refuse(stream, f"there is no {request.item} here")
             return False
         try:
-            content, digest, item_bytes = await _in_thread(
+            content, digest, item_bytes = await in_thread(
                 _read_chunk, path, request.offset, request.bytes
             )
         except OSError as error:
@@ -214,7 +215,7 @@ class _Server:
             return False
         async with self._leaf_answers:
             try:
-                payload = await _in_thread(read_leaves, self._leaves, request)
+                payload = await in_thread(read_leaves, self._leaves, request)
             except DataError as error:
                 log.warning("leaves cannot be read for %s: %s", stream.remote, error)
                 await _refuse(stream, str(error))
@@ -290,13 +291,13 @@ async def fetch(
     """
     hello = TransferHello(run=run, certificate=certificate)
     part = PartFile(destination, item, total_bytes, sha256)
-    if await _in_thread(part.is_complete):
+    if await in_thread(part.is_complete):
         if progress is not None:
             progress(total_bytes, total_bytes)
         return
     work = _Fetch(node, item, hello, part, progress, stall_seconds)
     try:
-        work.begin(await _in_thread(part.open))
+        work.begin(await in_thread(part.open))
         await _fetch_and_verify(work, sources)
     finally:
         part.close()
@@ -305,7 +306,7 @@ async def fetch(
 async def _fetch_and_verify(work: _Fetch, sources: Sequence[TransferSource]) -> None:
     resumed = work.received_bytes > 0
     await _fetch_missing(work, sources)
-    if await _in_thread(work.part.finish):
+    if await in_thread(work.part.finish):
         return
     honest = [s for s in sources if s.peer not in work.failures]
     if len(honest) == 1 and not resumed:
@@ -313,14 +314,14 @@ async def _fetch_and_verify(work: _Fetch, sources: Sequence[TransferSource]) -> 
         honest = []
     for source in honest:
         log.warning("%s came with a wrong hash; %s is tried alone", work.item, source.peer)
-        await _in_thread(work.part.restart)
+        await in_thread(work.part.restart)
         work.begin(set())
         with suppress(NetworkError):
             await _fetch_missing(work, [source])
-            if await _in_thread(work.part.finish):
+            if await in_thread(work.part.finish):
                 return
             work.failures[source.peer] = "what it served does not have the expected hash"
-    await _in_thread(work.part.restart)
+    await in_thread(work.part.restart)
     raise _no_source_left(work.item, work.failures)
 
 
@@ -388,7 +389,7 @@ async def _fetch_chunks(work: _Fetch, stream: FramedStream, taken: list[int]) ->
             continue
         index = taken[0]
         content, digest = await _receive_chunk(work, stream, index)
-        await _in_thread(work.part.write, index, content, digest)
+        await in_thread(work.part.write, index, content, digest)
         taken.pop(0)
         work.missing -= 1
         work.received_bytes += len(content)
@@ -409,7 +410,7 @@ async def _receive_chunk(work: _Fetch, stream: FramedStream, index: int) -> tupl
         )
     if len(frame.payload) != work.part.chunk_bytes(index):
         raise ProtocolError(f"{stream.remote} sent a chunk of a wrong size")
-    digest = await _in_thread(lambda: hashlib.sha256(frame.payload).hexdigest())
+    digest = await in_thread(lambda: hashlib.sha256(frame.payload).hexdigest())
     if digest != answer.sha256:
         raise SignatureError(f"a chunk from {stream.remote} does not have the hash it came with")
     return frame.payload, digest
@@ -432,5 +433,6 @@ def _no_source_left(item: str, failures: dict[PeerId, str]) -> NetworkError:
     )
 
 
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Run blocking code in a thread, which a cancellation does not wait for."""
     return await anyio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)

@@ -24,10 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import DataError, StorageError, UsageError, VersionError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.tui.source import (
     D,
@@ -52,17 +53,13 @@ SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 Sleep = Callable[[float], Awaitable[None]]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Head(_Strict):
+class _Head(FrozenModel):
     recording: str
     format: int
     started_at: FiniteFloat
 
 
-class _Body(_Strict):
+class _Body(FrozenModel):
     seconds: FiniteFloat = Field(ge=0)
     status: dict[str, Any] | None = None
     log: tuple[LogEntry, ...] | None = None

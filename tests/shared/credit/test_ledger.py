@@ -223,12 +223,12 @@ def owned(
 def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
     found = verify_ledger(owned(BINDINGS, steps_of(*FOUR)))
     anna, vera = found.people
-    assert (anna.peer, anna.devices) == (ANNA, (ANNA,))
+    assert (anna.owner, anna.devices) == (ANNA, (ANNA,))
     devices = {VERA.peer_id, FIRST.peer_id, SECOND.peer_id}
-    assert (vera.peer, set(vera.devices), vera.microbatches) == (VERA.peer_id, devices, 6)
+    assert (vera.owner, set(vera.devices), vera.microbatches) == (VERA.peer_id, devices, 6)
     parts = [total for total in found.totals if total.peer in devices]
     assert vera.credit == pytest.approx(sum(part.credit for part in parts))
-    assert vera.credit_per_day == pytest.approx(sum(part.credit_per_day for part in parts))
+    assert vera.credit_per_day(AS_OF) == pytest.approx(sum(part.credit_per_day for part in parts))
     assert vera.tokens == sum(part.tokens for part in parts)
     # Her own key takes part and gives no name, so she has none, whatever a device says.
     assert (vera.name, vera.team) == (None, None)
@@ -237,7 +237,7 @@ def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
 def test_an_owner_that_never_counted_has_the_row_of_its_devices() -> None:
     peers = (ANNA, BERT, FIRST.peer_id, SECOND.peer_id)
     found = verify_ledger(owned(BINDINGS, steps_of(*peers)))
-    [vera] = [one for one in found.people if one.peer == VERA.peer_id]
+    [vera] = [one for one in found.people if one.owner == VERA.peer_id]
     assert (vera.name, vera.team, vera.microbatches) == ("first", "the Vs", 4)
 
 
@@ -246,7 +246,7 @@ def test_a_ledger_without_owners_has_a_row_for_each_peer() -> None:
     for line in WHOLE:
         assert b"owner" not in line
     found = verify_ledger(WHOLE)
-    assert [(one.peer, one.credit) for one in found.people] == [
+    assert [(one.owner, one.credit) for one in found.people] == [
         (total.peer, total.credit) for total in found.totals
     ]
 
