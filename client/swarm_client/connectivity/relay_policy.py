@@ -82,8 +82,8 @@ class RelayPolicy:
         self._known_addresses: dict[PeerId, tuple[str, ...]] = {}
         self._p2pd_held: list[PeerId] = []
         self._path_kinds: dict[PeerId, PathKind] = {}
-        node.on_addresses(self.wake)
-        node.on_path_change(self._path_changed)
+        node.on_addresses.append(self.wake)
+        node.on_path_change.append(self._path_changed)
 
     def announcement(self) -> AddressUpdate:
         """For the next hello; recorded as announced."""

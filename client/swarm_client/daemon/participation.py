@@ -269,7 +269,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         mapper,
         volunteer.relay_policy.reachability_changed,
     )
-    node.on_network_change(watch.network_changed)
+    node.on_network_change.append(watch.network_changed)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mapper.run)
         await watch.run()

@@ -55,7 +55,7 @@ class AveragingRoutes:
         self._own_binding: tuple[str, float, str] | None = None
         """This peer's binding: p2pd's peer ID, the Unix time at which it is signed again, the
         envelope."""
-        node.on_path_change(lambda peer: self._memory.worked(peer, Route.HOST))
+        node.on_path_change.append(lambda peer: self._memory.worked(peer, Route.HOST))
 
     def use_manifest(self, manifest: Manifest) -> None:
         first, last = StageIndex(0), StageIndex(manifest.stage_count - 1)

@@ -89,7 +89,7 @@ class Volunteer:
         )  # fmt: skip
         worker.on_change(self.relay_policy.wake)
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
-        node.on_network_change(self.attachment.network_changed)
+        node.on_network_change.append(self.attachment.network_changed)
         self._gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
         self._snapshots.clear()
         serve_transfers(node, self._snapshots.find, self._gate.check_transfer)

@@ -55,7 +55,8 @@ class TrafficCounter:
         return self._links.setdefault(key, LinkTraffic())
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """Return the links that have carried frames, in the form in which peers report them."""
+        """Return the bytes of framed streams per remote and protocol since the node was opened, in
+        the form in which peers report them."""
         return tuple(
             LinkBytes(remote=remote, protocol=protocol, sent=link.sent, received=link.received)
             for (remote, protocol), link in self._links.items()

@@ -40,6 +40,9 @@ MAX_UNKNOWN_PEER_STREAMS: Final = 8
 """Streams open at once of a remote that is not a member: room for a hello on every public protocol.
 What it sends is stored until a handler reads it, so that streams take memory."""
 
+MAX_STREAMS_OF_PROTOCOL: Final = 64
+"""Streams of one remote, unless a protocol sets another limit."""
+
 
 class Inbound:
     """Serves protocols. `admits` decides whether a remote may use a protocol that is not public,
@@ -67,9 +70,16 @@ class Inbound:
         handler: Handler,
         limits: FrameLimits,
         *,
-        public: bool,
-        max_streams_per_peer: int,
+        public: bool = False,
+        max_streams_per_peer: int = MAX_STREAMS_OF_PROTOCOL,
     ) -> None:
+        """Run `handler` for each stream that a remote opens with `protocol`.
+
+        The stream is closed when the handler returns and reset when it raises. Exceptions stay
+        here: logged once, with the traceback when it is a fault of this side. A protocol that is
+        not `public` is refused to remotes that `admits` rejects.
+        """
+
         async def run(stream: NetStream, _: YamuxStream) -> None:
             framed = FramedStream(stream, protocol, limits, self.traffic)
             try:

@@ -40,7 +40,8 @@ class ConnectionMaintenance:
             self._nursery = None
 
     def check(self, peer: PeerId) -> None:
-        """Ping the connections to `peer` in the background, and close dead ones."""
+        """Ping the connections to `peer` in the background and close dead ones; called when its
+        network may have changed."""
         if self._nursery is not None:
             for connection in self._links.all_of(peer):
                 self._nursery.start_soon(muxer_of(connection).check_alive, LIVENESS_TIMEOUT_SECONDS)

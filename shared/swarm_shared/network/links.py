@@ -90,10 +90,12 @@ class Links:
         return best is not None and muxer_of(best).relay is None
 
     def path(self, peer: PeerId) -> LinkPath | None:
+        """Return the best connection to `peer`; None when there is none."""
         best = self.best(peer)
         return None if best is None else self._describe(peer, muxer_of(best))
 
     def paths(self) -> list[LinkPath]:
+        """Return the best connection to every connected peer."""
         peers = [PeerId(peer.to_base58()) for peer in self.swarm.connections]
         found = [path for peer in peers if (path := self.path(peer)) is not None]
         alive = {muxer_of(c) for c in self.swarm.get_connections()}

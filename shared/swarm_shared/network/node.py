@@ -24,7 +24,7 @@ from swarm_shared.identity.keys import Identity, public_key_of
 from swarm_shared.network.change_watch import ChangeWatch
 from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.framed_stream import FramedStream
-from swarm_shared.network.inbound import Handler, Inbound
+from swarm_shared.network.inbound import Inbound
 from swarm_shared.network.keepalive import ConnectionMaintenance
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.errors import dial_errors, summary
@@ -39,7 +39,6 @@ from swarm_shared.network.nat.identify import answer as answer_identify
 from swarm_shared.network.nat.relay_client import RelayClient
 from swarm_shared.network.nat.relay_server import RelayLimits, RelayServer
 from swarm_shared.network.own_addresses import OwnAddresses
-from swarm_shared.protocol import LinkBytes, LinkPath
 from swarm_shared.protocol.framing import FrameLimits
 
 logger = logging.getLogger(__name__)
@@ -53,8 +52,6 @@ OPEN_STREAM_SECONDS = 20.0
 MAX_RELAY_ADDRESSES = 8
 CLOSE_SECONDS = 2.0
 """Longest time to close all connections in an orderly way."""
-MAX_STREAMS_OF_PROTOCOL = 64
-"""Streams of one remote, unless a protocol sets another limit."""
 
 
 class Node:
@@ -85,16 +82,26 @@ class Node:
         self._maintenance = ConnectionMaintenance(links, self._puncher)
         self.relay: RelayServer | None = None
         """The relay this node serves, if it does."""
-        self._disconnect_callbacks: list[PeerCallback] = []
-        self._path_callbacks: list[PeerCallback] = []
-        self._address_callbacks: list[Callback] = []
-        self._network_callbacks: list[Callback] = []
+        # What one part does alone, documented there.
+        self.serve = self._inbound.serve
+        self.link_bytes = self._inbound.traffic.link_bytes
+        self.path, self.paths = links.path, links.paths
+        self.punch, self.check = self._puncher.punch, self._maintenance.check
+        # Callbacks are synchronous.
+        self.on_disconnect: list[PeerCallback] = []
+        """Called when the last connection to a peer is lost."""
+        self.on_path_change: list[PeerCallback] = []
+        """Called when a peer's best connection has changed."""
+        self.on_addresses: list[Callback] = []
+        """Called when `addresses` may have changed."""
+        self.on_network_change: list[Callback] = []
+        """Called when this machine's addresses changed or it woke up."""
         self._manager = TrioManager(swarm)
         self._swarm.set_stream_handler(self._inbound.accept)
         self._swarm.on_connected = self._maintenance.connected
         self._swarm.on_lost = self._links.changed
         self._links.on_lost = self._peer_lost
-        self._links.on_change = lambda peer: self._notify(self._path_callbacks, peer)
+        self._links.on_change = lambda peer: self._notify(self.on_path_change, peer)
         self._relays.on_change = self._addresses_changed
         self._inbound.serve_raw(STOP_PROTOCOL, self._relays.handle_stop, public=True)
         self._inbound.serve_raw(DCUTR_PROTOCOL, self._puncher.handle, public=False)
@@ -130,18 +137,6 @@ class Node:
     def is_connected(self, peer: PeerId) -> bool:
         return self._links.best(peer) is not None
 
-    def path(self, peer: PeerId) -> LinkPath | None:
-        """Return the best connection to `peer`; None when there is none."""
-        return self._links.path(peer)
-
-    def paths(self) -> list[LinkPath]:
-        """Return the best connection to every connected peer."""
-        return self._links.paths()
-
-    def link_bytes(self) -> tuple[LinkBytes, ...]:
-        """Return the bytes of framed streams per remote and protocol since the node was opened."""
-        return self._inbound.traffic.link_bytes()
-
     def observed_address(self, peer: PeerId) -> str | None:
         """Return this node's address and port as `peer` sees them; None when it has not reported
         them.
@@ -151,25 +146,6 @@ class Node:
         return self._own.observed.get(peer)
 
     # Serving
-
-    def serve(
-        self,
-        protocol: str,
-        handler: Handler,
-        limits: FrameLimits,
-        *,
-        public: bool = False,
-        max_streams_per_peer: int = MAX_STREAMS_OF_PROTOCOL,
-    ) -> None:
-        """Run `handler` for each stream that a remote opens with `protocol`.
-
-        The stream is closed when the handler returns and reset when it raises. Exceptions stay
-        here: logged once, with the traceback when it is a fault of this side. A protocol that is
-        not `public` is refused to remotes that `admits` rejects.
-        """
-        self._inbound.serve(
-            protocol, handler, limits, public=public, max_streams_per_peer=max_streams_per_peer
-        )
 
     def admit_only(
         self,
@@ -210,22 +186,6 @@ class Node:
         """Hold `wanted` slots at some of `relays`; at `last` only when the others do not serve."""
         self._relays.offer(relays, last)
         self._relays.want(wanted)
-
-    def on_addresses(self, callback: Callback) -> None:
-        """Call back, synchronously, when `addresses` may have changed."""
-        self._address_callbacks.append(callback)
-
-    def on_disconnect(self, callback: PeerCallback) -> None:
-        """Call back, synchronously, when the last connection to a peer is lost."""
-        self._disconnect_callbacks.append(callback)
-
-    def on_path_change(self, callback: PeerCallback) -> None:
-        """Call back, synchronously, when a peer's best connection has changed."""
-        self._path_callbacks.append(callback)
-
-    def on_network_change(self, callback: Callback) -> None:
-        """Call back, synchronously, when this machine's addresses changed or it woke up."""
-        self._network_callbacks.append(callback)
 
     # Reaching others
 
@@ -275,15 +235,6 @@ class Node:
         return FramedStream(
             stream, protocol, limits, self._inbound.traffic, self._links.is_superseded
         )
-
-    async def punch(self, peer: PeerId) -> bool:
-        """Try to replace a relayed connection by a direct one. False: it stays relayed."""
-        return await self._puncher.punch(peer)
-
-    def check(self, peer: PeerId) -> None:
-        """Ping the connections to `peer` in the background and close dead ones; called when its
-        network may have changed."""
-        self._maintenance.check(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close all connections to `peer`."""
@@ -357,7 +308,7 @@ class Node:
         if self.relay is not None:
             self.relay.forget(peer)
         self._relays.lost(peer)
-        self._notify(self._disconnect_callbacks, peer)
+        self._notify(self.on_disconnect, peer)
 
     def _notify(self, callbacks: Sequence[Callable[..., None]], *changed: PeerId) -> None:
         for callback in callbacks:
@@ -368,13 +319,13 @@ class Node:
                 logger.exception("a callback for a change failed: %s", ", ".join(changed))
 
     def _addresses_changed(self) -> None:
-        self._notify(self._address_callbacks)
+        self._notify(self.on_addresses)
 
     def _network_changed(self) -> None:
         """Handle a change of network or a wake-up: check connections and inform the listeners."""
         self._maintenance.network_changed()
         self._addresses_changed()
-        self._notify(self._network_callbacks)
+        self._notify(self.on_network_change)
 
     # Raw protocols
 

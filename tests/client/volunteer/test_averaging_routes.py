@@ -20,9 +20,7 @@ def routes_of(node: Any, view: RosterView) -> AveragingRoutes:
 
 async def test_p2pd_gets_ip_addresses_with_tcp_ports_only() -> None:
     """It resolves names itself, past every check here, and speaks QUIC to whatever is there."""
-    node = SimpleNamespace(
-        peer_id="me", on_path_change=lambda callback: None, path=lambda peer: None
-    )
+    node = SimpleNamespace(peer_id="me", on_path_change=[], path=lambda peer: None)
     view = RosterView()
     routes = routes_of(node, view)
     circuit = f"/ip4/203.0.113.9/tcp/1/p2p/{RELAY.peer_id}/p2p-circuit"

@@ -125,9 +125,9 @@ async def test_a_direct_connection_is_used_before_a_relayed_one_and_its_loss_is_
         await hold_slot(target, relay)
         assert await says_hello(source, target)
         changes: list[PathKind] = []
-        source.on_path_change(lambda peer: changes.append(source.path(peer).kind))
+        source.on_path_change.append(lambda peer: changes.append(source.path(peer).kind))
         lost: list[str] = []
-        source.on_disconnect(lost.append)
+        source.on_disconnect.append(lost.append)
         old = await source.open_stream(target.peer_id, ECHO, LIMITS)
         await target.listen([ANY_PORT])
         await source._dialer._dial_direct(
@@ -181,7 +181,7 @@ async def test_a_connection_whose_remote_is_gone_without_a_word_is_closed_in_tim
         # What it reads at the moment is the last.
         theirs._ping()
         lost = trio.Event()
-        other.on_disconnect(lambda peer: lost.set())
+        other.on_disconnect.append(lambda peer: lost.set())
         began = trio.current_time()
         await connection.check_alive(0.5)
         await connection.check_alive(0.5)
@@ -196,8 +196,8 @@ async def test_all_connections_are_questioned_when_the_network_has_changed() -> 
         [connection] = connections(other, one)
         answered = connection._heard
         told: list[str] = []
-        other.on_network_change(lambda: told.append("network"))
-        other.on_addresses(lambda: told.append("addresses"))
+        other.on_network_change.append(lambda: told.append("network"))
+        other.on_addresses.append(lambda: told.append("addresses"))
         other._network_changed()
         assert sorted(told) == ["addresses", "network"]
         await until(lambda: connection._heard is not answered and connection._heard.is_set())
@@ -211,7 +211,7 @@ async def test_a_connection_from_an_address_that_is_gone_is_closed_at_once() -> 
         assert connection.local_host == "127.0.0.1"
         connection.local_host = "198.51.100.9"
         lost = trio.Event()
-        other.on_disconnect(lambda peer: lost.set())
+        other.on_disconnect.append(lambda peer: lost.set())
         other._network_changed()
         with trio.fail_after(1):
             await lost.wait()

@@ -408,9 +408,9 @@ async def test_the_loss_of_the_last_connection_is_told() -> None:
             lost.append(("server", peer))
             told.set()
 
-        server.on_disconnect(broken)
-        server.on_disconnect(tell)
-        client.on_disconnect(lambda peer: lost.append(("client", peer)))
+        server.on_disconnect.append(broken)
+        server.on_disconnect.append(tell)
+        client.on_disconnect.append(lambda peer: lost.append(("client", peer)))
         stream = await client.open_stream(server.peer_id, ECHO, LIMITS)
         await client.disconnect(server.peer_id)
         await told.wait()

@@ -71,7 +71,7 @@ async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing
         trio.open_nursery() as nursery,
     ):
         lost = trio.Event()
-        node.on_disconnect(lambda remote: lost.set())
+        node.on_disconnect.append(lambda remote: lost.set())
         closed: list[str] = []
 
         async def receiving(stream: FramedStream) -> None:

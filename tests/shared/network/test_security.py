@@ -288,7 +288,7 @@ async def test_who_sends_more_than_was_granted_is_disconnected() -> None:
         [theirs] = connection_of(victim.node)._streams.values()
         stream._send_window = 2**40
         lost = trio.Event()
-        victim.node.on_disconnect(lambda peer: lost.set())
+        victim.node.on_disconnect.append(lambda peer: lost.set())
         with pytest.raises(MuxedStreamReset):
             await stream.write(bytes(1 << 28))
         await lost.wait()
@@ -377,7 +377,7 @@ async def test_who_breaks_the_muxers_rules_is_disconnected(frame: bytes) -> None
     async with a_victim() as victim, open_node(Identity.generate()) as attacker:
         await attacker.connect(victim.node.peer_id, victim.node.addresses)
         lost = trio.Event()
-        victim.node.on_disconnect(lambda peer: lost.set())
+        victim.node.on_disconnect.append(lambda peer: lost.set())
         connection_of(attacker).queue.put(frame)
         await lost.wait()
         assert await victim.works()

@@ -129,7 +129,9 @@ async def test_the_relayed_connection_goes_when_nothing_is_on_it_any_more(
         await hold_slot(target, relay)
         stream = await source.open_stream(target.peer_id, ECHO, LIMITS, target.addresses)
         changes: list[tuple[str, PathKind | None]] = []
-        source.on_path_change(lambda peer: changes.append((peer, kind_of_path(source, target))))
+        source.on_path_change.append(
+            lambda peer: changes.append((peer, kind_of_path(source, target)))
+        )
         assert kind_of_path(source, target) is PathKind.RELAYED
         assert not stream.superseded
 

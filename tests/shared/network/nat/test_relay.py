@@ -218,7 +218,7 @@ async def test_a_client_renews_its_slot_in_time(monkeypatch: pytest.MonkeyPatch)
     ):
         await hold_slot(target, relay)
         changes: list[None] = []
-        target.on_addresses(lambda: changes.append(None))
+        target.on_addresses.append(lambda: changes.append(None))
         await trio.sleep(2.5)
         assert await says_hello(source, target)
         assert changes == []
@@ -309,7 +309,7 @@ async def test_a_circuit_lasts_so_long_and_no_longer() -> None:
         await hold_slot(target, relay)
         assert await says_hello(source, target)
         lost = trio.Event()
-        source.on_disconnect(lambda peer: lost.set())
+        source.on_disconnect.append(lambda peer: lost.set())
         with trio.fail_after(3):
             await lost.wait()
         assert relay.relay is not None
@@ -353,7 +353,7 @@ async def test_a_circuit_ends_when_one_of_its_ends_is_not_admitted_any_more() ->
         await hold_slot(target, relay)
         assert await says_hello(source, target)
         lost = trio.Event()
-        source.on_disconnect(lambda peer: peer == target.peer_id and lost.set())
+        source.on_disconnect.append(lambda peer: peer == target.peer_id and lost.set())
         await trio.sleep(0.3)
         assert not lost.is_set(), "it goes on while both are admitted"
         allowed.remove(source.peer_id)

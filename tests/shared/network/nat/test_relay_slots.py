@@ -51,7 +51,7 @@ async def test_two_relays_are_two_slots_and_two_ways_to_the_node() -> None:
     async with a_relay() as one, a_relay() as two, a_node() as node, a_node() as caller:
         before = node.addresses
         told: list[tuple[str, ...]] = []
-        node.on_addresses(lambda: told.append(node.addresses))
+        node.on_addresses.append(lambda: told.append(node.addresses))
         await hold_slot(node, one, two)
         assert set(node.relay_slots) == {one.peer_id, two.peer_id}
         assert told[-1] == node.addresses != before
@@ -81,7 +81,7 @@ async def test_who_wants_no_slots_gives_them_up_at_once() -> None:
     async with a_relay() as relay, a_node(None, ANY_PORT) as node:
         await hold_slot(node, relay)
         changes: list[tuple[str, ...]] = []
-        node.on_addresses(lambda: changes.append(node.addresses))
+        node.on_addresses.append(lambda: changes.append(node.addresses))
         node.use_relays(offered(relay), 0)
         assert node.relay_slots == ()
         assert circuit_addresses_of(node) == []
