@@ -18,7 +18,6 @@ from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import X25519PrivateKey
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 
@@ -133,7 +132,7 @@ async def _take_all(connection: YamuxConnection) -> None:
 
 def _framed(muxed: object) -> FramedStream:
     assert isinstance(muxed, YamuxStream)
-    return FramedStream(NetStream(muxed, None, None), STAGE_PROTOCOL, LIMITS, TrafficCounter())
+    return FramedStream(muxed, STAGE_PROTOCOL, LIMITS, TrafficCounter())
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import trio
-from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 
 from swarm_shared.base.errors import FrameError, LinkClosed, LinkTimeout
@@ -73,19 +72,16 @@ class FramedStream:
 
     def __init__(
         self,
-        stream: NetStream,
+        stream: YamuxStream,
         protocol: str,
         limits: FrameLimits,
         traffic: TrafficCounter,
         is_superseded: Callable[[YamuxConnection], bool] = lambda connection: False,
     ) -> None:
-        muxed = stream.muxed_stream
-        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
         self._stream = stream
-        self._muxed = muxed
         self.protocol = protocol
         self._is_superseded = is_superseded
-        self.remote = PeerId(muxed.connection.peer_id.to_base58())
+        self.remote = PeerId(stream.connection.peer_id.to_base58())
         """The remote's peer ID, proved by the connection's Noise handshake."""
         self._decoder = FrameDecoder(limits)
         self._frames: deque[Frame] = deque()
@@ -109,13 +105,13 @@ class FramedStream:
     @property
     def remote_address(self) -> str | None:
         """The address the remote's packets come from, as a multiaddr; None behind a relay."""
-        return remote_multiaddr(self._muxed.connection.get_remote_address())
+        return remote_multiaddr(self._stream.connection.get_remote_address())
 
     @property
     def superseded(self) -> bool:
         """Whether there is a better connection to the remote by now, which a new stream would
         use."""
-        return self._is_superseded(self._muxed.connection)
+        return self._is_superseded(self._stream.connection)
 
     def expect(self, limits: FrameLimits) -> None:
         """Set the limits from the next frame on; they grow once the remote has authenticated."""
@@ -152,7 +148,7 @@ class FramedStream:
         """
         with self._deadline(timeout_seconds, "receiving from"):
             # Any number of frames may be ready: let other tasks run. Waiting does so by itself.
-            if self._frames or self._muxed.readable:
+            if self._frames or self._stream.readable:
                 await trio.lowlevel.checkpoint()
             while not self._frames:
                 await self._read()
@@ -167,7 +163,7 @@ class FramedStream:
         self._closed = True
         with trio.CancelScope(shield=True), trio.move_on_after(_GOODBYE_SECONDS):
             await self._stream.close()
-        self._muxed.stop_reading()
+        self._stream.stop_reading()
 
     async def reset(self) -> None:
         """End the stream at once; whatever is in flight is dropped."""
@@ -178,14 +174,14 @@ class FramedStream:
             await self._stream.reset()
 
     async def _write(self, pieces: list[Buffer], stall_seconds: float | None) -> None:
-        before = self._muxed.written_bytes
+        before = self._stream.written_bytes
         try:
             with stream_errors(f"sending to {self.remote}"):
                 for piece in pieces if stall_seconds is None else _slices(pieces):
                     with self._deadline(stall_seconds, "sending to"):
-                        await self._muxed.write(piece)
+                        await self._stream.write(piece)
         except BaseException:
-            if self._muxed.written_bytes != before:
+            if self._stream.written_bytes != before:
                 await self.reset()
             raise
 
@@ -193,7 +189,7 @@ class FramedStream:
         try:
             with stream_errors(f"receiving from {self.remote}"):
                 try:
-                    data = await self._muxed.read_chunk()
+                    data = await self._stream.read_chunk()
                 except MuxedStreamEOF:
                     self._decoder.finish()
                     raise

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[FramedStream], Awaitable[None]]
 RawHandler = Callable[[YamuxStream], Awaitable[None]]
-_Run = Callable[[NetStream, YamuxStream], Awaitable[None]]
 _KeyT = TypeVar("_KeyT")
 
 
@@ -80,7 +79,7 @@ class Inbound:
         not `public` is refused to remotes that `admits` rejects.
         """
 
-        async def run(stream: NetStream, _: YamuxStream) -> None:
+        async def run(stream: YamuxStream) -> None:
             framed = FramedStream(stream, protocol, limits, self.traffic)
             try:
                 await handler(framed)
@@ -91,12 +90,12 @@ class Inbound:
         self._set(protocol, run, public, max_streams_per_peer)
 
     def serve_raw(self, protocol: str, handler: RawHandler, *, public: bool) -> None:
-        async def run(stream: NetStream, muxed: YamuxStream) -> None:
+        async def run(stream: YamuxStream) -> None:
             try:
-                await handler(muxed)
+                await handler(stream)
                 # Whatever else the remote sends is dropped.
-                await muxed.close()
-                muxed.stop_reading()
+                await stream.close()
+                stream.stop_reading()
             except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
                 logger.debug("%s with %s ended: %s", protocol, _remote(stream), error)
             finally:
@@ -110,17 +109,20 @@ class Inbound:
         """Accept no new streams of the protocol."""
         self._served.remove_handler(TProtocol(protocol))
 
-    def _set(self, protocol: str, run: _Run, public: bool, most: int) -> None:
-        async def accept(stream: INetStream) -> None:
+    def _set(self, protocol: str, run: RawHandler, public: bool, most: int) -> None:
+        async def accept(stream: YamuxStream) -> None:
             handle = partial(self._supervise, protocol, run, public)
             of = (_remote(stream), protocol)
             await self._bounded(self._open_of_protocol, of, most, handle, stream)
 
         self._served.add_handler(TProtocol(protocol), accept)
 
-    async def accept(self, stream: INetStream) -> None:
+    async def accept(self, opened: INetStream) -> None:
         """Handle a stream that a remote opens. Never raises: an error here would stop the whole
         host."""
+        assert isinstance(opened, NetStream)
+        stream = opened.muxed_stream
+        assert isinstance(stream, YamuxStream), "the host runs no other muxer"
         remote, most = _remote(stream), self._max_streams
         if not self.knows(remote):
             most = min(MAX_UNKNOWN_PEER_STREAMS, most)
@@ -135,8 +137,8 @@ class Inbound:
         counter: Counter[_KeyT],
         key: _KeyT,
         most: int,
-        handle: Callable[[INetStream], Awaitable[None]],
-        stream: INetStream,
+        handle: RawHandler,
+        stream: YamuxStream,
     ) -> None:
         if counter[key] >= most:
             logger.debug("%s has %d streams open, one more is refused", key, most)
@@ -148,20 +150,20 @@ class Inbound:
         finally:
             take_one(counter, key)
 
-    async def _negotiate(self, stream: INetStream) -> None:
+    async def _negotiate(self, stream: YamuxStream) -> None:
         messages = MultiselectCommunicator(stream)
         _, accept = await self._served.negotiate(messages, int(NEGOTIATE_SECONDS))
         await accept(stream)
 
-    async def _supervise(self, protocol: str, run: _Run, public: bool, stream: INetStream) -> None:
-        assert isinstance(stream, NetStream)
-        muxed, remote = stream.muxed_stream, _remote(stream)
-        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
+    async def _supervise(
+        self, protocol: str, run: RawHandler, public: bool, stream: YamuxStream
+    ) -> None:
+        remote = _remote(stream)
         try:
             if public or self.admits(remote, protocol):
                 if self.knows(remote):
-                    muxed.extend_window()
-                await run(stream, muxed)
+                    stream.extend_window()
+                await run(stream)
             else:
                 self.refused[protocol] += 1
                 logger.debug("%s is not admitted to %s", remote, protocol)
@@ -184,5 +186,5 @@ class Inbound:
             )
 
 
-def _remote(stream: INetStream) -> PeerId:
-    return PeerId(stream.muxed_conn.peer_id.to_base58())
+def _remote(stream: YamuxStream) -> PeerId:
+    return PeerId(stream.connection.peer_id.to_base58())

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import trio
-from libp2p.abc import INetStream
 from libp2p.network.connection.swarm_connection import SwarmConn
-from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
@@ -130,31 +128,23 @@ class Links:
         if before is not None:
             self.on_change(peer)
 
-    async def open(self, peer: PeerId, protocol: str) -> NetStream:
+    async def open(self, peer: PeerId, protocol: str) -> YamuxStream:
         """Open a stream. NetworkError when the peer is not connected or does not serve the
         protocol."""
         connection = self.best(peer)
         if connection is None:
             raise NetworkError(f"{peer} is not connected")
-        stream = await connection.new_stream()
-        assert isinstance(stream, NetStream)
-        await _negotiate(stream, peer, protocol)
-        return stream
-
-    async def open_raw(self, peer: PeerId, protocol: str) -> YamuxStream:
-        """Open a stream of bytes instead of frames, for libp2p's own protocols."""
         with dial_errors(f"opening {protocol} to {peer}"):
-            stream = await self.open(peer, protocol)
-        muxed = stream.muxed_stream
-        assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
-        return muxed
+            stream = await muxer_of(connection).open_stream()
+            await _negotiate(stream, peer, protocol)
+        return stream
 
     def is_superseded(self, muxer: YamuxConnection) -> bool:
         """Whether a relayed connection has been replaced by a direct one, which new streams use."""
         return muxer.relay is not None and self.has_direct(PeerId(muxer.peer_id.to_base58()))
 
 
-async def _negotiate(stream: INetStream, peer: PeerId, protocol: str) -> None:
+async def _negotiate(stream: YamuxStream, peer: PeerId, protocol: str) -> None:
     """Negotiate the protocol (multistream-select) in one round trip; py-libp2p takes two."""
     messages = MultiselectCommunicator(stream)
     agreed = False

@@ -292,7 +292,7 @@ class Node:
             return
         try:
             with dial_errors(f"asking {peer} for our address"), trio.fail_after(MESSAGE_SECONDS):
-                stream = await self._links.open_raw(peer, IDENTIFY_PROTOCOL)
+                stream = await self._links.open(peer, IDENTIFY_PROTOCOL)
                 observed = await read_observed(stream)
                 await stream.close()
         except (NetworkError, FrameError) as error:

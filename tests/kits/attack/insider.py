@@ -219,8 +219,8 @@ class Insider:
         for name, prefix in prefixes.items():
             async with self.stage_edge(self.victim(stage)) as stream:
                 await stream.receive(ANSWER_SECONDS)
-                await stream._muxed.write(prefix)
-                await stream._muxed.close()
+                await stream._stream.write(prefix)
+                await stream._stream.close()
                 outcomes[name] = await _outcome(stream)
         return outcomes
 

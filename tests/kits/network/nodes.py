@@ -89,7 +89,7 @@ async def says_hello(node: Node, peer: Node, addresses: object = None) -> bool:
 
 async def hop_stream(node: Node, relay: Node) -> YamuxStream:
     await node.connect(relay.peer_id, relay.addresses)
-    return await node._links.open_raw(relay.peer_id, HOP_PROTOCOL)
+    return await node._links.open(relay.peer_id, HOP_PROTOCOL)
 
 
 @dataclass(frozen=True)

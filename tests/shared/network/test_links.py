@@ -137,7 +137,7 @@ async def test_a_direct_connection_is_used_before_a_relayed_one_and_its_loss_is_
         assert old.superseded
         async with await source.open_stream(target.peer_id, ECHO, LIMITS) as stream:
             assert not stream.superseded
-            assert stream._muxed.connection.relay is None
+            assert stream._stream.connection.relay is None
 
         # The other way round: the direct one goes, the relayed one still serves.
         for connection in connections(source, target):

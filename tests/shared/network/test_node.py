@@ -154,9 +154,9 @@ async def test_a_receive_that_times_out_loses_nothing() -> None:
 
         async def in_two_pieces(stream: FramedStream) -> None:
             whole = bytes.fromhex("00000003 0000000000000005".replace(" ", "")) + b"abcdefgh"
-            await stream._muxed.write(whole[:14])
+            await stream._stream.write(whole[:14])
             await proceed.wait()
-            await stream._muxed.write(whole[14:])
+            await stream._stream.write(whole[14:])
 
         server.serve("/test/pieces/1", in_two_pieces, LIMITS)
         stream = await client.open_stream(server.peer_id, "/test/pieces/1", LIMITS)

@@ -91,7 +91,7 @@ async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing
         blocked = await node.open_stream(peer, "/test/silent/1", LIMITS)
         nursery.start_soon(sending, blocked)
         with trio.fail_after(10):
-            while not blocked._muxed.written_bytes:
+            while not blocked._stream.written_bytes:
                 await trio.lowlevel.checkpoint()
 
         process.kill()

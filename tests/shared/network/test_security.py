@@ -114,7 +114,7 @@ def listen_address(host: BasicHost) -> str:
 async def raw_stream(attacker: Node, victim: Node) -> YamuxStream:
     """A negotiated stream to write any bytes to."""
     stream = await attacker.open_stream(victim.peer_id, ECHO, LIMITS, victim.addresses)
-    return stream._muxed
+    return stream._stream
 
 
 def connection_of(node: Node) -> YamuxConnection:
@@ -284,7 +284,7 @@ async def test_who_sends_more_than_was_granted_is_disconnected() -> None:
         framed = await attacker.open_stream(
             victim.node.peer_id, "/test/silent/1", LIMITS, victim.node.addresses
         )
-        stream = framed._muxed
+        stream = framed._stream
         [theirs] = connection_of(victim.node)._streams.values()
         stream._send_window = 2**40
         lost = trio.Event()
@@ -321,7 +321,7 @@ async def test_a_window_is_charged_by_the_memory_it_takes_however_the_data_is_cu
         framed = await attacker.open_stream(
             victim.node.peer_id, "/test/silent/1", LIMITS, victim.node.addresses
         )
-        stream, connection = framed._muxed, framed._muxed.connection
+        stream, connection = framed._stream, framed._stream.connection
         [theirs] = connection_of(victim.node)._streams.values()
         before = theirs._receive_window
         frames = [bytes(size) for size, _ in zip(cycle(sizes), range(2_000), strict=False)]

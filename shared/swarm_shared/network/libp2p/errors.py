@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import trio
-from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 
 from swarm_shared.base.error_groups import leaves
@@ -29,7 +28,7 @@ def stream_errors(doing: str) -> Iterator[None]:
         raise
     except trio.TooSlowError as error:
         raise LinkTimeout(f"{doing}: no progress in the time given") from error
-    except (MuxedStreamEOF, StreamEOF) as error:
+    except MuxedStreamEOF as error:
         raise LinkClosed(f"{doing}: the other side ended the stream") from error
     except Exception as error:
         raise LinkClosed(f"{doing}: the link is lost ({summary(error)})") from error

@@ -413,7 +413,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         with trio.move_on_after(FLUSH_SECONDS):
             await self.event_closed.wait()
 
-    async def open_stream(self) -> IMuxedStream:
+    async def open_stream(self) -> YamuxStream:
         await trio.lowlevel.checkpoint()
         if self._closing:
             raise MuxedConnUnavailable("the connection is closed")

@@ -149,7 +149,7 @@ class HolePuncher:
             return self._links.has_direct(peer)
 
     async def _invite(self, peer: PeerId) -> list[str]:
-        stream = await self._links.open_raw(peer, DCUTR_PROTOCOL)
+        stream = await self._links.open(peer, DCUTR_PROTOCOL)
         try:
             with trio.fail_after(MESSAGE_SECONDS):
                 began = trio.current_time()

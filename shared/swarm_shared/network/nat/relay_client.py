@@ -231,7 +231,7 @@ class RelayClient:
         """Send one request to a relay and return its answer; the stream goes into `keep` or is
         closed."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(2 * MESSAGE_SECONDS):
-            stream = await self._links.open_raw(relay, HOP_PROTOCOL)
+            stream = await self._links.open(relay, HOP_PROTOCOL)
             settled = False
             try:
                 await write_message(stream, request)

@@ -232,7 +232,7 @@ class RelayServer:
         far: YamuxStream | None = None
         try:
             with trio.fail_after(MESSAGE_SECONDS):
-                far = await self._links.open_raw(target, STOP_PROTOCOL)
+                far = await self._links.open(target, STOP_PROTOCOL)
                 if far.connection.relay is not None:
                     # Its own connection is gone since it reserved: no circuit over a circuit.
                     raise NetworkError(f"{target} is itself connected over a relay")

@@ -210,6 +210,6 @@ async def test_streams_that_are_lost_while_they_wait_to_send_do_not_strand_the_o
                 nursery.start_soon(send, stream, index == 8)
                 await trio.testing.wait_all_tasks_blocked()
             for stream in streams[:8]:
-                stream._muxed.lose(MuxedStreamReset("lost"))
+                stream._stream.lose(MuxedStreamReset("lost"))
             proceed.set()
         assert (await streams[8].receive()).payload == PAYLOAD

@@ -55,7 +55,7 @@ async def invite(attacker: Node, target: Node, *addresses: str) -> None:
     """An invitation to dial these addresses, again and again until it is taken."""
     while True:
         try:
-            stream = await attacker._links.open_raw(target.peer_id, DCUTR_PROTOCOL)
+            stream = await attacker._links.open(target.peer_id, DCUTR_PROTOCOL)
             await write_message(stream, invitation(*addresses))
             await read_message(stream, HolePunch)
             await write_message(stream, HolePunch(type=HolePunch.SYNC))
@@ -211,7 +211,7 @@ async def test_a_remote_that_is_not_admitted_is_not_punched_to() -> None:
         stranger.admit_only(lambda peer, protocol: False)
         await connect_over_relay(stranger, target)
         assert kind_of_path(stranger, target) is PathKind.RELAYED
-        stream = await stranger._links.open_raw(target.peer_id, DCUTR_PROTOCOL)
+        stream = await stranger._links.open(target.peer_id, DCUTR_PROTOCOL)
         assert await ends(stream)
         assert not target._puncher._is_running(stranger.peer_id)
         assert target._inbound.refused[DCUTR_PROTOCOL] >= 1
@@ -220,7 +220,7 @@ async def test_a_remote_that_is_not_admitted_is_not_punched_to() -> None:
 async def test_nobody_is_punched_to_who_is_connected_directly() -> None:
     async with a_node(None, ANY_PORT) as target, a_node() as source:
         await source.connect(target.peer_id, target.addresses)
-        stream = await source._links.open_raw(target.peer_id, DCUTR_PROTOCOL)
+        stream = await source._links.open(target.peer_id, DCUTR_PROTOCOL)
         assert await ends(stream)
 
 
@@ -256,7 +256,7 @@ async def test_nonsense_from_either_end_ends_the_attempt_and_nothing_else(
         await hold_slot(target, relay)
         await connect_over_relay(attacker, target)
         await until(lambda: not target._puncher._attempts)
-        stream = await attacker._links.open_raw(target.peer_id, DCUTR_PROTOCOL)
+        stream = await attacker._links.open(target.peer_id, DCUTR_PROTOCOL)
         await stream.write(garbage)
         await until(lambda: not target._puncher._attempts)
         assert await says_hello(attacker, target)

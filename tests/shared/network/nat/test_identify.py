@@ -21,7 +21,7 @@ from swarm_shared.network.nat.identify import IDENTIFY_PROTOCOL, remote_multiadd
 async def test_a_node_says_who_it_is_and_how_the_remote_looks_from_there() -> None:
     async with a_relay() as relay, a_node(None, ANY_PORT) as node:
         await node.connect(relay.peer_id, relay.addresses, from_listening_port=True)
-        stream = await node._links.open_raw(relay.peer_id, IDENTIFY_PROTOCOL)
+        stream = await node._links.open(relay.peer_id, IDENTIFY_PROTOCOL)
         told = await read_message(stream, Identify)
         assert told.public_key == PUBLIC_KEY_PREFIX + public_key_of(relay.peer_id)
         assert HOP_PROTOCOL in told.protocols

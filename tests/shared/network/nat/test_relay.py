@@ -110,8 +110,8 @@ async def test_a_relay_that_leads_to_somebody_else_is_noticed() -> None:
     async with a_relay() as relay, a_node() as asked_for, a_node() as other, a_node() as source:
         await hold_slot(asked_for, relay)
         await hold_slot(other, relay)
-        honest = relay._links.open_raw
-        relay._links.open_raw = lambda peer, protocol: honest(other.peer_id, protocol)
+        honest = relay._links.open
+        relay._links.open = lambda peer, protocol: honest(other.peer_id, protocol)
         with pytest.raises(NetworkError, match=asked_for.peer_id):
             await source.connect(asked_for.peer_id, asked_for.addresses)
         assert source.connected_peers == (relay.peer_id,)
@@ -435,7 +435,7 @@ async def test_nobody_comes_through_a_relay_at_which_no_slot_is_held(holds_anoth
         if holds_another:
             await hold_slot(target, relay)
         await target.connect(forger.peer_id, forger.addresses)
-        stream = await forger._links.open_raw(target.peer_id, STOP_PROTOCOL)
+        stream = await forger._links.open(target.peer_id, STOP_PROTOCOL)
         peer = PeerMessage(id=b"somebody")
         await write_message(stream, StopMessage(type=StopMessage.CONNECT, peer=peer))
         answer = await read_message(stream, StopMessage)
@@ -474,7 +474,7 @@ async def test_nonsense_ends_its_stream_and_nothing_else(protocol: str, garbage:
     async with a_relay() as relay, a_node() as target, a_node() as attacker:
         await hold_slot(target, relay)
         await attacker.connect(relay.peer_id, relay.addresses)
-        stream = await attacker._links.open_raw(relay.peer_id, protocol)
+        stream = await attacker._links.open(relay.peer_id, protocol)
         await stream.write(garbage)
         await stream.close()
         assert await ends(stream)
