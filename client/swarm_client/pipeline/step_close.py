@@ -196,7 +196,7 @@ class StepCloser:
             case StateSums():
                 next_worker = self._workers.get(Lane.PREPARED)
                 answer = await self._sums.state(work.order, work.close, worker, next_worker)
-                rules.sums_stated(number, answer)
+                rules.answered(number, answer)
             case ApplyStep():
                 order = work.order
                 if work.lane is Lane.HELD:
@@ -206,4 +206,4 @@ class StepCloser:
                 )
                 rules.applied(number, digest=done_apply.digest, norm=done_apply.norm)
             case SaveState():
-                rules.saved(number, await self._snapshots.save(self._holding, work.request))
+                rules.answered(number, await self._snapshots.save(self._holding, work.request))

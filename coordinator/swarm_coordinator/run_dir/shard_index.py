@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 
 from swarm_shared.base.errors import DataError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.run.manifest import DataConfig
 
 SHARD_INDEX = "shards.json"
@@ -36,9 +37,7 @@ def read_shard_index(folder: Path) -> ShardIndex:
     try:
         return ShardIndex.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path} does not describe shards ({where}: {first['msg']}); "
+            f"{path} does not describe shards ({first_error(error)}); "
             "use a folder that `swarm-coordinator init` wrote"
         ) from error

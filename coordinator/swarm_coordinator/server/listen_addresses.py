@@ -9,13 +9,14 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-import psutil
 from pydantic import ValidationError
 
+from swarm_shared.base.endpoint import IpAddress
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.run.manifest import Manifest
 
 MAX_ADDRESSES = 16
@@ -51,19 +52,9 @@ def dual_stack(addresses: Sequence[str], port: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*others, *six, *here]))[:MAX_ADDRESSES]
 
 
-def interface_addresses(
-    version: int,
-) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def interface_addresses(version: int) -> list[IpAddress]:
     """This machine's addresses of one IP version, the most useful first."""
-    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
-    for interface in psutil.net_if_addrs().values():
-        for address in interface:
-            try:
-                ip = ipaddress.ip_address(address.address)
-            except ValueError:  # a hardware address, or a link-local one with its zone
-                continue
-            if ip.version == version and not ip.is_link_local:
-                found.add(ip)
+    found = [ip for ip in Interfaces.of_this_machine().hosts if ip.version == version]
     return sorted(found, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))
 
 

@@ -351,7 +351,7 @@ class StageHolder(ABC, Generic[ReceiptT]):
             case step_close.ComputeNorm():
                 close.norm_computed(number, own_squared=1.0, tied_squared=0.0, finite=True)
             case step_close.StateSums(order=asked_sums, close=averaged):
-                close.sums_stated(number, self._state_sums(stage, asked_sums, averaged))
+                close.answered(number, self._state_sums(stage, asked_sums, averaged))
             case step_close.ApplyStep():
                 accumulated.clear()
                 close.applied(number, digest=DIGEST, norm=1.0)
@@ -364,7 +364,7 @@ class StageHolder(ABC, Generic[ReceiptT]):
                     version=version, stage=index, item=f"snapshot/{version}/{index}",
                     bytes=self._sizes[index].state_bytes, sha256=SNAPSHOT_SHA256,
                 )  # fmt: skip
-                close.saved(number, ready)
+                close.answered(number, ready)
 
     def _state_sums(
         self, stage: LoadedStage[ReceiptT], order: SumCheck, close: Close

@@ -242,13 +242,18 @@ def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Ve
     return check.result()
 
 
+_ORDER = (Head, OwnerLine, VerdictLine | SumVerdictLine, StepLine, TotalLine, SealLine)
+"""The kinds of lines in the only order allowed; there is one head and one seal."""
+
+
 class _Check:
-    """Takes the lines one by one, in the only order allowed."""
+    """Takes the lines one by one."""
 
     def __init__(self, organiser: PeerId | None) -> None:
         self._organiser = organiser
         self._chain = _Chain()
         self._head: Head | None = None
+        self._place = 0
         self._steps = 0
         self._owners: dict[PeerId, PeerId] = {}
         self._binding_owners: set[PeerId] = set()
@@ -263,22 +268,23 @@ class _Check:
     def take(self, content: bytes) -> None:
         before = self._chain.digest
         line = self._parse(content)
-        if self.sealed:
-            raise ProtocolError("something follows the seal")
-        if self._head is None:
-            self._take_head(line)
-        elif isinstance(line, StepLine):
-            self._take_step(line)
-        elif isinstance(line, OwnerLine):
-            self._take_owner(line)
-        elif isinstance(line, VerdictLine | SumVerdictLine):
-            self._take_verdict(line)
-        elif isinstance(line, TotalLine):
-            self._take_total(line)
-        elif isinstance(line, SealLine):
-            self._take_seal(line, before)
-        else:
-            raise ProtocolError("a ledger has one head, and it is the first line")
+        place = next(at for at, kinds in enumerate(_ORDER) if isinstance(line, kinds))
+        if (place == 0) != (self._head is None) or place < self._place or self.sealed:
+            raise ProtocolError(f"a line of the kind {line.line!r} is not in its place")
+        self._place = place
+        match line:
+            case Head():
+                self._take_head(line)
+            case OwnerLine():
+                self._take_owner(line)
+            case VerdictLine() | SumVerdictLine():
+                self._take_verdict(line)
+            case StepLine():
+                self._take_step(line)
+            case TotalLine():
+                self._take_total(line)
+            case SealLine():
+                self._take_seal(line, before)
 
     def _parse(self, content: bytes) -> Line:
         if len(content) > MAX_LINE_BYTES:
@@ -300,9 +306,7 @@ class _Check:
             )
         return line
 
-    def _take_head(self, line: Line) -> None:
-        if not isinstance(line, Head):
-            raise ProtocolError("a ledger begins with its head")
+    def _take_head(self, line: Head) -> None:
         envelope = decode_envelope(line.manifest, "its manifest")
         organiser = self._organiser or _named_organiser(envelope)
         self._manifest = open_manifest(envelope, organiser)
@@ -312,8 +316,6 @@ class _Check:
         self._sums = _LedgerSums(self._manifest)
 
     def _take_step(self, line: StepLine) -> None:
-        if self._totals:
-            raise ProtocolError("a step follows totals, in which it is not counted")
         if line.step != self._steps + 1:
             raise ProtocolError(f"it is step {line.step}, and step {self._steps + 1} is next")
         counted: Counter[int] = Counter()
@@ -333,8 +335,6 @@ class _Check:
         self._sums.add_step(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        if self._verdicts or self._sum_verdicts or self._steps or self._totals:
-            raise ProtocolError("an owner stands behind what depends on it")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
@@ -354,8 +354,6 @@ class _Check:
 
     def _take_verdict(self, line: VerdictLine | SumVerdictLine) -> None:
         assert self._head is not None
-        if self._steps or self._totals:
-            raise ProtocolError("a verdict stands behind the steps, where it voids nothing")
         run, verdict = self._head.run, line.verdict
         if isinstance(verdict, SumVerdict):
             check_sum_verdict(run, verdict)

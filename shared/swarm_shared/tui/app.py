@@ -28,7 +28,6 @@ from swarm_shared.tui.source import (
     DocumentReceived,
     Event,
     LogReceived,
-    ReplayControls,
     Source,
     SourceLost,
 )
@@ -266,12 +265,16 @@ class ViewApp(App[None], Generic[D]):
             yield SystemCommand(
                 f"Theme: {theme}", "Change the colours", lambda theme=theme: self.paint(theme)
             )
-        if isinstance(self.source, ReplayControls):
-            yield from self._replay_commands(self.source)
+        yield from self._replay_commands()
         yield SystemCommand("Keys", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Close this view; nothing else stops", self.action_quit)
 
-    def _replay_commands(self, replay: ReplayControls) -> Iterable[SystemCommand]:
+    def _replay_commands(self) -> Iterable[SystemCommand]:
+        from swarm_shared.tui.recording import Replay
+
+        replay = self.source
+        if not isinstance(replay, Replay):
+            return
         for steps, name in ((1, "Faster"), (-1, "Slower")):
             yield SystemCommand(
                 f"Replay: {name}", f"Now {replay.speed:g} times the pace",

@@ -36,7 +36,6 @@ from swarm_shared.tui.source import (
     Event,
     LogEntry,
     LogReceived,
-    ReplayControls,
     SourceLost,
 )
 
@@ -132,7 +131,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb")
 
 
-class Replay(ReplayControls, Generic[D]):
+class Replay(Generic[D]):
     """A source that replays a recording, at the pace at which it was recorded, or another."""
 
     def __init__(
@@ -167,6 +166,7 @@ class Replay(ReplayControls, Generic[D]):
             self._go_on.set()
 
     def faster(self, steps: int) -> float:
+        """Change the pace by so many steps and return the new one."""
         place = min(len(SPEEDS) - 1, max(0, SPEEDS.index(self.speed) + steps))
         self.speed = SPEEDS[place]
         return self.speed

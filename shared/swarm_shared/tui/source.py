@@ -58,20 +58,6 @@ class SourceLost:
 Event = DocumentReceived[D] | LogReceived | SourceLost
 
 
-class ReplayControls:
-    """Additional controls of a source that replays the past: its pace, and pausing."""
-
-    speed: float
-    held: bool
-
-    def faster(self, steps: int) -> float:
-        """Change the pace by so many steps and return the new one."""
-        raise NotImplementedError
-
-    def hold(self, held: bool) -> None:
-        raise NotImplementedError
-
-
 class Source(Protocol[D]):
     """A source of documents of one type."""
 

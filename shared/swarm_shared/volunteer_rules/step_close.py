@@ -133,7 +133,7 @@ class ComputeNorm:
 @dataclass(frozen=True, slots=True)
 class StateSums:
     """Sign the digests of what all reductions of the attempt got and gave, in both lanes: those of
-    the close in its order, then those of `moving`. Answer: `sums_stated`."""
+    the close in its order, then those of `moving`. Answer: `answered`."""
 
     work: WorkNumber
     lane: ClassVar = Lane.HELD
@@ -152,7 +152,7 @@ class ApplyStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """Write a snapshot of the held stage. Answer: `saved`."""
+    """Write a snapshot of the held stage. Answer: `answered`."""
 
     work: WorkNumber
     lane: ClassVar = Lane.HELD
@@ -418,8 +418,8 @@ class StepClose(Generic[ReceiptT]):
                 self._succeed(attempt)
         self._carry_out_orders()
 
-    def sums_stated(self, work: WorkNumber, answer: SumsChecked) -> None:
-        """The statement is signed."""
+    def answered(self, work: WorkNumber, answer: SumsChecked | SnapshotReady) -> None:
+        """The statement is signed, or the snapshot written."""
         execution = self._finished(work)
         if execution is not None:
             self._send(execution.session, answer)
@@ -444,13 +444,6 @@ class StepClose(Generic[ReceiptT]):
         else:
             self._orders.clear()
             self._actions.append(SwitchToPrepared())
-
-    def saved(self, work: WorkNumber, answer: SnapshotReady) -> None:
-        """The snapshot is written."""
-        execution = self._finished(work)
-        if execution is not None:
-            self._send(execution.session, answer)
-            self._carry_out_orders()
 
     def failed(self, work: WorkNumber, reason: str) -> None:
         """The work could not be done; nothing has changed. A held stage whose worker has died gives

@@ -183,12 +183,12 @@ class SimWorker:
                 answer = sums.state(self, check, averaged)
                 if answer is None:
                     return partial(close.failed, number, "its average is gone")
-                return partial(close.sums_stated, number, answer)
+                return partial(close.answered, number, answer)
             case step_close.ApplyStep(order=order) if not self.peer.cannot_apply:
                 digest, norm = self._apply(order)
                 return partial(close.applied, number, digest=digest, norm=norm)
             case step_close.SaveState(request=request) if self._can_save(request):
-                return partial(close.saved, number, self._save(request))
+                return partial(close.answered, number, self._save(request))
             case step_close.ApplyStep():
                 self.peer.cannot_apply = False
                 return partial(close.failed, number, "its parameters would not be finite")

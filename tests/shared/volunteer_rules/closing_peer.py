@@ -257,7 +257,7 @@ class ClosingPeer:
                     step=order.step, attempt=order.attempt, details=order.details,
                     statement=f"of {len(work.close.reductions)}+{len(work.close.moving)}",
                 )  # fmt: skip
-                close.sums_stated(number, answer)
+                close.answered(number, answer)
             case StateSums():
                 close.failed(number, "its average is gone")
             case ApplyStep() if not live or not worker.can_apply:
@@ -272,7 +272,7 @@ class ClosingPeer:
                     version=request.version, stage=request.stage, item="a", bytes=1,
                     sha256="0" * 64,
                 )  # fmt: skip
-                close.saved(number, snapshot)
+                close.answered(number, snapshot)
 
     # ---- decisions
 
