@@ -23,7 +23,7 @@ from swarm_coordinator.dashboard.app import AppContext, build_app
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.http_server import HttpServer
 from swarm_coordinator.dashboard.middleware import GuardMiddleware
-from swarm_coordinator.dashboard.prometheus import HttpStatistics, exposition
+from swarm_coordinator.dashboard.prometheus import HttpStatistics, RunMetrics
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
@@ -71,7 +71,7 @@ class Dashboard:
             joined=self.snapshot_loop.joined,
             left=self.snapshot_loop.left,
         )
-        return exposition(snapshot, serving)
+        return RunMetrics(snapshot, serving).exposition()
 
     async def serve(self, listener: socket.socket) -> None:
         """Read snapshots and answer requests until cancelled."""

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kits.coordinator.http_server import ANNA, BERT, peer, run_with_pages, status
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
-from swarm_coordinator.dashboard.prometheus import (
-    COUNTER,
-    HISTOGRAM,
-    METRICS,
-    HttpStatistics,
-    exposition,
-)
+from swarm_coordinator.dashboard.prometheus import HttpStatistics, RunMetrics
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -38,12 +33,25 @@ def text(folder: RunFolder) -> str:
     return emitted(folder, heldout_loss=2.25)
 
 
+@pytest.fixture(scope="module")
+def described(folder: RunFolder) -> dict[str, Metric]:
+    """All metrics by the names of their documentation; those without a value now are among them."""
+    return {
+        f"{metric.name}_total" if metric.type == "counter" else metric.name: metric
+        for metric in metrics(folder, loss=float("nan")).collect()
+    }
+
+
 def emitted(folder: RunFolder, **changes: object) -> str:
+    return metrics(folder, **changes).exposition().decode()
+
+
+def metrics(folder: RunFolder, **changes: object) -> RunMetrics:
     manifest = load_manifest(folder)
     read = DatabaseReader(folder.database, [0.5, 0.5]).refresh(2e9)
     told = status(**changes)
     snapshot = Snapshot(told, read, manifest, told.time + 0.5)
-    return exposition(snapshot, SERVING).decode()
+    return RunMetrics(snapshot, SERVING)
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -54,24 +62,26 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def sample_names(name: str) -> tuple[str, ...]:
-    """The names of a metric's samples in a query."""
-    if METRICS[name].kind == HISTOGRAM:
-        return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
-    return (name,)
+def sample_names(described: dict[str, Metric]) -> set[str]:
+    """The names of all samples in queries."""
+    histograms = {name for name, metric in described.items() if metric.type == "histogram"}
+    parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
+    return (described.keys() - histograms) | parts
 
 
-def test_everything_described_is_emitted_and_nothing_else(text: str) -> None:
-    known = {name for described in METRICS for name in sample_names(described)}
-    assert {name for name, _ in samples(text)} == known
+def test_everything_described_is_emitted_and_nothing_else(
+    text: str, described: dict[str, Metric]
+) -> None:
+    assert {name for name, _ in samples(text)} == sample_names(described)
 
 
-def test_names_have_the_prefix_and_counters_their_ending() -> None:
-    for name, described in METRICS.items():
-        assert name.startswith("swarm_")
-        assert name.endswith("_total") == (described.kind == COUNTER)
-        assert not re.search(r"_(ms|milliseconds|kb|mb|minutes|percent)\b", name)
-        assert described.text.endswith(".")
+def test_names_have_the_prefix_and_each_stands_once(folder: RunFolder) -> None:
+    names = [metric.name for metric in metrics(folder).collect()]
+    assert len(names) == len(set(names))
+    for metric in metrics(folder).collect():
+        assert metric.name.startswith("swarm_")
+        assert not re.search(r"_(ms|milliseconds|kb|mb|minutes|percent)\b", metric.name)
+        assert metric.documentation.endswith(".")
 
 
 def test_no_label_is_a_peer(text: str) -> None:
@@ -131,20 +141,24 @@ def named_in(path: Path) -> set[str]:
     return set(NAMES.findall(path.read_text()))
 
 
-def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
+def test_every_metric_is_documented_and_every_documented_one_exists(
+    described: dict[str, Metric],
+) -> None:
     rows = re.findall(r"^\| `(swarm_\w+)` \|", (MONITORING / "README.md").read_text(), re.M)
-    assert sorted(rows) == sorted(METRICS)
-    for name, described in METRICS.items():
+    assert sorted(rows) == sorted(described)
+    for name, metric in described.items():
         line = next(
             line for line in (MONITORING / "README.md").read_text().splitlines()
             if line.startswith(f"| `{name}` |")
         )  # fmt: skip
-        assert described.text in line
-        assert described.kind in line
+        assert metric.documentation in line
+        assert metric.type in line
 
 
-def test_the_dashboard_and_the_alerts_name_only_what_is_emitted() -> None:
-    known = {name for described in METRICS for name in sample_names(described)}
+def test_the_dashboard_and_the_alerts_name_only_what_is_emitted(
+    described: dict[str, Metric],
+) -> None:
+    known = sample_names(described)
     for name in ("grafana-dashboard.json", "alerts.yml"):
         named = named_in(MONITORING / name)
         assert named, name
