@@ -46,7 +46,7 @@ from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.listen_addresses import invite_for
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.database import database_exists, open_for_reading
-from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import (
     NetworkError,

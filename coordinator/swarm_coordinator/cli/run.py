@@ -190,7 +190,7 @@ def _serve(
     taken over first."""
     from swarm_coordinator.server.context import CoordinatorContext
     from swarm_coordinator.server.coordinator import serve
-    from swarm_coordinator.storage.open_store import open_store
+    from swarm_coordinator.storage.store import open_store
 
     settings, manifest = load_settings(folder), load_manifest(folder)
     checkpoint, check = check_start(folder, manifest)

@@ -38,77 +38,20 @@ def boot_clock() -> float:
     return time.clock_gettime(clock)
 
 
-class PostgresqlDatabase:
-    """A connection whose transactions check that this coordinator still leads."""
-
-    def __init__(self, location: PostgresqlLocation) -> None:
-        self._location = location
-        self.connection: PostgresqlConnection = open_for_writing(location)
-        self.generation = 0
-        """Generation of this coordinator's leadership; 0 while it does not lead."""
-
-    def begin(self) -> None:
-        self.connection.raw.execute("BEGIN")
-        if self.generation:
-            found = self.connection.raw.execute(
-                "SELECT generation FROM leadership FOR SHARE"
-            ).fetchone()
-            if found is None or found[0] != self.generation:
-                raise _superseded(self.generation)
-
-    def commit(self) -> None:
-        self.connection.raw.execute("COMMIT")
-
-    def roll_back(self) -> None:
-        with contextlib.suppress(psycopg.Error):
-            self.connection.raw.rollback()
-
-    def explain(self, error: Exception) -> SwarmError:
-        """Return the error; a lost connection is checked for a successor first."""
-        if self.generation and self.connection.raw.closed:
-            with contextlib.suppress(SwarmError, psycopg.Error):
-                with contextlib.closing(connect(self._location)) as raw:
-                    found = raw.execute("SELECT generation FROM leadership").fetchone()
-                if found is not None and found[0] != self.generation:
-                    return _superseded(self.generation)
-        return explain(self._location, error)
-
-    def close(self) -> None:
-        """Release the lease, so that a standby need not wait for it to expire."""
-        with contextlib.suppress(psycopg.Error):
-            if self.generation:
-                self.connection.raw.execute(
-                    "UPDATE leadership SET expires_at = '-infinity' WHERE generation = %s",
-                    (self.generation,),
-                )
-        self.connection.close()
-
-
-def _superseded(generation: int) -> LeadershipError:
-    return LeadershipError(
-        f"another coordinator has taken over this run while this one (generation {generation}) was "
-        "frozen or disconnected; nothing is lost, the run continues there; start this one again "
-        "with --standby"
-    )
-
-
 class PostgresqlStore(Store):
-    """The store of a run whose run.toml names a PostgreSQL server."""
+    """The store of a run whose run.toml names a PostgreSQL server. Its transactions check that this
+    coordinator still leads."""
 
     database_errors = (psycopg.Error,)
+    _connection: PostgresqlConnection
 
     def __init__(
         self, location: PostgresqlLocation, clock: Clock = wall, boot: Clock = boot_clock
     ) -> None:
-        super().__init__(str(location), self._open, clock)
+        super().__init__(str(location), clock)
         self._location = location
         self._boot = boot
-        self._database: PostgresqlDatabase | None = None
         self._leads_until = 0.0
-
-    def _open(self) -> PostgresqlDatabase:
-        self._database = PostgresqlDatabase(self._location)
-        return self._database
 
     @classmethod
     def open(cls, location: PostgresqlLocation, clock: Clock = wall) -> PostgresqlStore:
@@ -140,11 +83,9 @@ class PostgresqlStore(Store):
             )
             return generation
 
-        generation = self._call(lead)
-        assert self._database is not None
-        self._generation = self._database.generation = generation
+        self._generation = self._call(lead)
         self._leads_until = requested_at + self._location.lease_seconds
-        return generation
+        return self._generation
 
     async def renew_lease(self) -> None:
         if not self._generation:
@@ -188,3 +129,49 @@ class PostgresqlStore(Store):
                 f"the coordinator on {leader[0]} serves this run; give the command there, in the "
                 "folder that it was started with"
             )
+
+    # ------------------------------------------------------------ in the writer's thread
+
+    def _open_database(self) -> PostgresqlConnection:
+        self._connection = open_for_writing(self._location)
+        return self._connection
+
+    def _begin(self) -> None:
+        self._connection.execute("BEGIN")
+        if self._generation:
+            self._check_leadership(self._connection, "FOR SHARE")
+
+    def _check_leadership(self, connection: PostgresqlConnection, lock: str = "") -> None:
+        found = connection.execute(f"SELECT generation FROM leadership {lock}").fetchone()
+        if found is None or found[0] != self._generation:
+            raise LeadershipError(
+                "another coordinator has taken over this run while this one (generation "
+                f"{self._generation}) was frozen or disconnected; nothing is lost, the run "
+                "continues there; start this one again with --standby"
+            )
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(psycopg.Error):
+            self._connection.raw.rollback()
+
+    def _explain(self, error: Exception) -> SwarmError:
+        """Return the error; a lost connection is checked for a successor first."""
+        if self._generation and self._connection.raw.closed:
+            try:
+                with contextlib.closing(PostgresqlConnection(connect(self._location))) as again:
+                    self._check_leadership(again)
+            except LeadershipError as superseded:
+                return superseded
+            except (SwarmError, psycopg.Error):
+                pass  # the server cannot be asked
+        return explain(self._location, error)
+
+    def _close_database(self) -> None:
+        """Release the lease, so that a standby need not wait for it to expire."""
+        with contextlib.suppress(psycopg.Error):
+            if self._generation:
+                self._connection.execute(
+                    "UPDATE leadership SET expires_at = '-infinity' WHERE generation = ?",
+                    (self._generation,),
+                )
+        self._connection.close()

@@ -17,11 +17,12 @@ import logging
 import queue
 import sqlite3
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import trio
 
@@ -30,6 +31,8 @@ from swarm_coordinator.core.events import CheckpointRecord, Restored
 from swarm_coordinator.storage.admission_rows import read_admission, read_owners, read_seen_since
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
+from swarm_coordinator.storage.database import postgresql_driver
+from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.records import (
     Record,
     insert,
@@ -54,25 +57,6 @@ commit_hook: Callable[[str], None] | None = None
 `written`, `committed` and `answered`; never set in production."""
 
 
-class Database(Protocol):
-    """An open database with one transaction at a time; used from one thread only."""
-
-    @property
-    def connection(self) -> Connection: ...
-
-    def begin(self) -> None: ...
-
-    def commit(self) -> None: ...
-
-    def roll_back(self) -> None:
-        """Undo the transaction, if one is open. Raises nothing."""
-
-    def explain(self, error: Exception) -> SwarmError:
-        """Return the database's error as one for the organiser."""
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     """Work for the writer thread, which answers it exactly once."""
@@ -81,16 +65,15 @@ class _Job:
     answer: Future[Any]
 
 
-class Store:
-    """The durable records of a run, over any `Database`. May be constructed before the event loop
-    runs. `write` is for decisions, `post` for everything else."""
+class Store(ABC):
+    """The durable records of a run. May be constructed before the event loop runs. `write` is for
+    decisions, `post` for everything else."""
 
     database_errors: ClassVar[tuple[type[Exception], ...]]
     """Exceptions that the database raises when it refuses a statement."""
 
-    def __init__(self, name: str, open_database: Callable[[], Database], clock: Clock) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
-        self._open_database = open_database
         self._clock = clock
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._generation = 0
@@ -176,10 +159,10 @@ class Store:
         """Seconds between calls of `renew_lease`; None where no other coordinator could lead."""
         return None
 
-    async def renew_lease(self) -> None:
+    async def renew_lease(self) -> None:  # noqa: B027 (SQLite has no lease)
         """Extend the lease. LeadershipError when another coordinator has taken over."""
 
-    async def ensure_leadership(self) -> None:
+    async def ensure_leadership(self) -> None:  # noqa: B027 (SQLite has no lease)
         """Return at once while the lease is valid; otherwise renew it first."""
 
     def _insertion(self, record: Record) -> Callable[[Connection], None]:
@@ -212,18 +195,37 @@ class Store:
 
     # ------------------------------------------------------------ the writer thread
 
+    @abstractmethod
+    def _open_database(self) -> Connection: ...
+
+    @abstractmethod
+    def _begin(self) -> None: ...
+
+    @abstractmethod
+    def _roll_back(self) -> None:
+        """Undo the transaction, if one is open. Raises nothing."""
+
+    @abstractmethod
+    def _explain(self, error: Exception) -> SwarmError:
+        """Return the database's error as one for the organiser."""
+
+    @abstractmethod
+    def _close_database(self) -> None: ...
+
     def _run(self) -> None:
         try:
-            database = self._open_database()
+            connection = self._open_database()
         except SwarmError as error:
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
-        with contextlib.closing(database):
-            while self._serve(database):
+        try:
+            while self._serve(connection):
                 pass
+        finally:
+            self._close_database()
 
-    def _serve(self, database: Database) -> bool:
+    def _serve(self, connection: Connection) -> bool:
         """Commit the queued jobs together. False when the store is to be closed."""
         jobs: list[_Job] = []
         job = self._jobs.get()
@@ -232,26 +234,26 @@ class Store:
             if len(jobs) == _MAX_GROUP_RECORDS or self._jobs.empty():
                 break
             job = self._jobs.get()
-        if jobs and not self._commit(database, jobs) and len(jobs) > 1:
+        if jobs and not self._commit(connection, jobs) and len(jobs) > 1:
             # One bad record must not fail the others of its group: commit each by itself.
             for single in jobs:
-                self._commit(database, [single], final=True)
+                self._commit(connection, [single], final=True)
         return job is not None
 
-    def _commit(self, database: Database, jobs: list[_Job], final: bool = False) -> bool:
+    def _commit(self, connection: Connection, jobs: list[_Job], final: bool = False) -> bool:
         """Run one transaction. Its jobs are answered when it succeeded, or failed finally."""
         results: list[Any] = []
         try:
             _call_commit_hook("begin")
-            database.begin()
-            results = [job.work(database.connection) for job in jobs]
+            self._begin()
+            results = [job.work(connection) for job in jobs]
             _call_commit_hook("written")
-            database.commit()
+            connection.execute("COMMIT")
             _call_commit_hook("committed")
         except self._handled_errors as error:
-            database.roll_back()
+            self._roll_back()
             if final or len(jobs) == 1:
-                known = error if isinstance(error, SwarmError) else database.explain(error)
+                known = error if isinstance(error, SwarmError) else self._explain(error)
                 jobs[0].answer.set_exception(known)
             return False
         for job, result in zip(jobs, results, strict=True):
@@ -265,41 +267,45 @@ def _call_commit_hook(name: str) -> None:
         commit_hook(name)
 
 
-# ---------------------------------------------------------------- SQLite
-
-
-class SqliteDatabase:
-    """The SQLite file in a run folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.connection = open_for_writing(path)
-
-    def begin(self) -> None:
-        self.connection.execute("BEGIN IMMEDIATE")
-
-    def commit(self) -> None:
-        self.connection.execute("COMMIT")
-
-    def roll_back(self) -> None:
-        if self.connection.in_transaction:
-            with contextlib.suppress(sqlite3.Error):
-                self.connection.execute("ROLLBACK")
-
-    def explain(self, error: Exception) -> SwarmError:
-        return translate(self._path, error)
-
-    def close(self) -> None:
-        self.connection.close()
-
-
 class SqliteStore(Store):
     """The store in a run folder."""
 
     database_errors = (sqlite3.Error,)
 
+    def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__(str(path), clock)
+        self._path = path
+
     @classmethod
     def open(cls, path: Path, clock: Clock = wall) -> SqliteStore:
         """Open the store at `path` and make missing tables; StorageError when it cannot be
         opened."""
-        return cls(str(path), lambda: SqliteDatabase(path), clock)._start()
+        return cls(path, clock)._start()
+
+    def _open_database(self) -> sqlite3.Connection:
+        self._connection = open_for_writing(self._path)
+        return self._connection
+
+    def _begin(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+
+    def _explain(self, error: Exception) -> SwarmError:
+        return translate(self._path, error)
+
+    def _close_database(self) -> None:
+        self._connection.close()
+
+
+def open_store(location: DatabaseLocation, clock: Clock = wall) -> Store:
+    """Open the store at `location`; StorageError when it cannot be opened."""
+    if isinstance(location, PostgresqlLocation):
+        postgresql_driver()
+        from swarm_coordinator.storage.postgresql_store import PostgresqlStore
+
+        return PostgresqlStore.open(location, clock)
+    return SqliteStore.open(location, clock)

@@ -25,8 +25,8 @@ from swarm_coordinator.server.run_news import Leaderboard
 from swarm_coordinator.storage.database import copy_database
 from swarm_coordinator.storage.history import contributions
 from swarm_coordinator.storage.location import DatabaseLocation
-from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.store import open_store
 from swarm_coordinator.tui.run_source import contributors
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex, Step

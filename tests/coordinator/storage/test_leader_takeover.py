@@ -23,7 +23,6 @@ from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_coordinator.storage.location import PostgresqlLocation
-from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.postgresql import (
     LeaderWatch,
     connect,
@@ -32,9 +31,10 @@ from swarm_coordinator.storage.postgresql import (
     load_backup,
     open_for_writing,
 )
-from swarm_coordinator.storage.postgresql_store import PostgresqlDatabase, PostgresqlStore
+from swarm_coordinator.storage.postgresql_store import PostgresqlStore
 from swarm_coordinator.storage.schema import SCHEMA, TABLES
 from swarm_coordinator.storage.sqlite import open_for_writing as open_sqlite
+from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.errors import LeadershipError, StorageError, UsageError, VersionError
 from swarm_shared.base.types import PeerId
 
@@ -98,23 +98,22 @@ def test_a_leader_in_the_middle_of_a_commit_is_waited_for_and_a_frozen_one_is_no
     postgresql: Server,
 ) -> None:
     run = postgresql.place(lease_seconds=1.0)
-    frozen = PostgresqlDatabase(run)
+    frozen = PostgresqlStore(run)
+    connection = frozen._open_database()
     store = PostgresqlStore.open(run)
-    store.next_generation()
-    assert store._database is not None
-    frozen.generation = store._database.generation
-    frozen.begin()  # holds the lock, and goes no further: as after SIGSTOP
-    frozen.connection.execute("INSERT INTO notes (text, written_at) VALUES ('half', 1.0)")
+    frozen._generation = store.next_generation()
+    frozen._begin()  # holds the lock, and goes no further: as after SIGSTOP
+    connection.execute("INSERT INTO notes (text, written_at) VALUES ('half', 1.0)")
     expire(run)
     successor = PostgresqlStore.open(run)
     assert successor.next_generation() == 2  # when the server has ended that session
     with pytest.raises(psycopg.Error) as failure:
-        frozen.commit()
-    assert isinstance(frozen.explain(failure.value), LeadershipError)
+        connection.execute("COMMIT")
+    assert isinstance(frozen._explain(failure.value), LeadershipError)
     assert history(run).notes == ()
     for one in (successor, store):
         one.close()
-    frozen.close()
+    frozen._close_database()
 
 
 def test_a_leader_frozen_between_two_rows_of_one_statement_is_not_waited_for(
@@ -128,9 +127,8 @@ def test_a_leader_frozen_between_two_rows_of_one_statement_is_not_waited_for(
     frozen, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
     frozen.next_generation()
     expire(run)
-    assert frozen._database is not None
-    frozen._database.begin()
-    server = frozen._database.connection.raw.pgconn
+    frozen._begin()
+    server = frozen._connection.raw.pgconn
     server.enter_pipeline_mode()
     server.send_query_params(b"INSERT INTO notes (text, written_at) VALUES ('half', 1.0)", None)
     server.send_flush_request()

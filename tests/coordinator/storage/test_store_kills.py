@@ -18,7 +18,7 @@ from kits.coordinator.kill_lab import BOUNDARIES, Kill, KilledWorld, RandomKills
 from kits.swarm_world.facts import Fault, Options
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.location import DatabaseLocation
-from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.store import open_store
 
 OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=2)
 LONG = Options(stages=2, peers=4, microbatches=2, steps=60, checkpoint_steps=3)

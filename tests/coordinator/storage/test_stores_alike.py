@@ -27,8 +27,8 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history, steps_document
 from swarm_coordinator.storage.location import DatabaseLocation
-from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import LinksReported, PeerSeen
+from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import LinkBytes

@@ -15,7 +15,7 @@ from kits.coordinator.kill_lab import Kill, KilledWorld, OpenStore, StoreProcess
 from kits.power_cut.lab import NEVER, SYNCED_ONLY, PowerCutDisk
 from kits.swarm_world.facts import Fault, Options
 from swarm_coordinator.storage.database import open_for_reading
-from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.store import open_store
 
 DATABASE = "run.sqlite3"
 
