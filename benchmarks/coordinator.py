@@ -49,7 +49,7 @@ from swarm_coordinator.durability.run_files import load_identity, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
-from swarm_coordinator.server.context import CoordinatorContext
+from swarm_coordinator.server.startup import CoordinatorContext
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock

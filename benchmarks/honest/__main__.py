@@ -27,7 +27,7 @@ from benchmarks.honest.machine import Machine
 from benchmarks.honest.page import honest_markdown
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import RunData
-from swarm_coordinator.configuration.trust_section import TOLERANCES
+from swarm_coordinator.configuration.run_settings import TOLERANCES
 from swarm_coordinator.run_creation.initialise import initialise_run
 
 RESULT = Path(__file__).parents[1] / "results" / "trust-honest.json"

@@ -9,7 +9,7 @@ this way: docs/decisions/0010-admission.md.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarm_coordinator.admission.book import (
     AdmissionBook,
@@ -18,7 +18,7 @@ from swarm_coordinator.admission.book import (
     MemberAdmitted,
 )
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
-from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, StorageError
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
@@ -45,10 +45,6 @@ WriteRecord = Callable[[AdmissionRecord], Awaitable[None]]
 """Returns when the record is durable."""
 
 
-async def _discard(_: AdmissionRecord) -> None:
-    """The default of `AdmissionAuthority.write`: stores nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionAuthority:
     """The admission rules of one start of the coordinator."""
@@ -56,11 +52,11 @@ class AdmissionAuthority:
     organiser: Identity
     run: RunId
     generation: Generation
-    mode: AdmissionMode = "open"
-    book: AdmissionBook = field(default_factory=AdmissionBook)
-    write: WriteRecord = _discard
-    clock: Clock = wall
-    owners: DeviceOwners = field(default_factory=DeviceOwners)
+    mode: AdmissionMode
+    book: AdmissionBook
+    write: WriteRecord
+    clock: Clock
+    owners: DeviceOwners
 
     async def admit(self, peer: PeerId, hello: Hello) -> str:
         """Return a certificate for `peer` in base64, after recording durably the use of a token.

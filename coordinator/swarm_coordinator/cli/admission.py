@@ -40,12 +40,13 @@ from swarm_coordinator.durability.run_files import (
     load_manifest,
     load_settings,
     read_admission_book,
+    read_database,
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.listen_addresses import invite_for
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
-from swarm_coordinator.storage.database import database_exists, open_for_reading
+from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import (
@@ -133,7 +134,7 @@ def _peer_named(folder: RunFolder, text: str) -> PeerId:
         public_key_of(PeerId(wanted))
         return PeerId(wanted)
     except SignatureError:
-        known = _known_peers(folder)
+        known = read_database(folder, _known_peers) or set()
     if len(wanted) >= SHORTEST_SUFFIX:
         found = sorted(peer for peer in known if peer.endswith(wanted))
         if len(found) == 1:
@@ -148,13 +149,9 @@ def _peer_named(folder: RunFolder, text: str) -> PeerId:
     )
 
 
-def _known_peers(folder: RunFolder) -> set[PeerId]:
-    location = database_location(folder)
-    if not database_exists(location):
-        return set()
-    with open_for_reading(location) as connection:
-        book = read_admission(connection)
-        return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
+def _known_peers(connection: Connection) -> set[PeerId]:
+    book = read_admission(connection)
+    return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
 
 
 # ---------------------------------------------------------------- token

@@ -25,7 +25,7 @@ _COMMANDS = {
     "invite": "cli.run",
     "status": "cli.run",
     "top": "cli.top",
-    "dashboard": "cli.dashboard",
+    "dashboard": "cli.run",
     "history": "cli.run",
     "verify": "cli.durability",
     "backup": "cli.durability",

@@ -14,11 +14,10 @@ from typing import Any
 import click
 
 from swarm_coordinator.cli.run import RUN_DIR
-from swarm_coordinator.core.events import CheckpointRecord
-from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.storage.database import database_exists, open_for_reading
+from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import HistoryStep, history, steps_document
 from swarm_coordinator.storage.records import read_checkpoints
 from swarm_shared.base.atomic_file import write_atomically
@@ -46,7 +45,8 @@ def export_command(run_dir: Path, out: Path) -> None:
 def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, list[Path]]:
     """Return the newest checkpoint that verifies, and its files, one per stage."""
     checkpoints = CheckpointFolder.of_run(folder, manifest)
-    found = checkpoints.latest_valid(lambda text: click.echo(text, err=True), _known(folder))
+    known = read_database(folder, read_checkpoints)
+    found = checkpoints.latest_valid(lambda text: click.echo(text, err=True), known)
     if found is None:
         raise StorageError(
             f"there is no usable checkpoint in {folder.checkpoints}; the run writes one every "
@@ -54,15 +54,6 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
             f"run on with `swarm-coordinator start {quoted(folder.path)}`"
         )
     return found.version, checkpoints.stage_files(found.version)
-
-
-def _known(folder: RunFolder) -> dict[Version, CheckpointRecord] | None:
-    """Return the checkpoints of the run's history; None when its database is missing."""
-    location = database_location(folder)
-    if not database_exists(location):
-        return None
-    with open_for_reading(location) as connection:
-        return {record.version: record for record in read_checkpoints(connection)}
 
 
 def _check_out(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands of a run: init, start, invite, status, history, refresh.
+"""The commands of a run: init, start, invite, status, dashboard, history, refresh.
 
 Owns their output, the log file, and following an edited run.toml at a start. A run is made by
 `run_creation.initialise` and served by `server.coordinator`.
@@ -188,8 +188,8 @@ def _serve(
 ) -> bool:
     """Serve the run to its end, or a finished one until Ctrl-C. False when another standby has
     taken over first."""
-    from swarm_coordinator.server.context import CoordinatorContext
     from swarm_coordinator.server.coordinator import serve
+    from swarm_coordinator.server.startup import CoordinatorContext
     from swarm_coordinator.storage.store import open_store
 
     settings, manifest = load_settings(folder), load_manifest(folder)
@@ -378,7 +378,7 @@ def refresh_command(run_dir: Path) -> None:
     refresh_manifest(folder, click.echo)
 
 
-# ---------------------------------------------------------------- invite, status, history
+# ---------------------------------------------------------------- looking at a run
 
 
 @click.command("invite")
@@ -472,6 +472,28 @@ def _lock_holder(folder: RunFolder) -> int | None:
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if text.isdecimal() else None
+
+
+@click.command("dashboard")
+@RUN_DIR
+def dashboard_command(run_dir: Path) -> None:
+    """Print the link to the dashboard of the run in RUN_DIR, with the organiser's token.
+
+    The link opens the organiser's view for every bearer. The token is in the fragment (after #),
+    which browsers do not send.
+    """
+    folder = RunFolder.open(run_dir)
+    status = read_status(folder.status) if folder.in_use() else None
+    if status is None or not status.running:
+        raise NetworkError(
+            f"no coordinator serves this run now; `swarm-coordinator start {quoted(run_dir)}` does"
+        )
+    if status.http.url is None:
+        raise NetworkError(
+            "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
+            "is taken (the coordinator reported that when it started)"
+        )
+    click.echo(f"{status.http.url}#token={folder.dashboard_token()}")
 
 
 @click.command("history")

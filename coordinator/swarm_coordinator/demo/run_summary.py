@@ -13,8 +13,9 @@ from typing import Any
 
 from swarm_coordinator.demo.churn import Kill, first_counted_step
 from swarm_coordinator.demo.reference_check import ComparedStep
+from swarm_coordinator.status.document import LinkRow
 from swarm_coordinator.storage.contributions import StageContribution
-from swarm_coordinator.storage.history import History, LinkTotal, steps_document
+from swarm_coordinator.storage.history import History, steps_document
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
@@ -103,7 +104,7 @@ def result_document(result: RunResult, compared: Sequence[ComparedStep]) -> dict
     }
 
 
-def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
+def directed_traffic(links: Sequence[LinkRow]) -> list[Traffic]:
     """Return the traffic by sender and receiver, the largest first.
 
     Both ends of a link may report it at different moments; the larger count is the later one.

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -144,7 +144,7 @@ def _fill(
             with open_for_reading(database) as connection:
                 restored, known = read_restored(connection), read_checkpoints(connection)
             version, generation = restored.version, restored.generation
-            checkpoint = _copy_checkpoint(folder, manifest, known, target)
+            checkpoint = _copy_checkpoint(folder, manifest, known.values(), target)
             if checkpoint is not None or not known:
                 break
             if attempt == _ATTEMPTS - 1 and CheckpointFolder.of_run(folder, manifest).versions():
@@ -160,7 +160,7 @@ def _fill(
 
 
 def _copy_checkpoint(
-    folder: RunFolder, manifest: Manifest, known: list[CheckpointRecord], target: Path
+    folder: RunFolder, manifest: Manifest, known: Collection[CheckpointRecord], target: Path
 ) -> Version | None:
     """Copy the newest checkpoint that the copied database knows and whose copy verifies."""
     source, copied = (

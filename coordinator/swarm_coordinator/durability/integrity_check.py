@@ -157,8 +157,7 @@ class _Inspection:
                     f"the run's database {location} is damaged ({'; '.join(problems)})"
                 )
             with open_for_reading(location) as connection:
-                restored = read_restored(connection)
-                known = {record.version: record for record in read_checkpoints(connection)}
+                restored, known = read_restored(connection), read_checkpoints(connection)
             self._report(
                 f"the database is whole: {restored.version} steps, generation {restored.generation}"
             )

@@ -6,6 +6,9 @@ no torch, so that the running coordinator can use it. `run_creation.initialise` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.configuration.run_settings import (
     SQLITE,
@@ -17,6 +20,7 @@ from swarm_coordinator.core.events import Restored
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.shard_index import read_shard_index
 from swarm_coordinator.storage.admission_rows import read_admission
+from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.records import read_restored
@@ -24,6 +28,8 @@ from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageE
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES, open_manifest
 from swarm_shared.run.manifest import Manifest
+
+T = TypeVar("T")
 
 
 def load_settings(folder: RunFolder) -> RunSettings:
@@ -69,22 +75,21 @@ def database_location(folder: RunFolder) -> DatabaseLocation:
     return PostgresqlLocation(settings.store, settings.lease_seconds)
 
 
-def read_admission_book(folder: RunFolder) -> AdmissionBook:
-    """Read the admission book, whether a coordinator is running or not."""
-    location = database_location(folder)
-    if not database_exists(location):
-        return AdmissionBook()
-    with open_for_reading(location) as connection:
-        return read_admission(connection)
-
-
-def read_progress(folder: RunFolder) -> Restored | None:
-    """Read the run's progress; None while there is no database."""
+def read_database(folder: RunFolder, read: Callable[[Connection], T]) -> T | None:
+    """Read from the database, whether a coordinator is running or not; None while there is none."""
     location = database_location(folder)
     if not database_exists(location):
         return None
     with open_for_reading(location) as connection:
-        return read_restored(connection)
+        return read(connection)
+
+
+def read_admission_book(folder: RunFolder) -> AdmissionBook:
+    return read_database(folder, read_admission) or AdmissionBook()
+
+
+def read_progress(folder: RunFolder) -> Restored | None:
+    return read_database(folder, read_restored)
 
 
 def changed_settings(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> list[str]:

@@ -8,7 +8,7 @@ sentence that the organiser reads. Not here: the rules (`admission.book`) and th
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuth
 from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.requests import (
     Administration,
+    AdmissionChange,
+    Request,
     admission_status,
     parse_request,
     standing_token,
@@ -119,16 +121,8 @@ class AdmissionService:
             report(f"commands like `ban` reach this coordinator only after its end: {error}")
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        admission = self.admission
-        administration = Administration(
-            self.folder, admission.mode, admission.organiser.peer_id, admission.book,
-            self.store.write, admission.clock,
-        )  # fmt: skip
         try:
-            request = parse_request(question)
-            async with self._lock:
-                change, concerned = await administration.carry_out(request)
-                effect = await self._apply_to_core(concerned)
+            change, effect = await self._carry_out(parse_request(question))
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
         text = "; ".join(part for part in (change.text, effect) if part)
@@ -136,16 +130,23 @@ class AdmissionService:
 
     async def ban(self, owner: PeerId, reason: str, devices: Sequence[PeerId]) -> None:
         """Ban an owner by the run's own rules, with its attached devices."""
+        await self._carry_out(PeerBanned(owner, reason), (owner, *devices))
+
+    async def _carry_out(
+        self, request: Request, others: Sequence[PeerId] = ()
+    ) -> tuple[AdmissionChange, str]:
+        """Execute a request that concerns `others` too. Returns the change, and its effects as a
+        sentence."""
         admission = self.admission
         administration = Administration(
             self.folder, admission.mode, admission.organiser.peer_id, admission.book,
             self.store.write, admission.clock,
         )  # fmt: skip
         async with self._lock:
-            await administration.carry_out(PeerBanned(owner, reason))
-            await self._apply_to_core(tuple(dict.fromkeys((owner, *devices))))
+            change, concerned = await administration.carry_out(request)
+            return change, await self._apply_to_core(dict.fromkeys((*concerned, *others)))
 
-    async def _apply_to_core(self, peers: Sequence[PeerId]) -> str:
+    async def _apply_to_core(self, peers: Iterable[PeerId]) -> str:
         """Pass the change to the core. Returns the effects as a sentence."""
         refused: dict[str, list[PeerId]] = {}
         welcome: list[PeerId] = []

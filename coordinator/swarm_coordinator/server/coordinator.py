@@ -48,7 +48,6 @@ from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.admission_service import AdmissionService
 from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
-from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.control_protocol import ControlServer, control_limits
 from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_coordinator.server.event_queue import EventQueue
@@ -57,7 +56,7 @@ from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.listen_addresses import invite_for
 from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
-from swarm_coordinator.server.startup import begin_run, open_network, restore
+from swarm_coordinator.server.startup import CoordinatorContext, begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
@@ -348,7 +347,7 @@ class Coordinator:
                 record = self._with_receipt(record)
             await self._service.store.write(record)
             if isinstance(command.record, AppliedStep):
-                self._news.leaderboard.add(command.record)
+                self._news.leaderboard.add_step(command.record)
             elif isinstance(command.record, CheckpointRecord):
                 self._nursery.start_soon(self._prune_checkpoints, command.record.version)
             elif isinstance(command.record, RolledBack | VerdictRecord):

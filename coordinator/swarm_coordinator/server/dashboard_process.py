@@ -20,6 +20,7 @@ import trio
 from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.status.document import DashboardStatus
+from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import NetworkError, SwarmError
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class DashboardProcess:
     # ------------------------------------------------------------ the process
 
     async def _keep_running(self, bound: socket.socket) -> None:
-        pause = FIRST_PAUSE_SECONDS
+        pause = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             began = trio.current_time()
             try:
@@ -127,16 +128,15 @@ class DashboardProcess:
             self.failures += 1
             log.error("the dashboard's process ended: %s", last_output or "no output")
             if trio.current_time() - began > STEADY_SECONDS:
-                pause = FIRST_PAUSE_SECONDS
-            if not self._reported and pause > FIRST_PAUSE_SECONDS:
+                pause.reset()
+            if not self._reported and pause.seconds > FIRST_PAUSE_SECONDS:
                 self._reported = True
                 self.report(
                     "the dashboard keeps failing: "
                     f"{last_output.splitlines()[-1] if last_output else ''}; "
                     f"the run continues, details are in {self.folder.log}"
                 )
-            await trio.sleep(pause)
-            pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
+            await trio.sleep(pause.next())
 
     async def _run_once(self, bound: socket.socket) -> str:
         """Run the process to its end and return the end of its output. Cancellation kills it."""

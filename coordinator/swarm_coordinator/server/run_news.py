@@ -33,11 +33,11 @@ DECISIONS_PER_MESSAGE = 5
 VERDICTS_PER_MESSAGE = 10
 
 
-class Leaderboard:
+class Leaderboard(ContributionSums):
     """Tokens and credit of every owner over all applied steps of the run."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._sums = ContributionSums(work_shares([stage.work_flops for stage in manifest.stages]))
+        super().__init__(work_shares([stage.work_flops for stage in manifest.stages]))
 
     def begin(
         self,
@@ -45,28 +45,22 @@ class Leaderboard:
         owners: Mapping[PeerId, PeerId] | None = None,
     ) -> None:
         """Take over the database's sums, at a start and after a rollback to a checkpoint."""
-        self._sums.clear()
+        self.clear()
         owners = owners or {}
         for part in contributions:
-            self._sums.add(part.peer, part.stage, part.microbatches, part.tokens)
+            self.add(part.peer, part.stage, part.microbatches, part.tokens)
             self.describe(part.peer, part.name, part.team, owners.get(part.peer))
 
-    def add(self, step: AppliedStep) -> None:
+    def add_step(self, step: AppliedStep) -> None:
         for share in step.shares:
-            self._sums.add(share.peer, share.stage, share.microbatches, share.tokens)
-
-    def describe(
-        self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None = None
-    ) -> None:
-        """Set the public name and team that the peer states, and its proven owner."""
-        self._sums.describe(peer, name, team, owner)
+            self.add(share.peer, share.stage, share.microbatches, share.tokens)
 
     def rows(
         self, most: int = LEADERBOARD_ROWS, standings: Standings | None = None
     ) -> tuple[LeaderboardEntry, ...]:
         """The owners with the most credit, highest first, each with its standing."""
         known = standings or Standings()
-        return tuple(_entry(sums, known.of(sums.owner)) for sums in self._sums.ranked(most))
+        return tuple(_entry(sums, known.of(sums.owner)) for sums in self.ranked(most))
 
 
 def _entry(sums: OwnerSums, standing: Standing) -> LeaderboardEntry:

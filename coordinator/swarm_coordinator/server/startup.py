@@ -1,33 +1,39 @@
-"""The start of a coordinator: restores the run from the store and opens the network."""
+"""The start of a coordinator: its inputs, restoring the run, and opening the network."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 
 import anyio.to_thread
 
-from swarm_coordinator.configuration.run_settings import RebalancingSection
-from swarm_coordinator.core.events import Restored, RolledBack
+from swarm_coordinator.admission.authority import RENEW_AFTER_SECONDS
+from swarm_coordinator.configuration.run_settings import RebalancingSection, RunSettings
+from swarm_coordinator.core.events import CheckpointRecord, Restored, RolledBack
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin
 from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
-from swarm_coordinator.run_dir.folder import read_bytes
+from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
-from swarm_coordinator.server.context import CoordinatorContext
+from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
 from swarm_coordinator.storage.records import generation_floor
+from swarm_coordinator.storage.store import Store
+from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import PeerRecord
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy
 
 log = logging.getLogger(__name__)
@@ -35,13 +41,37 @@ log = logging.getLogger(__name__)
 MAX_STREAMS = 128
 """Inbound streams of one client: its circuits through this relay, and all other streams."""
 
+Report = Callable[[str], None]
+"""Prints one line for the organiser."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorContext:
+    """The run's folder, settings and store, the clocks, and the callbacks of one start."""
+
+    folder: RunFolder
+    settings: RunSettings
+    manifest: Manifest
+    identity: Identity
+    store: Store
+    report: Report
+    port: int | None = None
+    clock: Clock = monotonic
+    wall_clock: Clock = wall
+    renew_after_seconds: float = RENEW_AFTER_SECONDS
+    verified: CheckpointRecord | None = None
+    """The newest checkpoint if its files have been verified already."""
+    on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
+    dashboard_process: DashboardProcess | None = None
+    """None where no dashboard is configured."""
+
 
 async def restore(
     service: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
 ) -> Restored:
     """Restore the run from the store, with the newest checkpoint whose files are complete."""
     before = service.store.restore()
-    known = {record.version: record for record in service.store.checkpoints()}
+    known = service.store.checkpoints()
     lost = before.generation == 0 and bool(checkpoints.versions())
     service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
     restored = service.store.restore()
@@ -63,7 +93,7 @@ async def restore(
     if found is None and known:
         note("no checkpoint of this run is usable")
     at_end = restored.version >= service.manifest.training.steps
-    return dataclasses.replace(restored, checkpoint=found, finished=restored.finished and at_end)
+    return replace(restored, checkpoint=found, finished=restored.finished and at_end)
 
 
 async def open_network(

@@ -9,10 +9,10 @@ import trio
 
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.server.admission_service import AdmissionService
-from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.control_protocol import ControlServer
 from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.server.startup import CoordinatorContext
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_coordinator.status.status_file import write_status
 from swarm_coordinator.storage.records import LinksReported, RowsPruned

@@ -17,6 +17,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from swarm_shared.base.types import PeerId
+
 FINISHED, WAITING, APPLYING = "finished", "waiting for peers", "applying"
 """Values of `core.state.phases.RunPhase`, which a view does not import."""
 READY, SYNCING = "ready", "syncing"
@@ -202,8 +204,8 @@ class PathRow:
 class LinkRow:
     """Bytes over one link, as the reporter counts them."""
 
-    reporter: str
-    remote: str
+    reporter: PeerId
+    remote: PeerId
     protocol: str
     sent: int
     received: int

@@ -34,24 +34,11 @@ def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
     rows = connection.execute(
         "SELECT p.peer, p.name, s.stage, count(*), "
         "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT), "
-        "min(a.step), max(a.step), max(t.team) "
+        "min(a.step), max(a.step), nullif(max(t.team), '') "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
         "JOIN peers p ON p.id = s.peer LEFT JOIN teams t ON t.peer = p.id "
         "LEFT JOIN owners o ON o.peer = p.id "
         f"WHERE a.superseded_by IS NULL AND {NOT_VOID} "
         "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
     )
-    return tuple(
-        StageContribution(
-            peer=PeerId(peer),
-            name=name,
-            stage=StageIndex(stage),
-            steps=steps,
-            microbatches=microbatches,
-            tokens=tokens,
-            first_step=Step(first),
-            last_step=Step(last),
-            team=team or None,
-        )
-        for peer, name, stage, steps, microbatches, tokens, first, last, team in rows
-    )
+    return tuple(StageContribution(*row) for row in rows)

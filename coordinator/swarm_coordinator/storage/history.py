@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm_coordinator.core.events import Restored
-from swarm_coordinator.status.document import AppliedStepRow, NoteRow
+from swarm_coordinator.status.document import AppliedStepRow, LinkRow, NoteRow
 from swarm_coordinator.storage.admission_rows import read_owners
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
@@ -35,17 +35,6 @@ class HistoryStep:
     seconds: float
     written_at: float
     """Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTotal:
-    """Bytes over one link, as counted by the reporting peer over all its starts."""
-
-    reporter: PeerId
-    remote: PeerId
-    protocol: str
-    sent: int
-    received: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,8 @@ class History:
     restored: Restored
     steps: tuple[HistoryStep, ...]
     contributions: tuple[StageContribution, ...]
-    links: tuple[LinkTotal, ...]
+    links: tuple[LinkRow, ...]
+    """Bytes over each link, as counted by the reporting peer over all its starts."""
     peers: tuple[KnownPeer, ...]
     notes: tuple[HistoryNote, ...]
 
@@ -92,7 +82,7 @@ def history(location: DatabaseLocation) -> History:
             contributions=read_contributions(connection),
             links=_links(connection),
             peers=tuple(
-                KnownPeer(PeerId(row[0]), *row[1:])
+                KnownPeer(*row)
                 for row in connection.execute(
                     "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
                 )
@@ -151,22 +141,16 @@ def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
     rows = connection.execute(
         f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL ORDER BY step"
     )
-    return tuple(
-        HistoryStep(Step(step), float_or_nan(loss), tokens, seconds, written_at)
-        for step, loss, tokens, seconds, written_at in rows
-    )
+    return tuple(HistoryStep(step, float_or_nan(loss), *rest) for step, loss, *rest in rows)
 
 
-def _links(connection: Connection) -> tuple[LinkTotal, ...]:
+def _links(connection: Connection) -> tuple[LinkRow, ...]:
     rows = connection.execute(
         "SELECT p.peer, l.remote, l.protocol, l.sent_before + l.sent, "
         "l.received_before + l.received FROM links l JOIN peers p ON p.id = l.reporter "
         "ORDER BY l.reporter, l.protocol, l.remote"
     )
-    return tuple(
-        LinkTotal(PeerId(reporter), PeerId(remote), protocol, sent, received)
-        for reporter, remote, protocol, sent, received in rows
-    )
+    return tuple(LinkRow(*row) for row in rows)
 
 
 def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
@@ -174,7 +158,4 @@ def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
         "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
         "ORDER BY n.id"
     )
-    return tuple(
-        HistoryNote(text, PeerId(peer) if peer else None, written_at)
-        for text, peer, written_at in rows
-    )
+    return tuple(HistoryNote(*row) for row in rows)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from swarm_coordinator.admission.book import AdmissionRecord
 from swarm_coordinator.core.events import (
@@ -36,7 +37,7 @@ from swarm_coordinator.storage import journal
 from swarm_coordinator.storage.admission_rows import insert_admission, write_binding
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.retention import prune
-from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import PeerId, Version
 from swarm_shared.protocol import LinkBytes
 from swarm_shared.trust.evidence import Evidence
 
@@ -128,11 +129,14 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             row = _insert_row(connection, "finishes", version=version, written_at=now)
             journal.append(connection, "finish", row, generation, record)
         case StandingsRecord(standings):
-            _write_standings(connection, standings)
+            _upsert(connection, "standings", ("owner",), map(asdict, standings))
         case AgreementsRecord(agreements):
-            _write_agreements(connection, agreements)
+            keys = ("stage", "peer", "device", "other", "other_device")
+            _upsert(connection, "agreements", keys, map(asdict, agreements))
+            connection.execute("DELETE FROM agreements WHERE cells = 0")
         case HeldTimeRecord(accounts):
-            _write_held_time(connection, accounts, now)
+            rows = (_held_account_row(account, now) for account in accounts)
+            _upsert(connection, "held_accounts", ("account",), rows)
         case StateDigestsRecord():
             _write_digests(connection, record)
         case VerdictRecord():
@@ -176,6 +180,21 @@ def _insert_row(connection: Connection, table: str, **values: object) -> int:
         tuple(values.values()),
     ).fetchone()
     return int(row[0])
+
+
+def _upsert(
+    connection: Connection, table: str, keys: Sequence[str], rows: Iterable[Mapping[str, object]]
+) -> None:
+    """Insert rows, all with the same columns; those with the keys of an old row replace it."""
+    written = list(rows)
+    if written:
+        values = [column for column in written[0] if column not in keys]
+        connection.executemany(
+            f"INSERT INTO {table} ({', '.join(written[0])}) "
+            f"VALUES ({', '.join('?' * len(written[0]))}) ON CONFLICT ({', '.join(keys)}) "
+            f"DO UPDATE SET {', '.join(f'{column} = excluded.{column}' for column in values)}",
+            [tuple(row.values()) for row in written],
+        )
 
 
 _PEER_ROW_ID = "(SELECT id FROM peers WHERE peer = ?)"
@@ -253,49 +272,17 @@ def _insert_checkpoint(
     return row
 
 
-def _write_standings(connection: Connection, standings: Iterable[StandingRecord]) -> None:
-    connection.executemany(
-        "INSERT INTO standings (owner, passed, lost, vested_step, audited_work, unvested_since) "
-        "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (owner) DO UPDATE SET passed = excluded.passed, "
-        "lost = excluded.lost, vested_step = excluded.vested_step, "
-        "audited_work = excluded.audited_work, unvested_since = excluded.unvested_since",
-        [
-            (s.owner, s.passed, s.lost, s.vested_step, s.audited_work, s.unvested_since)
-            for s in standings
-        ],
-    )
-
-
-def _write_agreements(connection: Connection, agreements: Iterable[AgreementRecord]) -> None:
-    connection.executemany(
-        "INSERT INTO agreements (stage, peer, device, other, other_device, cells) "
-        "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (stage, peer, device, other, other_device) "
-        "DO UPDATE SET cells = excluded.cells",
-        [(a.stage, a.peer, a.device, a.other, a.other_device, a.cells) for a in agreements],
-    )
-    connection.execute("DELETE FROM agreements WHERE cells = 0")
-
-
-def _write_held_time(
-    connection: Connection, accounts: Iterable[HeldAccountRecord], now: float
-) -> None:
-    connection.executemany(
-        "INSERT INTO held_accounts (account, leaks_for, refused_for, refused_because, "
-        "ends_with_self_test, disputes, written_at, forgotten_at) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (account) DO UPDATE "
-        "SET leaks_for = excluded.leaks_for, refused_for = excluded.refused_for, "
-        "refused_because = excluded.refused_because, "
-        "ends_with_self_test = excluded.ends_with_self_test, disputes = excluded.disputes, "
-        "written_at = excluded.written_at, forgotten_at = excluded.forgotten_at",
-        [
-            (
-                one.account, one.leaks_for_seconds, one.refused_for_seconds, one.refused_because,
-                int(one.ends_with_self_test), json.dumps(dict(one.disputes)), now,
-                now + max(one.leaks_for_seconds, one.refused_for_seconds),
-            )
-            for one in accounts
-        ],
-    )  # fmt: skip
+def _held_account_row(one: HeldAccountRecord, now: float) -> dict[str, object]:
+    return {
+        "account": one.account,
+        "leaks_for": one.leaks_for_seconds,
+        "refused_for": one.refused_for_seconds,
+        "refused_because": one.refused_because,
+        "ends_with_self_test": int(one.ends_with_self_test),
+        "disputes": json.dumps(dict(one.disputes)),
+        "written_at": now,
+        "forgotten_at": now + max(one.leaks_for_seconds, one.refused_for_seconds),
+    }
 
 
 def _write_digests(connection: Connection, record: StateDigestsRecord) -> None:
@@ -346,7 +333,6 @@ def read_restored(connection: Connection) -> Restored:
     finished = connection.execute(
         "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)
     ).fetchone()
-    checkpoints = read_checkpoints(connection)
     recomputed = connection.execute(
         "SELECT coalesce(max(step), 0) FROM applied_steps WHERE superseded_by IS NOT NULL"
     ).fetchone()
@@ -359,7 +345,7 @@ def read_restored(connection: Connection) -> Restored:
         generation=int(generation),
         version=Version(version),
         last_applied=last,
-        checkpoint=checkpoints[0] if checkpoints else None,
+        checkpoint=next(iter(read_checkpoints(connection).values()), None),
         finished=finished is not None,
         heldout_loss=float_or_nan(evaluation[0]) if evaluation else None,
         rolled_back=base is not None,
@@ -368,8 +354,8 @@ def read_restored(connection: Connection) -> Restored:
         standings=read_standings(connection),
         agreements=read_agreements(connection),
         state_digests=tuple(
-            StateDigest(StageIndex(stage), digest)
-            for stage, digest in connection.execute(
+            StateDigest(*row)
+            for row in connection.execute(
                 "SELECT stage, digest FROM state_digests WHERE version = ? ORDER BY stage, digest",
                 (version,),
             )
@@ -377,16 +363,18 @@ def read_restored(connection: Connection) -> Restored:
     )
 
 
+def _columns(record: type[Any]) -> str:
+    """Return the columns of a table whose rows are records, in the order of the record's fields."""
+    return ", ".join(field.name for field in fields(record))
+
+
 def read_agreements(connection: Connection) -> tuple[AgreementRecord, ...]:
     """Return the pairs of machines that have computed the same bits, in the order of their keys."""
     rows = connection.execute(
-        "SELECT stage, peer, device, other, other_device, cells FROM agreements "
+        f"SELECT {_columns(AgreementRecord)} FROM agreements "
         "ORDER BY stage, peer, device, other, other_device"
     )
-    return tuple(
-        AgreementRecord(StageIndex(stage), PeerId(p), device, PeerId(o), other_device, cells)
-        for stage, p, device, o, other_device, cells in rows
-    )
+    return tuple(AgreementRecord(*row) for row in rows)
 
 
 def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecord, ...]:
@@ -415,13 +403,8 @@ def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecor
 
 def read_standings(connection: Connection) -> tuple[StandingRecord, ...]:
     """Return the standings of all owners, in the order of their keys."""
-    rows = connection.execute(
-        "SELECT owner, passed, lost, vested_step, audited_work, unvested_since FROM standings "
-        "ORDER BY owner"
-    )
-    return tuple(
-        StandingRecord(PeerId(o), p, lost, Step(v), a, Step(u)) for o, p, lost, v, a, u in rows
-    )
+    rows = connection.execute(f"SELECT {_columns(StandingRecord)} FROM standings ORDER BY owner")
+    return tuple(StandingRecord(*row) for row in rows)
 
 
 def read_verdicts(connection: Connection) -> tuple[VerdictRecord, ...]:
@@ -431,41 +414,36 @@ def read_verdicts(connection: Connection) -> tuple[VerdictRecord, ...]:
         "statements FROM verdicts ORDER BY id"
     )
     return tuple(
-        VerdictRecord(
-            step=Step(step), microbatch=microbatch, stage=StageIndex(stage),
-            peer=PeerId(peer), owner=PeerId(owner), audited=PeerId(audited), reason=reason,
-            void_after=Step(void_after),
+        replace(
+            VerdictRecord(*values),
             evidence=None if evidence is None else Evidence.model_validate_json(evidence),
             statements=tuple(statements.split()),
         )
-        for (
-            step, microbatch, stage, peer, owner, audited, reason, void_after, evidence, statements
-        ) in rows
-    )  # fmt: skip
+        for *values, evidence, statements in rows
+    )
 
 
-def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:
+def read_checkpoints(connection: Connection) -> dict[Version, CheckpointRecord]:
     """Return the checkpoints of the run's history, the newest first, the last record per
     version."""
-    found: dict[int, CheckpointRecord] = {}
-    for row, version in connection.execute(
-        "SELECT id, version FROM checkpoints WHERE superseded_by IS NULL "
-        "ORDER BY version DESC, id DESC"
-    ).fetchall():
-        if version in found:
-            continue
-        found[version] = CheckpointRecord(Version(version), read_stored_stages(connection, row))
-    return list(found.values())
+    rows = connection.execute(
+        "SELECT version, max(id) FROM checkpoints WHERE superseded_by IS NULL "
+        "GROUP BY version ORDER BY version DESC"
+    ).fetchall()
+    return {
+        version: CheckpointRecord(version, read_stored_stages(connection, row))
+        for version, row in rows
+    }
 
 
 def read_stored_stages(connection: Connection, checkpoint: int) -> tuple[StoredStage, ...]:
     """Return the stages of the checkpoint with this row."""
     rows = connection.execute(
-        "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ? "
+        f"SELECT {_columns(StoredStage)} FROM checkpoint_stages WHERE checkpoint = ? "
         "ORDER BY stage",
         (checkpoint,),
     )
-    return tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in rows)
+    return tuple(StoredStage(*row) for row in rows)
 
 
 def _last_applied(connection: Connection) -> AppliedStep | None:
@@ -495,14 +473,14 @@ def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
     ).fetchall()
     step, attempt, loss, tokens, seconds, global_norm, learning_rate = row
     return AppliedStep(
-        step=Step(step),
+        step=step,
         attempt=attempt,
         loss=float_or_nan(loss),
         tokens=tokens,
         seconds=seconds,
         global_norm=float_or_nan(global_norm),
         learning_rate=learning_rate,
-        shares=tuple(StageShare(PeerId(p), StageIndex(s), m, t) for p, s, m, t in shares),
+        shares=tuple(StageShare(*share) for share in shares),
         attempts=tuple(attempt for (attempt,) in attempts),
     )
 

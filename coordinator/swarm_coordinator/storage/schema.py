@@ -241,12 +241,7 @@ CREATE TABLE verdicts (
 ) STRICT;
 """
 
-TABLES = (
-    "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
-    "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
-    "allowances", "bans", "journal", "teams", "owners", "step_attempts",
-    "standings", "agreements", "held_accounts", "state_digests", "verdicts",
-)  # fmt: skip
+TABLES = tuple(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
 """All tables, each after those that it refers to."""
 
 _POSTGRESQL = (

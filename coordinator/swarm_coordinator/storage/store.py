@@ -44,7 +44,7 @@ from swarm_coordinator.storage.records import (
 from swarm_coordinator.storage.sqlite import open_for_writing, translate
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import StorageError, SwarmError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import PeerId, Version
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Store(ABC):
             )
         )
 
-    def checkpoints(self) -> list[CheckpointRecord]:
+    def checkpoints(self) -> dict[Version, CheckpointRecord]:
         """Return the checkpoints of the run's history, the newest first."""
         return self._call(read_checkpoints)
 

@@ -7,8 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.status.document import HealthState, RunDocument, current_health
-from swarm_coordinator.tui.model import RunModel
-from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
+from swarm_coordinator.tui.panes import (
+    RunModel,
+    admission,
+    contributors,
+    events,
+    overview,
+    pipeline,
+)
 from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.source import DocumentReceived, Event, Source

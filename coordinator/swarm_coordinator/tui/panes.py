@@ -1,4 +1,7 @@
-"""The lines of each pane of a run: pure functions of the model, a width and a height."""
+"""The lines of each pane of a run: pure functions of the model, a width and a height.
+
+The model is the newest document, and what has changed since the view began.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from swarm_coordinator.status.document import (
     TrustStatus,
     stage_holders,
 )
-from swarm_coordinator.tui.model import RunModel
 from swarm_shared.base.text import (
     MISSING,
     duration_text,
@@ -33,10 +35,42 @@ from swarm_shared.tui.plot import plot
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line, wrapped
 from swarm_shared.tui.table import Column, table
+from swarm_shared.tui.time_series import TimeSeries
 
 _NAME = 14
 _BAR = 20
 _TWO_COLUMNS = 110
+_PACE_STEPS = 20
+"""Steps that the remaining time is estimated from; a run's pace changes with its volunteers."""
+
+
+class RunModel:
+    """The newest document and what changed since the view began."""
+
+    def __init__(self) -> None:
+        self.document: RunDocument | None = None
+        self.attached = TimeSeries()
+        self.came = 0
+        self.went = 0
+        """Departures since the view began; with `came`, the churn."""
+
+    def see(self, document: RunDocument) -> None:
+        before = self.document
+        self.document = document
+        if before is not None and before.time == document.time:
+            return
+        self.attached.add(document.time, float(len(document.peers)))
+        if before is not None:
+            old, new = ({peer.peer for peer in one.peers} for one in (before, document))
+            self.came += len(new - old)
+            self.went += len(old - new)
+
+    def seconds_left(self) -> float | None:
+        run = self.document
+        if run is None or not run.running or not run.history:
+            return None
+        pace = [row.seconds for row in run.history[-_PACE_STEPS:]]
+        return sum(pace) / len(pace) * max(0, run.steps - run.version) or None
 
 
 def overview(model: RunModel, width: int, height: int) -> list[Line]:

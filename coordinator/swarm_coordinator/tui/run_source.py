@@ -8,7 +8,6 @@ second. Reading happens in a thread, and so do its imports: the screen is there 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +61,8 @@ class RunFolderReader:
 
     def prepare(self) -> None:
         """Import the reading modules, so that their time does not count as reading."""
+        import psutil  # noqa: F401
+
         from swarm_coordinator.durability import run_files  # noqa: F401
 
     def read(self) -> tuple[RunDocument, str, float]:
@@ -74,6 +75,8 @@ class RunFolderReader:
         return document, trouble, self.cpu_clock() - start
 
     def _read(self) -> tuple[RunDocument, str]:
+        import psutil
+
         from swarm_coordinator.durability.run_files import load_manifest
         from swarm_coordinator.run_dir.folder import RunFolder
         from swarm_coordinator.status.status_file import read_status
@@ -82,7 +85,9 @@ class RunFolderReader:
         status = read_status(folder.status)
         if status is None:
             return RunDocument(run=load_manifest(folder).name, phase="never started"), ""
-        running = status.running and _alive(status.pid)
+        # The folder's lock would tell for certain, but taking it could make a coordinator that
+        # starts at that moment believe that another one runs.
+        running = status.running and psutil.pid_exists(status.pid)
         document = status.model_copy(update={"running": running})
         self._read_history((document.generation, document.version))
         return RunDocument.model_construct(
@@ -142,23 +147,6 @@ def contributors(
         for one in sums.by_owner()
     )
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
-
-
-def _alive(pid: int) -> bool:
-    """Whether there is such a process.
-
-    The folder's lock would tell for certain, but taking it could make a coordinator that starts at
-    that moment believe that another one runs.
-    """
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 class RunFolderSource:

@@ -20,11 +20,11 @@ from swarm_coordinator.demo.run_summary import (
     summary_text,
     tokens_per_second,
 )
+from swarm_coordinator.status.document import LinkRow
 from swarm_coordinator.storage.history import (
     History,
     HistoryStep,
     KnownPeer,
-    LinkTotal,
     StageContribution,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
@@ -57,9 +57,9 @@ HISTORY = History(
         contribution(BERT, None, 1, 32),
     ),
     links=(
-        LinkTotal(ANNA, BERT, STAGE_PROTOCOL, 5_000_000, 4_000_000),
-        LinkTotal(BERT, ANNA, STAGE_PROTOCOL, 4_100_000, 4_900_000),
-        LinkTotal(ANNA, COORDINATOR, CONTROL_PROTOCOL, 20_000, 30_000),
+        LinkRow(ANNA, BERT, STAGE_PROTOCOL, 5_000_000, 4_000_000),
+        LinkRow(BERT, ANNA, STAGE_PROTOCOL, 4_100_000, 4_900_000),
+        LinkRow(ANNA, COORDINATOR, CONTROL_PROTOCOL, 20_000, 30_000),
     ),
     peers=(KnownPeer(ANNA, "anna", 0, 4), KnownPeer(BERT, None, 0, 4)),
     notes=(),
@@ -98,7 +98,7 @@ def test_the_summary_names_losses_peers_links_and_the_sample() -> None:
 
 def test_many_links_are_summed_up_in_one_row() -> None:
     links = tuple(
-        LinkTotal(ANNA, PeerId(f"peer{number:04}"), STAGE_PROTOCOL, 1_000_000, 0)
+        LinkRow(ANNA, PeerId(f"peer{number:04}"), STAGE_PROTOCOL, 1_000_000, 0)
         for number in range(LINK_ROWS + 10)
     )
     text = summary_text(replace(RESULT, history=replace(HISTORY, links=links)))

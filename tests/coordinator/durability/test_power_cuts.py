@@ -117,7 +117,7 @@ def test_a_checkpoint_is_complete_or_not_there(
     def check(ended: bool) -> None:
         assert check_run(folder).findings == ()
         with open_for_reading(folder.database) as connection:
-            known = {record.version: record for record in read_checkpoints(connection)}
+            known = read_checkpoints(connection)
         newest = checkpoints_of(folder).latest_valid(known=known)
         assert newest is not None
         assert newest.version == max(known)

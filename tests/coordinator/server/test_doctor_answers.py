@@ -11,6 +11,7 @@ from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.facts import COORDINATOR, Options, manifest_of
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.admission.book import (
+    AdmissionBook,
     AdmissionMode,
     AdmissionRecord,
     MemberAdmitted,
@@ -19,6 +20,7 @@ from swarm_coordinator.admission.book import (
     TokenCreated,
     hash_of,
 )
+from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.core.transition import begin
 from swarm_coordinator.durability.run_files import load_manifest
@@ -127,7 +129,12 @@ async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None
 
 
 def judge_with(mode: AdmissionMode, *records: AdmissionRecord) -> AnswerHello:
-    admission = AdmissionAuthority(ORGANISER, RUN, Generation(1), mode, clock=lambda: NOW)
+    async def write(record: AdmissionRecord) -> None:
+        raise AssertionError("nothing is written for a visitor")
+
+    admission = AdmissionAuthority(
+        ORGANISER, RUN, Generation(1), mode, AdmissionBook(), write, lambda: NOW, DeviceOwners()
+    )
     for record in records:
         admission.book.enter(record, NOW)
     manifest = manifest_of(Options())

@@ -46,7 +46,7 @@ def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_f
     board = Leaderboard(bench.manifest)
     before = StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100, Step(1), Step(1))
     board.begin((before,))
-    board.add(step_of(("a", 1, 10), ("b", 1, 1000)))
+    board.add_step(step_of(("a", 1, 10), ("b", 1, 1000)))
     first, second = board.rows()
     assert (first.peer, first.name, first.tokens) == ("b", None, 1000)
     assert first.credit == pytest.approx(1000 * shares[1])
@@ -56,7 +56,7 @@ def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_f
 
 def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> None:
     board = Leaderboard(Bench().manifest)
-    board.add(step_of(("a", 0, 10)))
+    board.add_step(step_of(("a", 0, 10)))
     board.begin(())
     assert board.rows() == ()
 
@@ -64,7 +64,7 @@ def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> Non
 def test_news_have_the_standing_of_owners_and_the_newest_verdicts() -> None:
     bench = Bench()
     desk = desk_of(bench)
-    desk.leaderboard.add(step_of(("a", 0, 10)))
+    desk.leaderboard.add_step(step_of(("a", 0, 10)))
     bench.run.audits.settings = AuditSettings(probation_cells=50)
     standing = bench.run.audits.standings.change(PeerId("a"))
     standing.passed, standing.lost = 8, 1
@@ -91,7 +91,7 @@ def test_rows_are_owners_whatever_the_bindings(
     tokens: dict[PeerId, int], bound: dict[PeerId, PeerId], most: int
 ) -> None:
     board = Leaderboard(MANIFEST)
-    board.add(step_of(*((peer, 0, count) for peer, count in tokens.items())))
+    board.add_step(step_of(*((peer, 0, count) for peer, count in tokens.items())))
     for peer in tokens:
         board.describe(peer, peer.lower(), None, bound.get(peer))
     said = {peer: owner for peer, owner in bound.items() if peer in tokens}
@@ -149,8 +149,8 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
     longest = "\N{PILE OF POO}" * 60
     for number in range(500):
         peer = numbered(number)
-        desk.leaderboard.describe(peer, longest, longest)
-        desk.leaderboard.add(step_of((peer, 0, number)))
+        desk.leaderboard.describe(peer, longest, longest, None)
+        desk.leaderboard.add_step(step_of((peer, 0, number)))
         if number < 100:
             desk.leaderboard.describe(peer, longest, longest, numbered(499))
     news = desk.due(bench.run, bench.now)

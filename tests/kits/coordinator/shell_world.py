@@ -21,8 +21,8 @@ from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.coordinator import serve
+from swarm_coordinator.server.startup import CoordinatorContext
 from swarm_coordinator.simulator.transcripts import simulated_sums, simulated_transcript
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore

@@ -18,7 +18,7 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_coordinator.configuration.trust_section import TOLERANCES
+from swarm_coordinator.configuration.run_settings import TOLERANCES
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, digest_sum, from_text
