@@ -64,11 +64,7 @@ class AdmissionAuthority:
         ProtocolError: an invalid owner binding. AdmissionError: the hello names another run, or the
         rules of this one refuse the peer. `peer` must come from the connection.
         """
-        if hello.run != self.run:
-            raise AdmissionError(
-                f"this coordinator serves run {self.run[:12]}, not {hello.run[:12]}; "
-                f"ask the organiser for a new invite"
-            )
+        self.check_run(hello.run)
         owner = named_owner(peer, hello.owner)
         banned = self._owner_refusal(owner)
         if banned is not None:
@@ -80,6 +76,14 @@ class AdmissionAuthority:
             await self._use_token(peer, hello.token)
         self.owners.enter(peer, owner)
         return self.certificate(peer, "volunteer")
+
+    def check_run(self, run: RunId) -> None:
+        """Raise AdmissionError for another run than this one."""
+        if run != self.run:
+            raise AdmissionError(
+                f"this coordinator serves run {self.run[:12]}, not {run[:12]}; "
+                f"ask the organiser for a new invite"
+            )
 
     def refusal(self, peer: PeerId) -> str | None:
         """Why this peer may not, or no longer, take part; None if it may."""

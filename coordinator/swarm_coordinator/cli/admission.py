@@ -11,6 +11,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any
     if concerned:
         said += "; no coordinator is running, so it takes effect at the next start"
     return {"ok": True, "text": said, "warning": change.warning, "details": change.details}
+
+
+def _change(run_dir: Path, peer: str, kind: Callable[..., Request], **values: str) -> None:
+    """Execute a request about a peer, and print what it has changed."""
+    folder = RunFolder.open(run_dir)
+    click.echo(submit_request(folder, kind(peer=_peer_named(folder, peer), **values))["text"])
 
 
 def _peer_named(folder: RunFolder, text: str) -> PeerId:
@@ -269,8 +276,7 @@ def allow_command() -> None:
 @PEER
 def allow_add_command(run_dir: Path, peer: str) -> None:
     """Add PEER (its peer ID) to the list."""
-    folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, PeerAllowed(peer=_peer_named(folder, peer)))["text"])
+    _change(run_dir, peer, PeerAllowed)
 
 
 @allow_command.command("remove")
@@ -278,8 +284,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 @PEER
 def allow_remove_command(run_dir: Path, peer: str) -> None:
     """Remove PEER from the list; in mode "allow-list" that ends its membership."""
-    folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, PeerDisallowed(peer=_peer_named(folder, peer)))["text"])
+    _change(run_dir, peer, PeerDisallowed)
 
 
 @allow_command.command("list")
@@ -310,9 +315,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 
     PEER is its peer ID, or the end of it as `status` shows it.
     """
-    folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
-    request = PeerBanned(peer=_peer_named(folder, peer), reason=reason)
-    click.echo(submit_request(folder, request)["text"])
+    _change(run_dir, peer, PeerBanned, reason=_checked(reason, "--reason"))
 
 
 @click.command("unban")
@@ -320,8 +323,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 @PEER
 def unban_command(run_dir: Path, peer: str) -> None:
     """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
-    folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, PeerUnbanned(peer=_peer_named(folder, peer)))["text"])
+    _change(run_dir, peer, PeerUnbanned)
 
 
 # ---------------------------------------------------------------- texts

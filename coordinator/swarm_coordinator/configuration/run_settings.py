@@ -542,14 +542,10 @@ def _with_defaults(
     filled = {name: defaults.get(name, {}) | dict(sections.get(name, {})) for name in _SECTIONS}
     steps = filled["training"]["steps"]
     if isinstance(steps, int):
-        filled["optimizer"].setdefault("warmup_steps", default_warmup_steps(steps))
+        filled["optimizer"].setdefault("warmup_steps", max(2, steps // 20))
     if filled["training"].get("dtype") == "bfloat16":
         filled["trust"].setdefault("tolerance", TOLERANCES["bfloat16"])
     return filled
-
-
-def default_warmup_steps(steps: int) -> int:
-    return max(2, steps // 20)
 
 
 def _sentences(error: ValidationError, where: str, section: str | None = None) -> str:

@@ -131,18 +131,10 @@ class DemoOptions:
     help="Kill a volunteer in the middle of the run and start another one.",
 )  # fmt: skip
 def demo_command(
-    volunteers: int,
-    stages: int,
-    steps: int | None,
-    seed: int,
-    preset: str,
-    threads: int,
-    run_dir: Path | None,
-    json_file: Path | None,
-    keep: bool,
-    kill: bool,
+    steps: int | None, run_dir: Path | None, json_file: Path | None, **others: Any
 ) -> None:
     """Train a small model across processes of this machine and compare it with one process."""
+    volunteers, stages, preset = others["volunteers"], others["stages"], others["preset"]
     if volunteers < stages:
         raise UsageError(
             f"{volunteers} volunteer(s) cannot hold {stages} stages, one each is needed; "
@@ -154,25 +146,13 @@ def demo_command(
             "is not lost at the end"
         )
     steps = steps or DEMO_STEPS.get(preset) or PRESETS[preset].steps
-    if kill and steps < FEWEST_STEPS:
+    if others["kill"] and steps < FEWEST_STEPS:
         raise UsageError(
             f"a run of {steps} step has no middle in which a volunteer could be killed; give "
             f"--steps {FEWEST_STEPS} or more, or --no-kill"
         )
-    run_demo(
-        DemoOptions(
-            volunteers=volunteers,
-            stages=stages,
-            steps=steps,
-            seed=seed,
-            preset=preset,
-            threads=threads,
-            run_dir=run_dir or free_folder(Path(DEFAULT_FOLDER)),
-            json_file=json_file,
-            keep=keep,
-            kill=kill,
-        )
-    )
+    run_dir = run_dir or free_folder(Path(DEFAULT_FOLDER))
+    run_demo(DemoOptions(steps=steps, run_dir=run_dir, json_file=json_file, **others))
 
 
 def run_demo(options: DemoOptions) -> None:

@@ -37,11 +37,7 @@ def probe_judge(
     smallest = min((one.memory for one in manifest.stages), key=lambda one: one.device_bytes)
 
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
-        if hello.run != admission.run:
-            raise AdmissionError(
-                f"this coordinator serves run {admission.run[:12]}, not {hello.run[:12]}; "
-                f"ask the organiser for a new invite"
-            )
+        admission.check_run(hello.run)
         refusal = _refusal(admission, remote, hello.token)
         if refusal is not None and remote in admission.book.bans:
             raise AdmissionError(refusal)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import trio
 
@@ -17,20 +16,13 @@ EVENT_BUFFER = 4096
 """Capacity of the queue. While it is full, clients are not read from, which slows them down."""
 
 
-@dataclass(slots=True, eq=False)
-class _PendingEvent:
-    """An event whose sender waits until its commands are carried out."""
-
-    done: trio.Event = field(default_factory=trio.Event)
-    commands: list[Command] = field(default_factory=list)
-
-
 class EventQueue:
     """A bounded queue; only `take_all` takes events."""
 
     def __init__(self) -> None:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
-        self._awaited: dict[int, _PendingEvent] = {}
+        self._awaited: dict[int, tuple[trio.Event, list[Command]]] = {}
+        """Of events whose sender waits: set and filled when their commands are carried out."""
         self._tick_queued = False
         self._queued_heartbeats: list[PeerHeartbeat] | None = None
         """Those of the event in the queue; None when there is none."""
@@ -56,17 +48,16 @@ class EventQueue:
 
     async def put_and_wait(self, event: Event) -> list[Command]:
         """Put an event and return the core's commands once all of them are carried out."""
-        awaited = self._awaited[id(event)] = _PendingEvent()
+        done, commands = self._awaited[id(event)] = trio.Event(), []
         await self._put.send(event)
-        await awaited.done.wait()
-        return awaited.commands
+        await done.wait()
+        return commands
 
     def complete(self, event: Event, commands: list[Command]) -> None:
         """Resume the sender of this event, if it waits."""
-        awaited = self._awaited.pop(id(event), None)
-        if awaited is not None:
-            awaited.commands = commands
-            awaited.done.set()
+        if awaited := self._awaited.pop(id(event), None):
+            awaited[1].extend(commands)
+            awaited[0].set()
 
     async def take_all(self, act_on: Callable[[Event], Awaitable[bool]]) -> None:
         """Pass events to `act_on`, in order, until it returns True."""

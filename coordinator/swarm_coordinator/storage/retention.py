@@ -20,27 +20,21 @@ MAX_HELD_ACCOUNTS = 10_000
 """Accounts of held seconds; those that are forgotten first are deleted."""
 
 
-def prune(
-    connection: Connection,
-    *,
-    links_per_reporter: int = MAX_LINKS,
-    links: int = MAX_LINK_ROWS,
-    notes: int = MAX_NOTES,
-    idle_peers: int = MAX_IDLE_PEERS,
-    held_accounts: int = MAX_HELD_ACCOUNTS,
-) -> None:
+def prune(connection: Connection) -> None:
     """Delete the oldest rows beyond the limits."""
     (rows,) = connection.execute("SELECT count(*) FROM links").fetchone()
-    if rows > links_per_reporter:
-        _prune_links(connection, "PARTITION BY reporter", links_per_reporter)
-        _prune_links(connection, "", links)
-    connection.execute("DELETE FROM notes WHERE id <= (SELECT max(id) FROM notes) - ?", (notes,))
+    if rows > MAX_LINKS:
+        _prune_links(connection, "PARTITION BY reporter", MAX_LINKS)
+        _prune_links(connection, "", MAX_LINK_ROWS)
+    connection.execute(
+        "DELETE FROM notes WHERE id <= (SELECT max(id) FROM notes) - ?", (MAX_NOTES,)
+    )
     connection.execute(
         "DELETE FROM held_accounts WHERE account NOT IN (SELECT account FROM held_accounts "
         "ORDER BY forgotten_at DESC, account LIMIT ?)",
-        (held_accounts,),
+        (MAX_HELD_ACCOUNTS,),
     )
-    _prune_peers(connection, idle_peers)
+    _prune_peers(connection)
 
 
 def _prune_links(connection: Connection, group: str, most: int) -> None:
@@ -53,10 +47,10 @@ def _prune_links(connection: Connection, group: str, most: int) -> None:
     )
 
 
-def _prune_peers(connection: Connection, most: int) -> None:
+def _prune_peers(connection: Connection) -> None:
     """Delete peers in no step. The owner of a device in a step stays."""
     (rows,) = connection.execute("SELECT count(*) FROM peers").fetchone()
-    if rows <= most:
+    if rows <= MAX_IDLE_PEERS:
         return  # which of them counted in a step is read from all shares
     idle = connection.execute(
         "WITH counted AS (SELECT DISTINCT peer FROM shares) "
@@ -65,7 +59,7 @@ def _prune_peers(connection: Connection, most: int) -> None:
         # A row numbered anew must not have the number of a deleted one.
         "AND id < (SELECT max(id) FROM peers) ORDER BY last_seen DESC, id DESC"
     ).fetchall()
-    gone = [(row,) for (row,) in idle[most:]]
+    gone = [(row,) for (row,) in idle[MAX_IDLE_PEERS:]]
     connection.executemany("UPDATE notes SET peer = NULL WHERE peer = ?", gone)
     for table, column in (
         ("links", "reporter"), ("teams", "peer"), ("owners", "peer"), ("peers", "id"),

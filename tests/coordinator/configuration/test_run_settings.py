@@ -10,7 +10,6 @@ from kits.peer_names import named
 from swarm_coordinator.configuration.run_settings import (
     RunSettings,
     default_settings,
-    default_warmup_steps,
     parse_override,
     parse_run_toml,
     settings_differences,
@@ -90,7 +89,7 @@ def test_defaults_follow_the_preset_and_the_warm_up_follows_the_steps():
     assert settings.optimizer.learning_rate == preset("small").learning_rate
     assert settings.data.tokenizer == "bpe"
     assert settings.optimizer.warmup_steps == 50
-    assert default_warmup_steps(10) == 2
+    assert parse_run_toml("[training]\nsteps = 10\n").optimizer.warmup_steps == 2
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,10 @@ def counts(place: DatabaseLocation) -> dict[str, int]:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a test reaches."""
-    small = {"links_per_reporter": 5, "links": 8, "notes": 7, "idle_peers": 3, "held_accounts": 3}
-
-    def prune_early(connection: retention.Connection) -> None:
-        retention.prune(connection, **small)
-
-    monkeypatch.setattr(records, "prune", prune_early)
+    for name, most in (
+        ("LINKS", 5), ("LINK_ROWS", 8), ("NOTES", 7), ("IDLE_PEERS", 3), ("HELD_ACCOUNTS", 3)
+    ):  # fmt: skip
+        monkeypatch.setattr(retention, f"MAX_{name}", most)
 
 
 @pytest.mark.usefixtures("few")
