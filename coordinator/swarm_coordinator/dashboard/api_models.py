@@ -19,11 +19,14 @@ from swarm_coordinator.status.document import (
     Health,
     HealthState,
     NoteRow,
+    OwnerSummary,
     PathRow,
     PeerRow,
     PeerSummary,
     RunProgress,
     StageTiming,
+    TrustCounts,
+    VerdictSummary,
 )
 
 __all__ = ["AdmissionOverview", "AppliedStepRow", "Health", "HealthState"]
@@ -149,37 +152,19 @@ class Teams(ApiModel):
     teams: tuple[Team, ...]
 
 
-class OwnerStanding(ApiModel):
+class OwnerStanding(OwnerSummary):
     id_end: str = Field(description="The end of the owner's peer ID.")
     name: str | None
-    passed: int = Field(description="Audits passed since its last lost one.")
-    lost: int
-    made: int = Field(description="Microbatches of others that it has computed again.")
-    established: bool = Field(description="Whether it has passed its probation.")
 
 
-class Verdict(ApiModel):
-    """A lost audit. Its evidence is in the ledger."""
+class Verdict(VerdictSummary):
+    """A lost audit or check of sums. Its evidence is in the ledger."""
 
-    step: int
-    microbatch: int
-    stage: int
     id_end: str = Field(description="The end of the peer ID that lost.")
     owner_id_end: str
-    reason: str
 
 
-class Trust(ApiModel):
-    """Audits since the start of the coordinator, and the standing of owners."""
-
-    audit_share: float = Field(description="Share of an established owner's cells, 0 to 1.")
-    passed: int
-    lost: int = Field(description="Of the whole run.")
-    under_way: int
-    unanswered: int = Field(description="Audits that found no auditor in time.")
-    established: int = Field(description="Owners that have passed their probation.")
-    on_probation: int
-    probation_cells: int = Field(description="Audits that an owner must pass for that.")
+class Trust(TrustCounts):
     owners: tuple[OwnerStanding, ...] = Field(
         description="Those with a lost audit first, then those with the most passed ones."
     )

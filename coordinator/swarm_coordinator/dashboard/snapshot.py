@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
-from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.admission.requests import admission_status, token_document
 from swarm_coordinator.dashboard.api_models import (
     ID_END,
@@ -64,27 +64,92 @@ class Snapshot:
 
     @cached_property
     def run(self) -> RunStatus:
-        return run_of(self)
+        status, database = self.status, self.database
+        published = {name: getattr(status, name) for name in RunProgress.model_fields}
+        public = {"health": self.health, "waiting_for": _public_text(status.waiting_for)}
+        return RunStatus(
+            **{**published, **public},
+            name=printable(status.run),
+            software=SOFTWARE_VERSION,
+            tokens=database.tokens,
+            stages=self.manifest.stage_count,
+            peers=len(status.peers),
+            contributors=len(database.contributions),
+            bubble_share=status.figures.bubble_share,
+            rejected=status.figures.rejected,
+        )
 
     @cached_property
     def stages(self) -> Stages:
-        return stages_of(self.status, self.manifest)
+        status, cuts = self.status, self.manifest.stages
+        shares = work_shares([stage.work_flops for stage in cuts])
+        fastest = max((row.microbatches_per_second for row in status.stages), default=0.0)
+        syncing = Counter(peer.stage for peer in status.peers if peer.phase == SYNCING)
+        timing = set(StageTiming.model_fields)
+        return Stages(
+            stages=tuple(
+                StageStatus(
+                    stage=row.stage,
+                    first_layer=layers.first_layer,
+                    end_layer=layers.end_layer,
+                    work_share=shares[row.stage],
+                    ready=row.peers,
+                    syncing=syncing[row.stage],
+                    microbatches_per_second=row.microbatches_per_second,
+                    relative_rate=row.microbatches_per_second / fastest if fastest > 0 else 0.0,
+                    **status.figures.timing(row.stage).model_dump(include=timing),
+                )
+                for row, layers in zip(status.stages, cuts, strict=True)
+            ),
+            rebalancing=tuple(_public_text(move.text) for move in status.rebalancing.decisions),
+            no_move_reason=_public_text(status.rebalancing.reason),
+        )
 
     @cached_property
     def trust(self) -> Trust:
-        return trust_of(self)
+        trust = self.status.trust
+        names = {row.id_end: row.name for row in self.database.contributions}
+        owners = [(row, row.owner[-ID_END:]) for row in trust.owners]
+        return Trust(
+            **trust.model_dump(exclude={"owners", "verdicts"}),
+            owners=tuple(
+                OwnerStanding(**row.model_dump(exclude={"owner"}), id_end=end, name=names.get(end))
+                for row, end in owners
+            ),
+            verdicts=tuple(
+                Verdict(
+                    **row.model_dump(exclude={"peer", "owner", "reason"}),
+                    id_end=row.peer[-ID_END:],
+                    owner_id_end=row.owner[-ID_END:],
+                    reason=_public_text(row.reason),
+                )
+                for row in trust.verdicts
+            ),
+        )
 
     @cached_property
     def peers(self) -> tuple[PublicPeer, ...]:
-        return tuple(public_peer(peer) for peer in self.status.peers)
+        return tuple(
+            PublicPeer(**_shown(peer, PeerSummary), id_end=peer.peer[-ID_END:])
+            for peer in self.status.peers
+        )
 
     @cached_property
     def events(self) -> tuple[EventRow, ...]:
-        return tuple(public_event(note) for note in self.database.notes)
+        return tuple(
+            note.model_copy(update={"text": _public_text(note.text)})
+            for note in self.database.notes
+        )
 
     @cached_property
     def full_peers(self) -> tuple[FullPeer, ...]:
-        return full_peers(self.status)
+        paths: dict[str, list[PathRow]] = {}
+        for path in self.status.paths:
+            paths.setdefault(path.reporter, []).append(path)
+        return tuple(
+            FullPeer(**_shown(peer, PeerRow), paths=tuple(paths.get(peer.peer, ())))
+            for peer in self.status.peers
+        )
 
     @cached_property
     def admission(self) -> AdmissionOverview:
@@ -94,122 +159,27 @@ class Snapshot:
 
     @cached_property
     def tokens(self) -> Tokens:
-        return tokens_of(self.database.book, self.taken_at)
+        rows = token_document(self.database.book, self.taken_at)
+        items = (TokenItem(**{**row, "admitted": len(row["admitted"])}) for row in rows)
+        return Tokens(tokens=tuple(items))
 
 
-def run_of(snapshot: Snapshot) -> RunStatus:
-    status, database = snapshot.status, snapshot.database
-    published = {name: getattr(status, name) for name in RunProgress.model_fields}
-    return RunStatus(
-        **{**published, "health": snapshot.health, "waiting_for": _public_text(status.waiting_for)},
-        name=printable(status.run),
-        software=SOFTWARE_VERSION,
-        tokens=database.tokens,
-        stages=snapshot.manifest.stage_count,
-        peers=len(status.peers),
-        contributors=len(database.contributions),
-        bubble_share=status.figures.bubble_share,
-        rejected=status.figures.rejected,
-    )
+def _shown(peer: PeerRow, part: type[PeerSummary]) -> dict[str, Any]:
+    """The fields of a part of a peer's row, without control characters of the peer's own texts."""
+    values = {field.name: getattr(peer, field.name) for field in fields(part)}
+    return {
+        name: printable(value) if name in _TEXTS and value else value
+        for name, value in values.items()
+    }
 
 
-def stages_of(status: StatusDocument, manifest: Manifest) -> Stages:
-    shares = work_shares([stage.work_flops for stage in manifest.stages])
-    fastest = max((row.microbatches_per_second for row in status.stages), default=0.0)
-    syncing = Counter(peer.stage for peer in status.peers if peer.phase == SYNCING)
-    return Stages(
-        stages=tuple(
-            StageStatus(
-                stage=row.stage,
-                first_layer=layers.first_layer,
-                end_layer=layers.end_layer,
-                work_share=shares[row.stage],
-                ready=row.peers,
-                syncing=syncing[row.stage],
-                microbatches_per_second=row.microbatches_per_second,
-                relative_rate=row.microbatches_per_second / fastest if fastest > 0 else 0.0,
-                **status.figures.timing(row.stage).model_dump(include=set(_TIMING_FIELDS)),
-            )
-            for row, layers in zip(status.stages, manifest.stages, strict=True)
-        ),
-        rebalancing=tuple(_public_text(decision.text) for decision in status.rebalancing.decisions),
-        no_move_reason=_public_text(status.rebalancing.reason),
-    )
-
-
-def trust_of(snapshot: Snapshot) -> Trust:
-    trust = snapshot.status.trust
-    names = {row.id_end: row.name for row in snapshot.database.contributions}
-    shown = trust.model_dump(exclude={"owners", "verdicts"})
-    return Trust(
-        **shown,
-        owners=tuple(
-            OwnerStanding(
-                **row.model_dump(exclude={"owner"}), id_end=row.owner[-ID_END:],
-                name=names.get(row.owner[-ID_END:]),
-            )
-            for row in trust.owners
-        ),
-        verdicts=tuple(
-            Verdict(
-                step=row.step, microbatch=row.microbatch, stage=row.stage,
-                id_end=row.peer[-ID_END:], owner_id_end=row.owner[-ID_END:],
-                reason=_public_text(row.reason),
-            )
-            for row in trust.verdicts
-        ),
-    )  # fmt: skip
-
-
-def public_peer(peer: PeerRow) -> PublicPeer:
-    shown = {name: getattr(peer, name) for name in _SUMMARY_FIELDS}
-    return PublicPeer(**{**shown, "name": _printable_name(peer.name)}, id_end=peer.peer[-ID_END:])
-
-
-_TIMING_FIELDS = tuple(StageTiming.model_fields)
-_SUMMARY_FIELDS = tuple(field.name for field in fields(PeerSummary))
-_PEER_FIELDS = tuple(field.name for field in fields(PeerRow))
-
-
-def public_event(note: EventRow) -> EventRow:
-    return note.model_copy(update={"text": _public_text(note.text)})
-
-
-def full_peers(status: StatusDocument) -> tuple[FullPeer, ...]:
-    paths: dict[str, list[PathRow]] = {}
-    for path in status.paths:
-        paths.setdefault(path.reporter, []).append(path)
-    return tuple(
-        FullPeer(
-            **{
-                **{name: getattr(peer, name) for name in _PEER_FIELDS},
-                "name": _printable_name(peer.name),
-                "device": printable(peer.device),
-                "flagged_reason": printable(peer.flagged_reason),
-            },
-            paths=tuple(paths.get(peer.peer, ())),
-        )
-        for peer in status.peers
-    )
-
-
-def tokens_of(book: AdmissionBook, now: float) -> Tokens:
-    return Tokens(
-        tokens=tuple(
-            TokenItem(**{**row, "admitted": len(row["admitted"])})
-            for row in token_document(book, now)
-        )
-    )
+_TEXTS = {"name", "device", "flagged_reason"}
 
 
 def joined_and_left(before: Sequence[PublicPeer], after: Sequence[PublicPeer]) -> tuple[int, int]:
     """Count the peers that joined and left between two snapshots."""
     old, new = {peer.id_end for peer in before}, {peer.id_end for peer in after}
     return len(new - old), len(old - new)
-
-
-def _printable_name(name: str | None) -> str | None:
-    return None if name is None else printable(name)
 
 
 def _public_text(text: str) -> str:

@@ -61,11 +61,7 @@ def document_without_peers(run: RunState, now: float) -> StatusDocument:
         diverged=last is not None and not math.isfinite(last.loss),
         tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
         heldout_loss=run.history.heldout_loss,
-        work=WorkCounts(
-            counted=run.statistics.work.counted,
-            duplicated=run.statistics.work.duplicated,
-            cleared=run.statistics.work.cleared,
-        ),
+        work=WorkCounts.model_validate(run.statistics.work, from_attributes=True),
         checkpoint_version=run.checkpoints.stored.version if run.checkpoints.stored else None,
         uptime_seconds=now - run.start.at,
         coordinator=run.start.record.peer,
@@ -150,10 +146,7 @@ def _trust(run: RunState) -> TrustStatus:
             )
         ),
         verdicts=tuple(
-            VerdictRow(
-                step=one.step, microbatch=one.microbatch, stage=one.stage, peer=one.peer,
-                owner=one.owner, reason=one.reason,
-            )
+            VerdictRow.model_validate(one, from_attributes=True)
             for one in list(book.verdicts)[-VERDICTS_SHOWN:]
         ),
     )  # fmt: skip

@@ -242,43 +242,49 @@ class DashboardStatus(StatusModel):
 # ---------------------------------------------------------------- trust
 
 
-class VerdictRow(StatusModel):
-    """A lost audit or check of sums."""
+class VerdictSummary(StatusModel):
+    """The public part of a lost audit or check of sums."""
 
     step: int
-    microbatch: int | None
+    microbatch: int | None = Field(description="Null for a check of sums.")
     stage: int
-    peer: str
-    owner: str
     reason: str
 
 
-class OwnerRow(StatusModel):
-    """The standing of an owner."""
-
+class VerdictRow(VerdictSummary):
+    peer: str
     owner: str
-    passed: int
-    """Audits passed since the last lost one."""
+
+
+class OwnerSummary(StatusModel):
+    """The public part of the standing of an owner."""
+
+    passed: int = Field(description="Audits passed since its last lost one.")
     lost: int
-    made: int
-    """Microbatches of others that it has computed again."""
-    established: bool
+    made: int = Field(description="Microbatches of others that it has computed again.")
+    established: bool = Field(description="Whether it has passed its probation.")
 
 
-class TrustStatus(StatusModel):
-    """Audits since this start of the coordinator, and the standing of owners."""
+class OwnerRow(OwnerSummary):
+    owner: str
 
-    audit_share: float = 0.0
+
+class TrustCounts(StatusModel):
+    """Audits since the start of the coordinator, and the standing of owners."""
+
+    audit_share: float = Field(
+        default=0.0, description="Share of an established owner's cells, 0 to 1."
+    )
     passed: int = 0
-    unanswered: int = 0
+    lost: int = Field(default=0, description="Of the whole run.")
     under_way: int = 0
-    established: int = 0
-    """Owners that have passed their probation."""
+    unanswered: int = Field(default=0, description="Audits that found no auditor in time.")
+    established: int = Field(default=0, description="Owners that have passed their probation.")
     on_probation: int = 0
-    lost: int = 0
-    """Audits lost, in the whole run."""
-    probation_cells: int = 0
-    """Audits that an owner must pass before it is established."""
+    probation_cells: int = Field(default=0, description="Audits that an owner must pass for that.")
+
+
+class TrustStatus(TrustCounts):
     owners: tuple[OwnerRow, ...] = ()
     """Those with a lost audit first, then those with the most passed ones; not all of a large
     run."""

@@ -162,7 +162,7 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
 def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
     board = Leaderboard(Bench().manifest)
     board.add_step(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
-    board.describe(VICTIM.peer_id, "vera", None)
+    board.describe(VICTIM.peer_id, "vera", None, None)
     board.describe(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
     first, second = board.rows()
     assert (first.peer, first.devices, first.name, first.team) == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,8 @@ from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.dashboard.api_models import EventRow, HealthState
-from swarm_coordinator.dashboard.snapshot import (
-    full_peers,
-    joined_and_left,
-    public_event,
-    stages_of,
-)
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
+from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status import document
@@ -33,6 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def manifest(folder: RunFolder) -> Manifest:
     return load_manifest(folder)
+
+
+def shown(manifest: Manifest, **changes: Any) -> Snapshot:
+    nowhere = DatabaseReader(Path("nowhere"), ())
+    return Snapshot(status(**changes), nowhere.refresh(0.0), manifest, time.time())
 
 
 def word(later_seconds: float = 0.0, **changes: Any) -> tuple[HealthState, str]:
@@ -98,39 +100,45 @@ def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
 
 
 def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> None:
-    first, second = stages_of(status(), manifest).stages
+    first, second = shown(manifest).stages.stages
     assert (first.relative_rate, second.relative_rate) == (0.5, 1.0)
     assert first.work_share + second.work_share == pytest.approx(1.0)
     idle = [
         {"stage": stage, "peers": 0, "microbatches_per_second": 0.0}
         for stage in range(manifest.stage_count)
     ]
-    assert [s.relative_rate for s in stages_of(status(stages=idle), manifest).stages] == [0, 0]
+    assert [s.relative_rate for s in shown(manifest, stages=idle).stages.stages] == [0, 0]
 
 
 def test_a_stage_has_its_idle_share_and_the_time_of_its_microbatches(
     manifest: Manifest,
 ) -> None:
-    _, second = stages_of(status(), manifest).stages
+    _, second = shown(manifest).stages.stages
     assert second.idle_share == pytest.approx(0.5)
     assert second.p50_seconds == pytest.approx(0.5, rel=0.2)
     assert second.p95_seconds == pytest.approx(0.5, rel=0.2)
 
 
-def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
-    shown = public_event(
-        EventRow(id=1, written_at=0.0, text=f"cannot reach {LEAKED[0]} of {HOSTILE}")
-    ).text
-    assert LEAKED[0] not in shown
-    assert "\x1b" not in shown
-    assert "\u202e" not in shown
+def test_events_lose_addresses_and_what_steers_a_terminal(manifest: Manifest) -> None:
+    before = shown(manifest)
+    event = EventRow(id=1, written_at=0.0, text=f"cannot reach {LEAKED[0]} of {HOSTILE}")
+    [after] = replace(before, database=replace(before.database, notes=(event,))).events
+    assert LEAKED[0] not in after.text
+    assert "\x1b" not in after.text
+    assert "\u202e" not in after.text
 
 
-def test_the_organiser_sees_paths_and_marks() -> None:
-    anna, bert = full_peers(status())
+def test_the_organiser_sees_paths_and_marks(manifest: Manifest) -> None:
+    anna, bert = shown(manifest).full_peers
     assert [path.remote for path in anna.paths] == [BERT]
     assert bert.flagged_times == 1
     assert LEAKED[0] in bert.flagged_reason
+
+
+def test_a_verdict_on_sums_is_of_no_microbatch(manifest: Manifest) -> None:
+    row = {"step": 3, "microbatch": None, "stage": 0, "peer": BERT, "owner": BERT, "reason": "no"}
+    [verdict] = shown(manifest, trust={"verdicts": [row]}).trust.verdicts
+    assert (verdict.microbatch, verdict.id_end) == (None, BERT[-8:])
 
 
 def test_joined_and_left_peers_are_counted_between_two_snapshots(folder: RunFolder) -> None:
