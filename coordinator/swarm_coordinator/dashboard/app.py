@@ -12,15 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import Receive, Scope, Send
 
 from swarm_coordinator.dashboard import page
 from swarm_coordinator.dashboard.api_models import (
@@ -42,13 +40,11 @@ from swarm_coordinator.dashboard.api_models import (
 )
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
-from swarm_coordinator.dashboard.sse import EventHub, encode_event
+from swarm_coordinator.dashboard.sse import encode_event
 from swarm_coordinator.status.document import STALE_SECONDS
 
 MAX_PAGE = 500
 MAX_STEPS = 1_000
-PING_SECONDS = 15.0
-"""Seconds between comments on a stream without events, so that proxies keep it open."""
 MAX_INTEGER = 2**53 - 1
 
 BEARER = HTTPBearer(auto_error=False, description="Made by `start`, printed by `dashboard`.")
@@ -156,13 +152,23 @@ def _add_public_paths(app: FastAPI, context: AppContext) -> None:
         found = _current_snapshot(context).peers
         return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
 
-    @app.get("/api/v1/events/stream", response_class=EventStream, status_code=200)
-    async def stream() -> Response:
-        """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
-        snapshot = _current_snapshot(context)
+    async def room_for_a_reader() -> None:
+        _current_snapshot(context)
         if context.snapshot_loop.hub.full:
             raise HTTPException(503, "too many readers; try again", {"Retry-After": "30"})
-        return EventStream(context.snapshot_loop.hub, snapshot)
+
+    @app.get(
+        "/api/v1/events/stream",
+        response_class=EventSourceResponse,
+        dependencies=[Depends(room_for_a_reader)],
+    )
+    async def stream() -> AsyncIterator[ServerSentEvent]:
+        """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
+        # Ends when the reader disconnects or is too slow.
+        with context.snapshot_loop.hub.reader() as events:
+            yield encode_event("run", _current_snapshot(context).run)
+            async for event in events:
+                yield event
 
 
 def _add_history_paths(app: FastAPI, context: AppContext) -> None:
@@ -284,30 +290,3 @@ def _add_monitoring_paths(app: FastAPI, context: AppContext) -> None:
 
 class MetricsText(Response):
     media_type = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class EventStream(StreamingResponse):
-    """A response that lasts until the reader disconnects or is too slow."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, hub: EventHub, snapshot: Snapshot) -> None:
-        super().__init__((), headers={"cache-control": "no-store"})
-        self._hub = hub
-        self._first = snapshot
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._hub.reader() as events:
-            self.body_iterator = self._content(events)
-            await super().__call__(scope, receive, send)
-
-    async def _content(self, events: MemoryObjectReceiveStream[bytes]) -> AsyncIterator[bytes]:
-        yield encode_event("run", self._first.run)
-        while True:
-            content = b": still there\n\n"
-            with anyio.move_on_after(PING_SECONDS):
-                try:
-                    content = await events.receive()
-                except anyio.EndOfStream:
-                    return
-            yield content

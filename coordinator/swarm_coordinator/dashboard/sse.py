@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from fastapi.sse import ServerSentEvent
 from pydantic import BaseModel
 
 QUEUE_EVENTS = 64
@@ -18,9 +19,9 @@ QUEUE_EVENTS = 64
 MAX_READERS = 200
 
 
-def encode_event(event: str, document: BaseModel) -> bytes:
-    """Encode one event. JSON has no line breaks, which would end the field."""
-    return f"event: {event}\ndata: {document.model_dump_json()}\n\n".encode()
+def encode_event(event: str, document: BaseModel) -> ServerSentEvent:
+    """Encode an event, once for all readers."""
+    return ServerSentEvent(event=event, raw_data=document.model_dump_json())
 
 
 class EventHub:
@@ -29,7 +30,7 @@ class EventHub:
     def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE_EVENTS) -> None:
         self._max_readers = max_readers
         self._queue = queue
-        self._readers: set[MemoryObjectSendStream[bytes]] = set()
+        self._readers: set[MemoryObjectSendStream[ServerSentEvent]] = set()
         self.dropped = 0
         """Readers disconnected because they were too slow, since the start."""
 
@@ -41,9 +42,9 @@ class EventHub:
         return len(self._readers) >= self._max_readers
 
     @contextmanager
-    def reader(self) -> Iterator[MemoryObjectReceiveStream[bytes]]:
+    def reader(self) -> Iterator[MemoryObjectReceiveStream[ServerSentEvent]]:
         """A stream of the events published from now on; it ends when the reader is too slow."""
-        put, take = anyio.create_memory_object_stream[bytes](self._queue)
+        put, take = anyio.create_memory_object_stream[ServerSentEvent](self._queue)
         self._readers.add(put)
         try:
             with take:
@@ -52,7 +53,7 @@ class EventHub:
             self._readers.discard(put)
             put.close()
 
-    def publish(self, event: bytes) -> None:
+    def publish(self, event: ServerSentEvent) -> None:
         for reader in list(self._readers):
             try:
                 reader.send_nowait(event)

@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio.lowlevel
 import pytest
 import trio
+from fastapi.sse import ServerSentEvent
 
 from kits.coordinator import run as run_kit
 from kits.coordinator.http_server import (
@@ -337,7 +338,7 @@ async def test_a_reader_that_leaves_is_forgotten(folder: RunFolder) -> None:
 
 async def flood(hub: EventHub) -> None:
     for _ in range(1000):
-        hub.publish(b"x" * 65_536)
+        hub.publish(ServerSentEvent(raw_data="x" * 65_536))
         await anyio.lowlevel.checkpoint()
 
 
