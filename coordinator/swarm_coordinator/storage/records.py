@@ -109,25 +109,11 @@ def insert_generation(connection: Connection, now: float, above: int = 0) -> int
 
 def insert(connection: Connection, record: Record, generation: int, now: float) -> None:
     """Write one record and, if it belongs to the run's history, its journal entry."""
+    if isinstance(record, journal.JournalRecord):
+        kind, row = _insert_journaled(connection, record, generation, now)
+        journal.append(connection, kind, row, generation, record)
+        return
     match record:
-        case AppliedStep():
-            row = _insert_step(connection, record, generation, now)
-            journal.append(connection, "step", row, generation, record)
-        case RolledBack():
-            row = _insert_rollback(connection, record, generation, now)
-            journal.append(connection, "rollback", row, generation, record)
-        case CheckpointRecord():
-            row = _insert_checkpoint(connection, record, generation, now)
-            journal.append(connection, "checkpoint", row, generation, record)
-        case EvaluationRecord(version, heldout_loss, tokens):
-            row = _insert_row(
-                connection, "evaluations",
-                version=version, heldout_loss=heldout_loss, tokens=tokens, written_at=now,
-            )  # fmt: skip
-            journal.append(connection, "evaluation", row, generation, record)
-        case RunFinished(version):
-            row = _insert_row(connection, "finishes", version=version, written_at=now)
-            journal.append(connection, "finish", row, generation, record)
         case StandingsRecord(standings):
             _upsert(connection, "standings", ("owner",), map(asdict, standings))
         case AgreementsRecord(agreements):
@@ -170,6 +156,24 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             prune(connection)
         case _:
             insert_admission(connection, record, now)
+
+
+def _insert_journaled(
+    connection: Connection, record: journal.JournalRecord, generation: int, now: float
+) -> tuple[journal.JournalKind, int]:
+    """Write a record of the run's history; return its kind and the number of its row."""
+    match record:
+        case AppliedStep():
+            return "step", _insert_step(connection, record, generation, now)
+        case RolledBack():
+            return "rollback", _insert_rollback(connection, record, generation, now)
+        case CheckpointRecord():
+            return "checkpoint", _insert_checkpoint(connection, record, generation, now)
+        case EvaluationRecord():
+            values = asdict(record)
+            return "evaluation", _insert_row(connection, "evaluations", **values, written_at=now)
+        case RunFinished(version):
+            return "finish", _insert_row(connection, "finishes", version=version, written_at=now)
 
 
 def _insert_row(connection: Connection, table: str, **values: object) -> int:
