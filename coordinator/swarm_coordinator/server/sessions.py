@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import trio
 
 from swarm_coordinator.core.events import SessionNumber
+from swarm_coordinator.status.pacing import batched
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
@@ -58,7 +59,7 @@ class ClientSession:
     stream: FramedStream
     certified_at: float = 0.0
     """When its certificate was issued, in Unix seconds."""
-    encoders: Encoders = field(default_factory=lambda: Encoders())
+    encoder: MessageEncoder = field(default_factory=lambda: MessageEncoder())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
     place: PeerPlace = NOWHERE
@@ -114,10 +115,8 @@ class ClientSession:
                 message = self._outbox.popleft()
                 if isinstance(message, bytes):
                     self._outbox_bytes -= len(message)
-                elif isinstance(message, Roster):
-                    message = await self.encoders.rosters.encode_cooperatively(message)
                 else:
-                    message = self.encoders.closes.encode(message)
+                    message = await self.encoder.encode_cooperatively(message)
                 await self.stream.send(message, timeout_seconds=SEND_SECONDS)
             await self.stream.close()
         except LinkClosed as error:
@@ -139,8 +138,7 @@ class ClientSessions:
         self._unwoken: deque[ClientSession] = deque()
         """Sessions with a message that their writers have not been woken for."""
         self._some_unwoken = trio.Event()
-        self._encoders = Encoders()
-        self._last: tuple[CoordinatorMessage, bytes] | None = None
+        self._encoder = MessageEncoder()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -158,7 +156,7 @@ class ClientSessions:
         """Register a session. Messages to the peer still go to its previous session."""
         self._counter += 1
         session = ClientSession(
-            SessionNumber(self._counter), peer, stream, certified_at, self._encoders
+            SessionNumber(self._counter), peer, stream, certified_at, self._encoder
         )
         self._open[session.number] = session
         return session
@@ -190,13 +188,13 @@ class ClientSessions:
         if session is not None:
             # A large roster goes to a joining peer only; other peers get the changes.
             shared = isinstance(message, Roster) and len(message.peers) <= RECORDS_PER_TURN
-            session.send(self._encoded(message) if shared else message, wake=False)
+            session.send(self._encoder.encode(message) if shared else message, wake=False)
             self._unwoken.append(session)
             self._some_unwoken.set()
 
     def broadcast(self, peers: Iterable[PeerId], message: CoordinatorMessage) -> None:
         """Queue one message, encoded once, in many sessions."""
-        encoded = self._encoded(message)
+        encoded = self._encoder.encode(message)
         for peer in peers:
             session = self._current.get(peer)
             if session is not None:
@@ -229,54 +227,59 @@ class ClientSessions:
             for session in waiting:
                 await session.written.wait()
 
-    def _encoded(self, message: CoordinatorMessage) -> bytes:
-        # The same roster is sent to many peers in succession, so it is encoded once.
-        if self._last is None or self._last[0] is not message:
-            encoded = (
-                self._encoders.rosters.encode(message) if isinstance(message, Roster) else None
-            )
-            self._last = (message, encoded or encode(message))
-        return self._last[1]
 
+class MessageEncoder:
+    """Encodes like `protocol.encode`, and once what is the same for thousands of clients.
 
-class RosterEncoder:
-    """Encodes rosters record by record and keeps the encoded records. A roster of a large run has
-    megabytes, and the next one repeats nearly all of it."""
+    A roster of a large run has megabytes, and the next one repeats nearly all of it, so encoded
+    records are kept. A close names hundreds of members of a stage, the same for each of them.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
-        self._last: tuple[Roster, bytes] | None = None
+        self._last: tuple[CoordinatorMessage, bytes] | None = None
+        self._last_roster: tuple[Roster, bytes] | None = None
+        """The last one that was encoded cooperatively."""
         self._encoding = trio.Lock()
+        self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
+        self._attempt = -1
+        self._tails: dict[int, tuple[tuple[Reduction, ...], bytes]] = {}
 
-    async def encode_cooperatively(self, roster: Roster) -> bytes:
-        """Encode like `encode`, letting other tasks run: ten thousand records take a tenth of a
-        second. Joining peers that get the same roster share the work."""
+    def encode(self, message: CoordinatorMessage) -> bytes:
+        """Encode a message for many clients. Sent to one after the other, it is encoded once."""
+        if self._last is None or self._last[0] is not message:
+            if isinstance(message, Roster):
+                content = self._roster(message, self._look_up(message.peers))
+            else:
+                content = encode(message)
+            self._last = message, content
+        return self._last[1]
+
+    async def encode_cooperatively(self, message: CoordinatorMessage) -> bytes:
+        """Encode a message for one client, letting other tasks run: ten thousand records take a
+        tenth of a second. Joining peers that get the same roster share the work."""
+        if isinstance(message, Close):
+            return self.encode_close(message)
+        if not isinstance(message, Roster):
+            return encode(message)
         async with self._encoding:
-            if self._last is None or self._last[0] is not roster:
+            if self._last_roster is None or self._last_roster[0] is not message:
                 records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
-                for begin in range(0, len(roster.peers), RECORDS_PER_TURN):
-                    self._look_up(roster.peers[begin : begin + RECORDS_PER_TURN], records)
+                for batch in batched(message.peers, RECORDS_PER_TURN):
+                    records |= self._look_up(batch)
                     await trio.lowlevel.checkpoint()
-                self._last = roster, self._assemble(roster, records)
-            return self._last[1]
+                self._last_roster = message, self._roster(message, records)
+            return self._last_roster[1]
 
-    def encode(self, roster: Roster) -> bytes:
-        """Encode like `protocol.encode`, at the cost of the records that are new."""
-        records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
-        self._look_up(roster.peers, records)
-        return self._assemble(roster, records)
-
-    def _look_up(
-        self, peers: Sequence[PeerRecord], into: dict[PeerId, tuple[PeerRecord, bytes]]
-    ) -> None:
-        before = self._records
+    def _look_up(self, peers: Iterable[PeerRecord]) -> dict[PeerId, tuple[PeerRecord, bytes]]:
+        found = {}
         for record in peers:
-            known = before.get(record.peer)
+            known = self._records.get(record.peer)
             if known is None or known[0] is not record:
                 known = record, encode(record)
-            into[record.peer] = known
+            found[record.peer] = known
+        return found
 
-    def _assemble(self, roster: Roster, records: dict[PeerId, tuple[PeerRecord, bytes]]) -> bytes:
+    def _roster(self, roster: Roster, records: dict[PeerId, tuple[PeerRecord, bytes]]) -> bytes:
         self._records = records
         peers = b",".join(encoded for _, encoded in records.values())
         revoked = json.dumps(roster.revoked, separators=(",", ":")).encode()
@@ -284,18 +287,9 @@ class RosterEncoder:
             roster.serial, peers, revoked,
         )  # fmt: skip
 
-
-class CloseEncoder:
-    """Encodes step closes. In a large run the message names hundreds of members of a stage, the
-    same for each of them."""
-
-    def __init__(self) -> None:
-        self._attempt = -1
-        self._tails: dict[int, tuple[tuple[Reduction, ...], bytes]] = {}
-
-    def encode(self, message: CoordinatorMessage) -> bytes:
-        """Encode like `protocol.encode`; a close costs only what is specific to the member."""
-        if not isinstance(message, Close) or message.moving:
+    def encode_close(self, message: Close) -> bytes:
+        """Encode a close, at the cost of what is specific to the member."""
+        if message.moving:
             return encode(message)
         if message.attempt != self._attempt:
             self._attempt = message.attempt
@@ -309,11 +303,3 @@ class CloseEncoder:
         return b'{"kind":"close","step":%d,"attempt":%d,"committed":[%b]%b' % (
             message.step, message.attempt, committed, known[1],
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Encoders:
-    """Encoders of messages that are nearly the same for thousands of clients."""
-
-    rosters: RosterEncoder = field(default_factory=RosterEncoder)
-    closes: CloseEncoder = field(default_factory=CloseEncoder)
