@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from swarm_shared.codecs import quality as shipped
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, choose
 from swarm_shared.codecs.choice import pair_name as name_of
 from swarm_shared.codecs.quality import QualityTable
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
+from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
 from swarm_shared.data.shards import TokenStream, open_shards
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 from swarm_shared.run.manifest import CodecsConfig, Manifest
@@ -213,20 +214,15 @@ def one_of(
 
 def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> float:
     """Return the held-out loss in nats per token after the last step, with the codecs applied."""
-    training = manifest.training
     records: list[StepRecord] = []
     stage = train_reference(
         manifest,
-        lambda step: [
-            microbatch(train, manifest, step, index)
-            for index in range(training.microbatches_per_step)
-        ],
-        training.steps,
+        partial(step_microbatches, train, manifest),
+        manifest.training.steps,
         records.append,
         threads=1,
     )
-    count = training.evaluation_microbatches
-    return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
+    return evaluate(stage, evaluation_microbatches(heldout, manifest))
 
 
 def quality_markdown(document: Mapping[str, Any], codecs: Mapping[str, Any]) -> str:

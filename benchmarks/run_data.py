@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_shared.data.sampler import Int64, microbatch
+from swarm_shared.data.sampler import Int64, step_microbatches
 from swarm_shared.data.shards import open_shards
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import preset
@@ -52,8 +52,7 @@ class RunData:
         self._train = open_shards(folder.data, self.manifest.data, "train")
 
     def microbatches(self, step: int) -> list[tuple[Int64, Int64]]:
-        count = self.manifest.training.microbatches_per_step
-        return [microbatch(self._train, self.manifest, step, index) for index in range(count)]
+        return step_microbatches(self._train, self.manifest, step)
 
 
 LOSS_TOLERANCE = 1e-4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +137,11 @@ def compare_losses(
 def _train(
     folder: RunFolder, manifest: Manifest, steps: int, threads: int | None, done: list[HistoryStep]
 ) -> float | None:
-    from swarm_coordinator.offline.reference import (
-        Microbatch,
-        StepRecord,
-        evaluate,
-        train_reference,
-    )
-    from swarm_shared.data.sampler import heldout_microbatch, microbatch
+    from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+    from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
     from swarm_shared.data.shards import open_shards
 
     stream = open_shards(folder.data, manifest.data, "train")
-
-    def samples(step: int) -> list[Microbatch]:
-        count = manifest.training.microbatches_per_step
-        return [microbatch(stream, manifest, step, index) for index in range(count)]
 
     def on_step(record: StepRecord) -> None:
         done.append(
@@ -159,12 +151,12 @@ def _train(
         )
         click.echo(f"step {record.step} loss {record.loss:.4f} {record.seconds:.2f} s")
 
+    samples = partial(step_microbatches, stream, manifest)
     stage = train_reference(manifest, samples, steps, on_step, threads=threads)
-    count = manifest.training.evaluation_microbatches
-    if steps < manifest.training.steps or not count:
+    if steps < manifest.training.steps or not manifest.training.evaluation_microbatches:
         return None
     heldout = open_shards(folder.data, manifest.data, "heldout")
-    return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
+    return evaluate(stage, evaluation_microbatches(heldout, manifest))
 
 
 def _write_steps(path: Path, steps: list[HistoryStep]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from swarm_coordinator.demo.churn import Kill
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
@@ -55,7 +56,7 @@ def compare_with_reference(
     """Train the first `steps` steps in this process, with the number of threads that each volunteer
     has, and compare each with the run's."""
     from swarm_coordinator.offline.reference import StepRecord, train_reference
-    from swarm_shared.data.sampler import microbatch
+    from swarm_shared.data.sampler import step_microbatches
     from swarm_shared.data.shards import open_shards
 
     stream = open_shards(folder.data, manifest.data, "train")
@@ -66,16 +67,8 @@ def compare_with_reference(
         compared.append(ComparedStep(record.step, of_run[record.step], record.loss))
         on_step(compared[-1])
 
-    train_reference(
-        manifest,
-        lambda step: [
-            microbatch(stream, manifest, step, index)
-            for index in range(manifest.training.microbatches_per_step)
-        ],
-        steps,
-        keep,
-        threads=threads,
-    )
+    samples = partial(step_microbatches, stream, manifest)
+    train_reference(manifest, samples, steps, keep, threads=threads)
     return compared
 
 

@@ -35,6 +35,20 @@ def microbatch(
     return _arrays(stream, manifest, "train", training_slots(manifest, step, index))
 
 
+def step_microbatches(
+    stream: TokenStream, manifest: Manifest, step: int
+) -> list[tuple[Int64, Int64]]:
+    """Return all microbatches of a step, in order."""
+    count = manifest.training.microbatches_per_step
+    return [microbatch(stream, manifest, step, index) for index in range(count)]
+
+
+def evaluation_microbatches(stream: TokenStream, manifest: Manifest) -> list[tuple[Int64, Int64]]:
+    """Return all held-out microbatches that are measured after the last step, in order."""
+    count = manifest.training.evaluation_microbatches
+    return [heldout_microbatch(stream, manifest, index) for index in range(count)]
+
+
 def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> tuple[Int64, Int64]:
     """Return the held-out sequences in order; after the last one they start again.
 

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import History, history
 from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
+from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
 from swarm_shared.data.shards import open_shards
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.llama import Stage
@@ -257,10 +258,7 @@ def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
     records: list[StepRecord] = []
     stage = train_reference(
         manifest,
-        lambda step: [
-            microbatch(stream, manifest, step, index)
-            for index in range(manifest.training.microbatches_per_step)
-        ],
+        partial(step_microbatches, stream, manifest),
         steps,
         records.append,
         threads=1,
@@ -278,7 +276,7 @@ def _heldout_loss(manifest: Manifest, data_folder: Path, stage: Stage) -> float 
     if not count:
         return None
     stream = open_shards(data_folder, manifest.data, "heldout")
-    return evaluate(stage, [heldout_microbatch(stream, manifest, index) for index in range(count)])
+    return evaluate(stage, evaluation_microbatches(stream, manifest))
 
 
 def corpus_sources() -> tuple[Path, ...]:

@@ -142,57 +142,50 @@ function chips(here) {
 
 // ---------------------------------------------------------------- leaderboard and events
 
-function cells(row, ...values) {
-  for (const [value, className] of values) {
-    const cell = row.insertCell();
-    if (value instanceof Node) cell.append(value);
-    else cell.textContent = value;
-    if (className) cell.className = className;
+// Fill a table's body with a row of [value, class name] for each one; without any, with `none`.
+function fill(id, found, valuesOf, ...none) {
+  const body = $(id);
+  body.replaceChildren();
+  const nothing = none.length ? [none.map((text) => [text])] : [];
+  for (const values of found.length ? found.map(valuesOf) : nothing) {
+    const row = body.insertRow();
+    for (const [value, className] of values) {
+      const cell = row.insertCell();
+      cell.append(value);
+      if (className) cell.className = className;
+    }
   }
 }
 
+const credits = (one) => [[compact(one.credit), "number"], [compact(one.credit_per_day), "number"]];
+
 function showBoard(found) {
-  const body = $("board");
-  body.replaceChildren();
-  for (const one of found.contributions) {
+  fill("board", found.contributions, (one) => {
     const owner = element("span", one.name ?? "", "owner");
     const devices = one.devices > 1 ? `, ${one.devices} devices` : "";
     owner.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
-    cells(body.insertRow(), [String(one.rank)], [owner, "owner"], [one.stages.join(", ")],
-      [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
-  }
+    return [[one.rank], [owner, "owner"], [one.stages.join(", ")], ...credits(one)];
+  }, "", "no step has been applied yet");
   if (found.total > found.contributions.length) {
     $("board-note").textContent = `The first ${found.contributions.length} of ${found.total}. One credit is one token through the whole model.`;
   }
-  if (!found.total) cells(body.insertRow(), [""], ["no step has been applied yet"]);
 }
 
 function showTeams(found) {
   $("teams-part").hidden = !found.total;
-  const body = $("teams");
-  body.replaceChildren();
-  for (const one of found.teams) {
-    cells(body.insertRow(), [String(one.rank)], [one.team], [String(one.members), "number"],
-      [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
-  }
+  fill("teams", found.teams, (one) => [[one.rank], [one.team], [one.members, "number"], ...credits(one)]);
 }
 
 function showTrust(trust) {
   $("audits").textContent = `${trust.passed} audits passed and ${trust.lost} lost, ${trust.under_way} under way; `
     + `${trust.established} owners established, ${trust.on_probation} on probation; `
     + `${number(100 * trust.audit_share, 1)} % of an established owner's microbatches are audited.`;
-  $("owners").replaceChildren();
-  for (const one of trust.owners) {
+  fill("owners", trust.owners, (one) => {
     const standing = one.established ? "established" : `on probation, ${trust.probation_cells - one.passed} more to pass`;
-    cells($("owners").insertRow(), [one.name ?? `…${one.id_end}`], [String(one.passed), "number"],
-      [String(one.lost), "number"], [String(one.made), "number"], [standing]);
-  }
-  if (!trust.owners.length) cells($("owners").insertRow(), ["no audit has ended yet"], [""], [""], [""], [""]);
-  $("verdicts").replaceChildren();
-  for (const one of [...trust.verdicts].reverse()) {
-    cells($("verdicts").insertRow(), [String(one.step), "number"], [`…${one.id_end}`], [one.reason]);
-  }
-  if (!trust.verdicts.length) cells($("verdicts").insertRow(), [""], ["no audit was lost"], [""]);
+    return [[one.name ?? `…${one.id_end}`], [one.passed, "number"], [one.lost, "number"], [one.made, "number"], [standing]];
+  }, "no audit has ended yet", "", "", "", "");
+  fill("verdicts", [...trust.verdicts].reverse(), (one) => [[one.step, "number"], [`…${one.id_end}`], [one.reason]],
+    "", "no audit was lost", "");
 }
 
 let newest = 0;
@@ -254,32 +247,24 @@ function showFullPeers(full) {
   const names = new Map(full.peers.map((peer) => [peer.peer, peer.name]));
   names.set(full.coordinator, "the coordinator");
   const short = (id) => names.get(id) ?? `…${id.slice(-8)}`;
-  const body = $("full-peers");
-  body.replaceChildren();
-  for (const peer of full.peers) {
+  fill("full-peers", full.peers, (peer) => {
     const paths = peer.paths.map((path) => {
       const over = path.relay ? ` via ${short(path.relay)}` : "";
       return `${short(path.remote)} ${path.kind}${over}, ${(1000 * path.rtt_seconds).toPrecision(3)} ms`;
     });
     const reached = peer.reachability.replace("_", " ") + (peer.offers_relay ? ", relays" : "");
-    cells(body.insertRow(), [peer.peer, "id"], [peer.name ?? ""], [peer.stage === null ? "–" : String(peer.stage)],
+    return [[peer.peer, "id"], [peer.name ?? ""], [peer.stage === null ? "–" : peer.stage],
       [peer.leaving ? `${peer.phase}, leaving` : peer.phase], [peer.device], [reached],
       [number(peer.microbatches_per_second, 2), "number"], [`${number(peer.silent_seconds, 0)} s`, "number"],
-      [paths.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]);
-  }
+      [paths.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]];
+  });
 }
 
 function showAdmission(admission, invites) {
   $("admission").textContent = `Admission is “${admission.mode}”, with ${admission.members} member(s).`;
-  $("bans").replaceChildren();
-  for (const ban of admission.bans) cells($("bans").insertRow(), [ban.peer, "id"], [ban.reason], [day(ban.banned_at)]);
-  if (!admission.bans.length) cells($("bans").insertRow(), ["no peer is banned"], [""], [""]);
-  $("tokens").replaceChildren();
-  for (const one of invites.tokens) {
-    cells($("tokens").insertRow(), [String(one.token)], [one.note], [one.state], [String(one.admitted), "number"],
-      [one.uses_left === null ? "any" : String(one.uses_left), "number"]);
-  }
-  if (!invites.tokens.length) cells($("tokens").insertRow(), [""], ["none was made"], [""], [""], [""]);
+  fill("bans", admission.bans, (ban) => [[ban.peer, "id"], [ban.reason], [day(ban.banned_at)]], "no peer is banned", "", "");
+  fill("tokens", invites.tokens, (one) => [[one.token], [one.note], [one.state], [one.admitted, "number"],
+    [one.uses_left ?? "any", "number"]], "", "none was made", "", "", "");
 }
 
 // ---------------------------------------------------------------- refreshing
