@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kits.coordinator import postgresql as postgresql_kit
-from swarm_coordinator.storage.location import DatabaseLocation
+from swarm_coordinator.storage.connection import DatabaseLocation
 
 
 @pytest.fixture(scope="session")

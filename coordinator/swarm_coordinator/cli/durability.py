@@ -87,8 +87,7 @@ def _document(check: RunCheck) -> dict[str, object]:
 def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> None:
     """Save the run in RUN_DIR to the new folder OUT; its coordinator may keep running."""
     folder = RunFolder.open(run_dir)
-    backup = make_backup(folder, out, with_key=not no_key, with_data=not no_data)
-    summary = backup.summary
+    summary = make_backup(folder, out, with_key=not no_key, with_data=not no_data)
     checkpoint = "no checkpoint yet"
     if summary.checkpoint is not None:
         checkpoint = f"the checkpoint of step {summary.checkpoint}"

@@ -46,9 +46,9 @@ from swarm_coordinator.server.listen_addresses import dialable_addresses, invite
 from swarm_coordinator.status.document import AdmissionStatus, current_health
 from swarm_coordinator.status.status_file import read_status
 from swarm_coordinator.status.text import status_lines
+from swarm_coordinator.storage.connection import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.history import history, steps_document
 from swarm_coordinator.storage.leader_election import wait_for_leadership
-from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
 from swarm_shared.identity.invite import Invite

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.configuration.run_settings import parse_run_toml
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
-from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.audits import with_liars
 from swarm_coordinator.simulator.churn_models import churn_model
@@ -121,7 +120,7 @@ def simulate_command(
             "liars are found in single microbatches; use --level microbatches, which takes at most "
             f"{MAX_FOLLOWED_MACHINES} machines"
         )
-    trust = parse_run_toml(folder.settings.read_text(encoding="utf-8")).trust
+    trust = load_settings(folder).trust
     plane = MicrobatchPlane if level == "microbatches" else FluidPlane
     options = SwarmOptions(
         moves=RebalancingSettings(RebalancingRule(rule), MovePolicy(period_seconds=period)),

@@ -10,10 +10,9 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.cli.run import RUN_DIR
-from swarm_coordinator.configuration.run_settings import parse_run_toml
 from swarm_coordinator.core.events import StandingRecord, VerdictRecord
 from swarm_coordinator.core.trust.classes import Machine, groups
-from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_agreements, read_standings, read_verdicts
@@ -40,7 +39,7 @@ def trust_command(run_dir: Path, verdict: int | None, as_json: bool) -> None:
     what each of them says, `--json` prints the envelopes, and `ledger export` publishes them.
     """
     folder = RunFolder.open(run_dir)
-    probation = parse_run_toml(folder.settings.read_text(encoding="utf-8")).trust.probation_cells
+    probation = load_settings(folder).trust.probation_cells
     location = database_location(folder)
     if not database_exists(location):
         raise UsageError(f"the run in {run_dir} has not been started yet, so nothing was audited")

@@ -17,10 +17,9 @@ from swarm_coordinator.dashboard.api_models import ID_END, ContributionRow, Curv
 from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
-from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.contributions import NOT_VOID
 from swarm_coordinator.storage.database import database_exists, open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.text import printable
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 

@@ -19,6 +19,7 @@ from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.document import StatusDocument
+from swarm_coordinator.status.status_file import read_status
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.manifest import Manifest
@@ -26,8 +27,6 @@ from swarm_shared.run.manifest import Manifest
 log = logging.getLogger(__name__)
 
 READ_INTERVAL_SECONDS = 1.0
-MAX_STATUS_BYTES = 64 * 2**20
-"""Limit of status.json; ten thousand peers with ten paths each come to 24 MB."""
 MAX_STEPS_PUBLISHED = 20
 """Steps published in one turn; more of them a second cannot be read."""
 
@@ -101,11 +100,5 @@ def _read_all(
     folder: RunFolder, reader: DatabaseReader, now: float
 ) -> tuple[StatusDocument, DatabaseView] | None:
     """Read the status and the database, in a thread. None before the first status."""
-    try:
-        with folder.status.open("rb") as file:
-            content = file.read(MAX_STATUS_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    if len(content) > MAX_STATUS_BYTES:
-        raise ValueError(f"status.json is longer than {MAX_STATUS_BYTES} bytes")
-    return StatusDocument.model_validate_json(content), reader.refresh(now)
+    status = read_status(folder.status)
+    return None if status is None else (status, reader.refresh(now))

@@ -142,16 +142,16 @@ class LocalSwarm:
                 raise SwarmError(failure_text(ended[0]))
             time.sleep(WATCH_SECONDS)
 
-    def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+    def stop(self) -> None:
         """Stop the coordinator in order, with a checkpoint, and then all other processes."""
         if self.coordinator is not None:
             self.coordinator.signal(signal.SIGTERM)
-            self.coordinator.wait(timeout_seconds)
+            self.coordinator.wait(STOP_SECONDS)
         self.children.end(self.children.grace_seconds)
 
-    def wait_for_exit(self, timeout_seconds: float = EXIT_SECONDS) -> list[Subprocess]:
+    def wait_for_exit(self) -> list[Subprocess]:
         """Wait for all processes to end; return those still running and those that failed."""
-        still_running = self.children.wait(timeout_seconds)
+        still_running = self.children.wait(EXIT_SECONDS)
         return still_running + self.children.failed()
 
     def _log(self, name: str) -> Path:

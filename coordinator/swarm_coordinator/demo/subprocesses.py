@@ -119,10 +119,30 @@ class Subprocesses:
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> Subprocess:
-        """Run `command` with output appended to `log` and variables added to the environment."""
-        child = start(name, command, log, environment)
-        self.started.append(child)
-        return child
+        """Start a program in a session of its own, with its output appended to `log` and variables
+        added to the environment.
+
+        The calling thread must outlive it: Linux ends a child with the thread that started it.
+        """
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                popen = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {})},
+                    start_new_session=True,
+                    preexec_fn=_child_setup(os.getpid()),
+                )
+        except OSError as error:
+            raise StorageError(
+                f"{name} could not be started with its log in {log}: {error.strerror}; "
+                "check that the folder can be written to and that the disk is not full"
+            ) from error
+        self.started.append(Subprocess(name, log, popen))
+        return self.started[-1]
 
     def running(self) -> list[Subprocess]:
         return [child for child in self.started if child.exit_code() is None]
@@ -148,36 +168,7 @@ class Subprocesses:
             child.kill()
 
 
-def start(
-    name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-) -> Subprocess:
-    """Start one program in a session of its own, with its output appended to `log`.
-
-    The calling thread must outlive the program: Linux ends a child with the thread that started it.
-    """
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            popen = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-                preexec_fn=_child_setup(os.getpid()),
-            )
-    except OSError as error:
-        raise StorageError(
-            f"{name} could not be started with its log in {log}: {error.strerror}; "
-            "check that the folder can be written to and that the disk is not full"
-        ) from error
-    return Subprocess(name, log, popen)
-
-
-def run_to_end(
-    name: str, command: Sequence[str], timeout_seconds: float, *, show_lines: int = 5
-) -> str:
+def run_to_end(name: str, command: Sequence[str], timeout_seconds: float) -> str:
     """Run a program to its end and return its standard output.
 
     SwarmError with its last output when it fails or exceeds the timeout.
@@ -193,7 +184,7 @@ def run_to_end(
             "the machine may be too busy: try again with nothing else running"
         ) from error
     if done.returncode != 0:
-        output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-show_lines:])
+        output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
         raise SwarmError(f"{name} failed with exit code {done.returncode}: {output}")
     return done.stdout
 
@@ -216,9 +207,9 @@ def wait_until(
         time.sleep(POLL_SECONDS)
 
 
-def failure_text(child: Subprocess, lines: int = 20) -> str:
+def failure_text(child: Subprocess) -> str:
     """Describe how a program ended, with the last lines of its log."""
-    output = "\n".join(f"    {line}" for line in child.last_lines(lines))
+    output = "\n".join(f"    {line}" for line in child.last_lines())
     return (
         f"{child.name} {child.describe_exit()} before the run was finished. "
         f"Last lines of {child.log}:\n{output or '    (it is empty)'}"

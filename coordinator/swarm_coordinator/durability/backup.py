@@ -17,7 +17,6 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError, field_validator
@@ -85,20 +84,12 @@ class BackupSummary(FrozenModel):
     files: tuple[SavedFile, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Backup:
-    """A backup that has been verified."""
-
-    path: Path
-    summary: BackupSummary
-
-
 # ---------------------------------------------------------------- making one
 
 
 def make_backup(
     folder: RunFolder, out: Path, *, with_key: bool = True, with_data: bool = True
-) -> Backup:
+) -> BackupSummary:
     """Save the run to the new folder `out`, which appears complete or not at all."""
     if out.exists():
         raise UsageError(f"{out} is there already; choose another name for the backup")
@@ -121,7 +112,7 @@ def make_backup(
     except OSError as error:
         raise storage_error(out, error) from error
     _record_backup(folder, out)
-    return Backup(out, summary)
+    return summary
 
 
 def _fill(
@@ -273,11 +264,11 @@ def recorded_backups(folder: RunFolder) -> list[Path]:
     return [Path(path) for path in paths if isinstance(path, str)]
 
 
-def find_backup(folder: RunFolder) -> Backup | None:
-    """Return the newest backup of this run that exists and verifies."""
+def find_backup(folder: RunFolder) -> tuple[Path, BackupSummary] | None:
+    """Return the newest backup of this run that exists and verifies, and its path."""
     for path in recorded_backups(folder):
         try:
-            return Backup(path, verify_backup(path))
+            return path, verify_backup(path)
         except (UsageError, StorageError):
             continue
     return None

@@ -209,9 +209,10 @@ def _offers(
     if damaged - {"checkpoint"}:
         backup = find_backup(folder)
         if backup is not None:
+            path, summary = backup
             yield (
-                f"the last good backup is {backup.path}, of step {backup.summary.version}: "
-                f"`swarm-coordinator restore {quoted(backup.path)} {run_dir} --force` "
+                f"the last good backup is {path}, of step {summary.version}: "
+                f"`swarm-coordinator restore {quoted(path)} {run_dir} --force` "
                 "restores it"
             )
         else:

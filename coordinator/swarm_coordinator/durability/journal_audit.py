@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from swarm_coordinator.admission.device_owners import named_owner
 from swarm_coordinator.core.events import (
@@ -20,10 +21,9 @@ from swarm_coordinator.core.events import (
     RolledBack,
     RunFinished,
 )
-from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.database import check_pages, open_for_reading
 from swarm_coordinator.storage.journal import JournalRecord, digest
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import float_or_nan, read_step, read_stored_stages
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, Version
@@ -80,12 +80,8 @@ def check_database(
     `newest` limits the number of journal entries that are read, for a start that must not take
     minutes.
     """
-    findings: list[str] = []
-    for finding in _findings(connection, shape, newest):
-        findings.append(finding)
-        if len(findings) == MAX_FINDINGS:
-            findings.append("and more")
-            break
+    findings = list(islice(_findings(connection, shape, newest), MAX_FINDINGS + 1))
+    findings[MAX_FINDINGS:] = ["and more"] * (len(findings) > MAX_FINDINGS)
     return findings
 
 

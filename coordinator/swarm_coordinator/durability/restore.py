@@ -22,8 +22,8 @@ from swarm_coordinator.core.events import RolledBack
 from swarm_coordinator.durability.backup import BackupSummary, verify_backup
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import postgresql_driver
-from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.sqlite import database_files
 from swarm_coordinator.storage.store import SqliteStore

@@ -20,9 +20,8 @@ from swarm_coordinator.core.events import Restored
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.shard_index import read_shard_index
 from swarm_coordinator.storage.admission_rows import read_admission
-from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.database import database_exists, open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from swarm_coordinator.offline.reference_gradients import ExactSums, PlainSums, step_sums
-from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import DataError
 from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.model.flat_gradients import FlatLayout
@@ -54,9 +54,7 @@ def train_reference(
     samples: Callable[[int], Sequence[Microbatch]],
     steps: int,
     on_step: Callable[[StepRecord], None],
-    device: torch.device | str = "cpu",
     threads: int | None = None,
-    clock: Clock = monotonic,
 ) -> Stage:
     """Train the whole model from version 0 for `steps` steps and return it.
 
@@ -64,17 +62,17 @@ def train_reference(
     number of steps, so that fewer `steps` are a prefix of the run.
     """
     with _compute_threads(threads):
-        stage = build_whole(manifest, device)
+        stage = build_whole(manifest)
         insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
         if manifest.training.staleness:
-            computing = build_whole(manifest, device)
+            computing = build_whole(manifest)
             insert_boundary_codecs(computing, manifest)
         layout = FlatLayout.of(stage)
         sums = step_sums(computing, layout, manifest)
         for step in range(1, steps + 1):
-            started = clock()
+            started = monotonic()
             loss_sum, tokens = _accumulate(computing, samples(step), sums)
             gradient, norm = sums.take(tokens)
             if computing is not stage:
@@ -86,7 +84,7 @@ def train_reference(
                 learning_rate(manifest.optimizer, manifest.training.steps, step),
                 clip_factor(norm, manifest.optimizer.clip_norm),
             )
-            on_step(StepRecord(step, loss_sum / tokens, tokens, clock() - started))
+            on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
 
 

@@ -1,14 +1,33 @@
-"""The interface of a database connection, for SQL that SQLite and PostgreSQL both understand.
+"""Where a run's database is, and the interface of a connection to it.
 
-Owns the protocol, and nothing of either database. Parameters are written `?`. Statements use only
+Owns nothing of either database. Parameters are written `?`. Statements use only
 what both databases share: `RETURNING` instead of a cursor's last row, `CASE` instead of `iif`, and
 in an upsert the old row's columns qualified with the table's name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresqlLocation:
+    """A database on a server; each run has its own."""
+
+    url: str
+    lease_seconds: float = 5.0
+
+    def __str__(self) -> str:
+        """Return the address without its password, for messages and logs."""
+        return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:…@", self.url)
+
+
+DatabaseLocation = Path | PostgresqlLocation
+"""A file in the run folder, or a server named in run.toml."""
 
 
 class Rows(Protocol):

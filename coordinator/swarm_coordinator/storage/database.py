@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from swarm_coordinator.storage import sqlite
-from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation, PostgresqlLocation
 from swarm_shared.base.errors import ConfigurationError
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.status.document import AppliedStepRow, LinkRow, NoteRow
 from swarm_coordinator.storage.admission_rows import read_owners
-from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.database import open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import float_or_nan, read_restored
 from swarm_shared.base.types import PeerId, Step
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import anyio.to_thread
 import trio
 
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import postgresql_driver
-from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_shared.base.errors import LeadershipError, StorageError
 
 POLL_SECONDS = 0.25

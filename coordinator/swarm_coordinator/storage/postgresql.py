@@ -18,8 +18,7 @@ import psycopg
 from psycopg import errors
 
 from swarm_coordinator.storage import sqlite
-from swarm_coordinator.storage.connection import Connection, Rows
-from swarm_coordinator.storage.location import PostgresqlLocation
+from swarm_coordinator.storage.connection import Connection, PostgresqlLocation, Rows
 from swarm_coordinator.storage.schema import (
     SCHEMA,
     SCHEMA_VERSION,

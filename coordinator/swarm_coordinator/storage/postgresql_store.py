@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 import psycopg
 
-from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.location import PostgresqlLocation
+from swarm_coordinator.storage.connection import Connection, PostgresqlLocation
 from swarm_coordinator.storage.postgresql import (
     END_FORMER_LEADER,
     LEADER_QUERY,

@@ -29,10 +29,9 @@ import trio
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.core.events import CheckpointRecord, Restored
 from swarm_coordinator.storage.admission_rows import read_admission, read_owners, read_seen_since
-from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.database import postgresql_driver
-from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.records import (
     Record,
     insert,

@@ -28,8 +28,8 @@ from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
 if TYPE_CHECKING:
+    from swarm_coordinator.storage.connection import DatabaseLocation
     from swarm_coordinator.storage.contributions import StageContribution
-    from swarm_coordinator.storage.location import DatabaseLocation
     from swarm_shared.base.types import PeerId
 
 LOOK_SECONDS = 1.0

@@ -22,9 +22,9 @@ from swarm_coordinator.core.events import AppliedStep, StageShare
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.run_news import Leaderboard
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import copy_database
 from swarm_coordinator.storage.history import contributions
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import open_store
 from swarm_coordinator.tui.run_source import contributors

@@ -27,8 +27,8 @@ from swarm_coordinator.dashboard.database_reader import (
     DatabaseReader,
     DatabaseView,
 )
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import SqliteStore, open_store
 from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step, Version

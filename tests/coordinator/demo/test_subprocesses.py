@@ -89,8 +89,8 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed(tmp_path: Path)
     log = tmp_path / "inner.log"
     code = (
         "import pathlib, sys, time\n"
-        "from swarm_coordinator.demo.subprocesses import start\n"
-        f"child = start('inner', [sys.executable, '-S', '-c', {SLEEPER!r}], "
+        "from swarm_coordinator.demo.subprocesses import Subprocesses\n"
+        f"child = Subprocesses().start('inner', [sys.executable, '-S', '-c', {SLEEPER!r}], "
         f"pathlib.Path({str(log)!r}))\n"
         "print('inner', child.pid, flush=True)\ntime.sleep(600)"
     )
@@ -134,7 +134,7 @@ def test_waiting_is_bounded(tmp_path: Path) -> None:
 def test_a_log_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="could not be started"):
-        subprocesses.start("child", python("pass"), tmp_path / "file" / "child.log")
+        Subprocesses().start("child", python("pass"), tmp_path / "file" / "child.log")
 
 
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:

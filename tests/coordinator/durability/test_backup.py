@@ -238,7 +238,7 @@ def test_a_damaged_backup_is_named_and_not_taken(
 
 def test_a_checkpoint_that_is_damaged_is_not_what_is_saved(folder: RunFolder) -> None:
     flip_byte(newest_stage(folder))
-    assert make_backup(folder, folder.path.parent / "saved").summary.checkpoint == 2
+    assert make_backup(folder, folder.path.parent / "saved").checkpoint == 2
 
 
 def test_a_backup_that_fails_leaves_nothing(
@@ -268,7 +268,7 @@ def test_a_backup_beside_a_writing_coordinator_is_one_moment_of_it(folder: RunFo
     thread = threading.Thread(target=lambda: trio.run(train))
     thread.start()
     try:
-        found = [make_backup(folder, folder.path.parent / f"saved-{n}").summary for n in range(4)]
+        found = [make_backup(folder, folder.path.parent / f"saved-{n}") for n in range(4)]
     finally:
         stop.set()
         thread.join()

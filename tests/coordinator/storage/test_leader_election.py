@@ -36,8 +36,8 @@ from swarm_coordinator.demo.subprocesses import (
 )
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import LeaderWatch
 from swarm_shared.settings.commented_toml import toml_value
 

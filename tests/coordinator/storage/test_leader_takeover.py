@@ -19,10 +19,10 @@ from swarm_coordinator.durability.journal_audit import check_database
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage import postgresql as postgresql_module
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.leader_election import wait_for_leadership
-from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import (
     LeaderWatch,
     connect,
@@ -381,17 +381,18 @@ def folder(run: PostgresqlLocation, tmp_path: Path) -> RunFolder:
 def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
     folder: RunFolder, run: PostgresqlLocation, tmp_path: Path
 ) -> None:
-    saved = make_backup(folder, tmp_path / "saved")
-    assert (saved.summary.version, saved.summary.checkpoint) == (3, 2)
+    saved = tmp_path / "saved"
+    summary = make_backup(folder, saved)
+    assert (summary.version, summary.checkpoint) == (3, 2)
     store = open_store(run)
     store.next_generation(above=2**28)
     write(store, step(4))
     with pytest.raises(UsageError, match="stop it first"):
-        restore_backup(saved.path, folder.path, force=True)
+        restore_backup(saved, folder.path, force=True)
     store.close()
     with pytest.raises(UsageError, match="--force"):
-        restore_backup(saved.path, tmp_path / "new")
-    done = restore_backup(saved.path, folder.path, force=True)
+        restore_backup(saved, tmp_path / "new")
+    done = restore_backup(saved, folder.path, force=True)
     assert done.generation > 2**28 + 1, "what the server knew counts, too"
     restored = history(run).restored
     assert (restored.version, restored.generation) == (2, done.generation)
@@ -406,9 +407,10 @@ def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
 def test_a_folder_for_a_standby_is_made_without_touching_the_database(
     folder: RunFolder, run: PostgresqlLocation, tmp_path: Path
 ) -> None:
-    saved = make_backup(folder, tmp_path / "saved")
+    saved = tmp_path / "saved"
+    make_backup(folder, saved)
     before = history(run)
-    assert cli(["restore", str(saved.path), str(tmp_path / "standby"), "--files-only"]) == 0
+    assert cli(["restore", str(saved), str(tmp_path / "standby"), "--files-only"]) == 0
     assert history(run) == before
     assert cli(["verify", str(tmp_path / "standby")]) == 0
 

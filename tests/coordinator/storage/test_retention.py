@@ -16,9 +16,9 @@ from swarm_coordinator.core.events import (
     StageShare,
 )
 from swarm_coordinator.storage import records, retention
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import LinksReported, PeerSeen, RowsPruned
 from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.types import PeerId, StageIndex, Step

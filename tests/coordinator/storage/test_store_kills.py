@@ -16,8 +16,8 @@ import pytest
 
 from kits.coordinator.kill_lab import BOUNDARIES, Kill, KilledWorld, RandomKills, run_to_the_end
 from kits.swarm_world.facts import Fault, Options
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.store import open_store
 
 OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=2)

@@ -24,9 +24,9 @@ from swarm_coordinator.core.events import (
     StateDigestsRecord,
     StoredStage,
 )
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history, steps_document
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import LinksReported, PeerSeen
 from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.errors import StorageError

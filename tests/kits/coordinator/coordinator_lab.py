@@ -17,8 +17,8 @@ import trio
 from kits.coordinator.shell_world import Volunteer
 from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import StageIndex

@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from swarm_coordinator.storage.location import PostgresqlLocation
+from swarm_coordinator.storage.connection import PostgresqlLocation
 
 _NUMBERS = count(1)
 

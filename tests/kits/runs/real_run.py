@@ -22,9 +22,9 @@ from swarm_coordinator.offline.reference import StepRecord, evaluate, train_refe
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import History, history
-from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
 from swarm_shared.data.shards import open_shards
