@@ -12,7 +12,6 @@ from typing import Any
 
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.status.document import AppliedStepRow, LinkRow, NoteRow
-from swarm_coordinator.storage.admission_rows import read_owners
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.database import open_for_reading
@@ -91,18 +90,17 @@ def history(location: DatabaseLocation) -> History:
 
 
 def read_recent(
-    location: DatabaseLocation, max_steps: int, max_notes: int
+    connection: Connection, max_steps: int, max_notes: int
 ) -> tuple[tuple[AppliedStepRow, ...], tuple[NoteRow, ...]]:
-    """Read the newest steps and notes, oldest first, and no more. StorageError as for `history`."""
-    with open_for_reading(location) as connection:
-        steps = connection.execute(
-            f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
-            "ORDER BY step DESC LIMIT ?",
-            (max_steps,),
-        ).fetchall()
-        notes = connection.execute(
-            "SELECT text, written_at FROM notes ORDER BY id DESC LIMIT ?", (max_notes,)
-        ).fetchall()
+    """Read the newest steps and notes, oldest first, and no more."""
+    steps = connection.execute(
+        f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
+        "ORDER BY step DESC LIMIT ?",
+        (max_steps,),
+    ).fetchall()
+    notes = connection.execute(
+        "SELECT text, written_at FROM notes ORDER BY id DESC LIMIT ?", (max_notes,)
+    ).fetchall()
     return (
         tuple(
             AppliedStepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
@@ -110,14 +108,6 @@ def read_recent(
         ),
         tuple(NoteRow(text=text, written_at=at) for text, at in reversed(notes)),
     )
-
-
-def contributions(
-    location: DatabaseLocation,
-) -> tuple[tuple[StageContribution, ...], dict[PeerId, PeerId]]:
-    """Read all contributions, and the owners of the devices that made them."""
-    with open_for_reading(location) as connection:
-        return read_contributions(connection), read_owners(connection)
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:

@@ -28,9 +28,8 @@ from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
 if TYPE_CHECKING:
-    from swarm_coordinator.storage.connection import DatabaseLocation
-    from swarm_coordinator.storage.contributions import StageContribution
-    from swarm_shared.base.types import PeerId
+    from swarm_coordinator.run_dir.folder import RunFolder
+    from swarm_coordinator.storage.connection import Connection
 
 LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0
@@ -50,7 +49,6 @@ class RunFolderReader:
     run_dir: Path
     clock: Clock = monotonic
     cpu_clock: Clock = time.thread_time
-    _place: DatabaseLocation | None = None
     _steps: tuple[AppliedStepRow, ...] = ()
     _notes: tuple[NoteRow, ...] = ()
     _contributors: tuple[ContributorRow, ...] = ()
@@ -89,50 +87,43 @@ class RunFolderReader:
         # starts at that moment believe that another one runs.
         running = status.running and psutil.pid_exists(status.pid)
         document = status.model_copy(update={"running": running})
-        self._read_history((document.generation, document.version))
+        self._read_history(folder, (document.generation, document.version))
         return RunDocument.model_construct(
             **dict(document), history=self._steps, notes=self._notes,
             contributors=self._contributors,
         ), self._trouble  # fmt: skip
 
-    def _read_history(self, moment: tuple[int, int]) -> None:
+    def _read_history(self, folder: RunFolder, moment: tuple[int, int]) -> None:
         """Read what is available in the database; a failure is shown and does not end the view."""
-        from swarm_coordinator.storage.history import contributions, read_recent
+        from swarm_coordinator.durability.run_files import read_database
+        from swarm_coordinator.storage.history import read_recent
 
         now = self.clock()
         if moment == self._read_for and now < self._history_due:
             return
         self._read_for, self._history_due = moment, now + HISTORY_SECONDS
         try:
-            place = self._find_place()
-            if place is None:
+            recent = read_database(folder, lambda c: read_recent(c, MOST_STEPS, MOST_NOTES))
+            if recent is None:
                 return
-            self._steps, self._notes = read_recent(place, MOST_STEPS, MOST_NOTES)
+            self._steps, self._notes = recent
             if now >= self._contributors_due:
-                self._contributors = contributors(*contributions(place))
+                self._contributors = read_database(folder, contributors) or ()
                 took = self.clock() - now
                 self._contributors_due = now + max(CONTRIBUTORS_SECONDS, REST_FACTOR * took)
             self._trouble = ""
         except SwarmError as error:
             self._trouble = str(error)
 
-    def _find_place(self) -> DatabaseLocation | None:
-        from swarm_coordinator.durability.run_files import database_location
-        from swarm_coordinator.run_dir.folder import RunFolder
-        from swarm_coordinator.storage.database import database_exists
 
-        if self._place is None:
-            place = database_location(RunFolder(self.run_dir))
-            self._place = place if database_exists(place) else None
-        return self._place
-
-
-def contributors(
-    rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
-) -> tuple[ContributorRow, ...]:
+def contributors(connection: Connection) -> tuple[ContributorRow, ...]:
     """A row for each owner, with the stages of all its devices; the most tokens come first."""
+    from swarm_coordinator.storage.admission_rows import read_owners
+    from swarm_coordinator.storage.contributions import read_contributions
+
+    owners = read_owners(connection)
     sums = ContributionSums()
-    for row in rows:
+    for row in read_contributions(connection):
         sums.add(row.peer, row.stage, row.microbatches, row.tokens)
         sums.describe(row.peer, row.name, None, owners.get(row.peer))
     found = (

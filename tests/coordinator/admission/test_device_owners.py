@@ -22,9 +22,10 @@ from swarm_coordinator.core.events import AppliedStep, StageShare
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.run_news import Leaderboard
+from swarm_coordinator.storage.admission_rows import read_owners
 from swarm_coordinator.storage.connection import DatabaseLocation
-from swarm_coordinator.storage.database import copy_database
-from swarm_coordinator.storage.history import contributions
+from swarm_coordinator.storage.contributions import read_contributions
+from swarm_coordinator.storage.database import copy_database, open_for_reading
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import open_store
 from swarm_coordinator.tui.run_source import contributors
@@ -132,7 +133,8 @@ def test_both_kinds_of_database_keep_the_newest_binding_and_rows_are_owners(
     assert row.credit == pytest.approx(16 * 0.25 + 32 * 0.75)
     assert row.id_end == VICTIM.peer_id[-8:]
     assert [team.members for team in reader.refresh(NOW).teams] == [1]
-    [shown] = contributors(*contributions(at))
+    with open_for_reading(at) as connection:
+        [shown] = contributors(connection)
     assert (shown.peer, shown.name, shown.devices, shown.tokens) == (
         VICTIM.peer_id, "vera", 3, 48,
     )  # fmt: skip
@@ -146,8 +148,10 @@ def test_both_kinds_of_database_keep_the_newest_binding_and_rows_are_owners(
     again = open_store(at)
     assert again.owners() == {SECOND.peer_id: VICTIM.peer_id}
     again.close()
-    copy_database(at, tmp_path / "as a backup holds it.sqlite3")
-    assert contributions(tmp_path / "as a backup holds it.sqlite3") == contributions(at)
+    copy_database(at, tmp_path / "as a backup.sqlite3")
+    with open_for_reading(at) as here, open_for_reading(tmp_path / "as a backup.sqlite3") as copy:
+        assert read_contributions(here) == read_contributions(copy)
+        assert read_owners(here) == read_owners(copy)
 
 
 def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
@@ -191,7 +195,8 @@ async def hello(invite: Invite, who: Identity, **changes: object) -> str:
 
 
 def owners(folder: RunFolder) -> dict[PeerId, PeerId]:
-    return contributions(folder.database)[1]
+    with open_for_reading(folder.database) as connection:
+        return read_owners(connection)
 
 
 async def test_a_binding_is_kept_over_a_restart_and_a_hello_without_one_ends_it(
