@@ -38,8 +38,7 @@ def export_command(run_dir: Path, out: Path) -> None:
     version, files = newest_checkpoint(folder, manifest)
     from swarm_coordinator.offline.hf_export import export_huggingface
 
-    tokenizer = folder.tokenizer if manifest.data.tokenizer == "bpe" else None
-    export_huggingface(manifest, files, tokenizer, out)
+    export_huggingface(manifest, files, folder.tokenizer, out)
     click.echo(f"wrote the model after step {version} to {out}")
 
 

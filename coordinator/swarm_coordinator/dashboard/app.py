@@ -179,7 +179,7 @@ def _add_history_paths(app: FastAPI, context: AppContext) -> None:
         """Applied steps, oldest first, after step `after`."""
         read = _current_snapshot(context).database
         # Steps of a run's history are numbered without gaps.
-        first = read.steps.step[0] if read.step_count else 1
+        first = read.steps.row(0).step if read.step_count else 1
         begin = min(read.step_count, max(0, after - first + 1))
         end = min(read.step_count, begin + limit)
         rows = tuple(read.steps.row(index) for index in range(begin, end))

@@ -29,37 +29,30 @@ EVENTS_KEPT = 500
 """The newest notes kept; the coordinator keeps all of them in its log and database."""
 
 
-class StepColumns:
-    """Applied steps in columns: 40 bytes a step, so a million of them take 40 MB.
+class StepRows:
+    """Applied steps as plain numbers: 40 bytes a step, so a million of them take 40 MB.
 
     Only grows, so its first `count` rows never change.
     """
 
     def __init__(self) -> None:
-        self.step = array("q")
-        self._loss = array("d")
-        self._tokens = array("q")
-        self._seconds = array("d")
-        self._written_at = array("d")
+        self._numbers = array("d")
 
     def __len__(self) -> int:
-        return len(self._written_at)
+        return len(self._numbers) // 5  # of whole rows
 
     def append(self, row: AppliedStepRow) -> None:
-        self.step.append(row.step)
-        self._loss.append(float("nan") if row.loss is None else row.loss)
-        self._tokens.append(row.tokens)
-        self._seconds.append(row.seconds)
-        self._written_at.append(row.written_at)  # last: `len` counts whole rows only
+        loss = math.nan if row.loss is None else row.loss
+        self._numbers.extend((row.step, loss, row.tokens, row.seconds, row.written_at))
 
     def row(self, index: int) -> AppliedStepRow:
-        loss = self._loss[index]
+        step, loss, tokens, seconds, written_at = self._numbers[5 * index : 5 * index + 5]
         return AppliedStepRow(
-            step=self.step[index],
-            loss=None if loss != loss else loss,
-            tokens=self._tokens[index],
-            seconds=self._seconds[index],
-            written_at=self._written_at[index],
+            step=int(step),
+            loss=None if math.isnan(loss) else loss,
+            tokens=int(tokens),
+            seconds=seconds,
+            written_at=written_at,
         )
 
 
@@ -67,7 +60,7 @@ class StepColumns:
 class DatabaseView:
     """Everything read of the database, as of one turn."""
 
-    steps: StepColumns
+    steps: StepRows
     step_count: int
     tokens: int
     seconds: float
@@ -106,7 +99,7 @@ class DatabaseReader:
 
     def _reset_steps(self) -> None:
         self._last_row = 0
-        self._steps = StepColumns()
+        self._steps = StepRows()
         self._tokens = 0
         self._seconds = 0.0
         self._durations = [0] * (len(STEP_SECONDS) + 1)

@@ -28,15 +28,15 @@ REPLICA_TOLERANCE = 1e-4
 def export_huggingface(
     manifest: Manifest,
     stage_state_files: Sequence[Path],
-    tokenizer_path: Path | None,
+    tokenizer_path: Path,
     out_dir: Path,
 ) -> None:
     """Write `out_dir` from one state file per stage, without the optimizer's state and the
     parameters of the previous version, which only training needs.
 
-    `tokenizer_path` is the run's tokenizer.json; for the bytes tokenizer one is generated. Each
-    file is replaced atomically, and config.json is written last, so that an incomplete folder does
-    not load as a model.
+    `tokenizer_path` is the run's tokenizer.json; for the bytes tokenizer, which has none, one is
+    generated. Each file is replaced atomically, and config.json is written last, so that an
+    incomplete folder does not load as a model.
     """
     if manifest.model.bottlenecks:
         raise ConfigurationError(
@@ -134,14 +134,9 @@ def _byte_characters() -> list[str]:
     return [chr(replacement.get(byte, byte)) for byte in range(256)]
 
 
-def _tokenizer_json(manifest: Manifest, tokenizer_path: Path | None) -> str:
+def _tokenizer_json(manifest: Manifest, tokenizer_path: Path) -> str:
     if manifest.data.tokenizer == "bytes":
         return str(bytes_tokenizer().to_str(pretty=True))
-    if tokenizer_path is None:
-        raise StorageError(
-            "this run uses a bpe tokenizer, and its tokenizer.json was not given: name the one "
-            "in the run's folder"
-        )
     try:
         return tokenizer_path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

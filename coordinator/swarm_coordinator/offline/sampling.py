@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_shared.base.errors import UsageError
 from swarm_shared.data.tokenizer import END_OF_TEXT
 from swarm_shared.model.llama import Stage
 
@@ -37,11 +36,6 @@ def sample_text(
 
     The model sees the last `sequence_length` tokens. Equal seeds give equal texts on one machine.
     """
-    if temperature < 0 or new_tokens < 0:
-        raise UsageError(
-            f"temperature {temperature} and {new_tokens} new tokens were asked for; neither may "
-            "be negative"
-        )
     generator = torch.Generator().manual_seed(seed)
     ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [END_OF_TEXT]
     with torch.no_grad():

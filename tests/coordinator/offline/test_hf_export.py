@@ -7,6 +7,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -30,6 +32,7 @@ from swarm_shared.run.manifest import (
 )
 from swarm_shared.run.model_config import ModelConfig
 
+NO_TOKENIZER = Path("nowhere")
 TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
 
 
@@ -76,7 +79,7 @@ def save_stages(described: Manifest, folder):
 def test_transformers_computes_our_logits_and_gradients(tmp_path, tied, key_value_heads):
     described = manifest(tied, key_value_heads=key_value_heads)
     paths = save_stages(described, tmp_path)
-    export_huggingface(described, paths, None, tmp_path / "out")
+    export_huggingface(described, paths, NO_TOKENIZER, tmp_path / "out")
     theirs, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -106,7 +109,7 @@ def test_transformers_computes_our_logits_and_gradients(tmp_path, tied, key_valu
 
 def test_the_export_holds_no_optimizer_state_and_a_readable_mode(tmp_path):
     described = manifest(tied=True)
-    export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    export_huggingface(described, save_stages(described, tmp_path), NO_TOKENIZER, tmp_path / "out")
     stored = open_state(tmp_path / "out" / "model.safetensors")
     assert not any(name.startswith("optimizer.") for name in stored.tensors)
     assert "lm_head.weight" not in stored.tensors
@@ -117,7 +120,7 @@ def test_the_export_holds_no_optimizer_state_and_a_readable_mode(tmp_path):
 
 def test_the_bytes_tokenizer_gives_the_bytes_and_the_text_back(tmp_path):
     described = manifest(tied=False)
-    export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    export_huggingface(described, save_stages(described, tmp_path), NO_TOKENIZER, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer(TEXT)["input_ids"]
     assert ids == list(TEXT.encode()) == BytesTokenizer().encode(TEXT).tolist()
@@ -148,8 +151,10 @@ def test_the_bpe_tokenizer_is_copied_and_gives_the_same_ids(tmp_path):
 
 def test_a_bpe_run_without_its_tokenizer_is_refused_before_anything_is_written(tmp_path):
     described = manifest(tied=False, tokenizer="bpe")
-    with pytest.raises(StorageError, match=r"tokenizer\.json was not given"):
-        export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    with pytest.raises(StorageError, match="the tokenizer nowhere cannot be read"):
+        export_huggingface(
+            described, save_stages(described, tmp_path), NO_TOKENIZER, tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -161,7 +166,7 @@ def test_a_model_with_bottlenecks_is_refused_because_transformers_could_not_load
     merged = merge_stages(narrow, paths)
     assert merged["model.narrow.2.proj.weight"].shape == (8, 64)
     with pytest.raises(ConfigurationError, match="1 bottleneck"):
-        export_huggingface(described, paths, None, tmp_path / "out")
+        export_huggingface(described, paths, NO_TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -169,7 +174,7 @@ def test_a_missing_stage_is_refused(tmp_path):
     described = manifest(tied=False)
     paths = save_stages(described, tmp_path)
     with pytest.raises(StorageError, match="do not make up this model"):
-        export_huggingface(described, paths[:1], None, tmp_path / "out")
+        export_huggingface(described, paths[:1], NO_TOKENIZER, tmp_path / "out")
 
 
 def test_a_stage_of_another_model_is_refused(tmp_path):
@@ -177,19 +182,19 @@ def test_a_stage_of_another_model_is_refused(tmp_path):
     paths = save_stages(described, tmp_path)
     other = manifest(tied=False, key_value_heads=4)
     with pytest.raises(StorageError, match=r"k_proj\.weight is stored as"):
-        export_huggingface(other, paths, None, tmp_path / "out")
+        export_huggingface(other, paths, NO_TOKENIZER, tmp_path / "out")
 
 
 def test_parameters_of_the_version_before_are_left_out(tmp_path):
     described = manifest(tied=False)
     plain = save_stages(described, tmp_path)
-    export_huggingface(described, plain, None, tmp_path / "plain")
+    export_huggingface(described, plain, NO_TOKENIZER, tmp_path / "plain")
     for index, path in enumerate(plain):
         tensors = dict(open_state(path).tensors)
         previous = build_stage(described, index).all_parameters()
         tensors.update({"previous." + name: value.detach() for name, value in previous})
         save_state(path, tensors, {"stage": str(index)})
-    export_huggingface(described, plain, None, tmp_path / "stale")
+    export_huggingface(described, plain, NO_TOKENIZER, tmp_path / "stale")
     one, other = (tmp_path / name / "model.safetensors" for name in ("plain", "stale"))
     assert one.read_bytes() == other.read_bytes()
 
@@ -202,4 +207,4 @@ def test_tied_halves_of_different_checkpoints_are_refused(tmp_path, wrong):
     tensors["model.embed_tokens.weight"] += wrong
     save_state(paths[1], tensors, {})
     with pytest.raises(StorageError, match="differs from the copy"):
-        export_huggingface(described, paths, None, tmp_path / "out")
+        export_huggingface(described, paths, NO_TOKENIZER, tmp_path / "out")

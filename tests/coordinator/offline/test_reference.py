@@ -10,7 +10,6 @@ import torch
 
 from kits.peer_names import named
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
-from swarm_shared.base.errors import DataError
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint
 from swarm_shared.run.codec_sizes import AverageCodec
@@ -165,13 +164,6 @@ def test_evaluation_leaves_no_gradients_and_is_a_mean_per_token():
     parts = [evaluate(stage, [batch]) for batch in samples(1)]
     assert both == pytest.approx(sum(parts) / 3, rel=1e-6)
     assert all(parameter.grad is None for parameter in stage.parameters())
-
-
-def test_nothing_to_train_or_evaluate_on_is_said_so():
-    with pytest.raises(DataError, match="nothing to evaluate"):
-        evaluate(build_whole(manifest()), [])
-    with pytest.raises(DataError, match="without microbatches"):
-        train_reference(manifest(), lambda step: [], 1, lambda record: None)
 
 
 def test_a_gradient_that_lags_a_step_behind_makes_another_run_from_the_second_step_on():

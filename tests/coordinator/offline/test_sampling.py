@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from swarm_coordinator.offline.sampling import sample_text
-from swarm_shared.base.errors import UsageError
 from swarm_shared.data.tokenizer import BytesTokenizer
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
@@ -79,8 +77,3 @@ def test_a_low_temperature_sticks_to_likely_tokens():
     with torch.no_grad():
         likeliest = stage(ids[:, :16]).argmax(-1)
     assert torch.equal(likeliest[0, :-1], ids[0, 1:16])
-
-
-def test_a_negative_temperature_is_refused():
-    with pytest.raises(UsageError, match="negative"):
-        sample(temperature=-1.0)
