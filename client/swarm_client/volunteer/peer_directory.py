@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import trio
 
-from swarm_client.averaging.handle.requests import DirectoryRequests
+from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.directory_record import open_record, sign_record
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.types import PeerId, RunId
@@ -32,10 +32,10 @@ class PeerDirectory:
     """Publishes this peer and looks other members up. Does nothing without hivemind."""
 
     def __init__(
-        self, identity: Identity, requests: DirectoryRequests, run: RunId, organiser: PeerId
+        self, identity: Identity, worker: AveragingWorker, run: RunId, organiser: PeerId
     ) -> None:
         self._identity = identity
-        self._requests = requests
+        self._worker = worker
         self._run = run
         self._organiser = organiser
         self._bootstrap_addresses: tuple[str, ...] = ()
@@ -65,26 +65,26 @@ class PeerDirectory:
             await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
-        if not self._requests.available:
+        if not self._worker.available:
             return
         expires = time.time() + RECORD_LIFETIME_SECONDS
         signed = sign_record(self._identity, record, expires)
         try:
             # A bootstrap peer may be unavailable for a moment, for example while its p2pd restarts.
-            if self._bootstrap_addresses and await self._requests.bootstrap(
+            if self._bootstrap_addresses and await self._worker.bootstrap(
                 self._bootstrap_addresses
             ):
                 self._bootstrap_addresses = ()
-            await self._requests.publish(f"swarm/{self._run}", record.peer, signed, expires)
+            await self._worker.publish(f"swarm/{self._run}", record.peer, signed, expires)
         except NetworkError as error:
             log.info("this peer's record could not be published: %s", error)
 
     async def lookup(self) -> list[PeerRecord]:
         """Return every record of this run with a valid signature and certificate."""
-        if not self._requests.available:
+        if not self._worker.available:
             return []
         try:
-            found = await self._requests.lookup(f"swarm/{self._run}")
+            found = await self._worker.lookup(f"swarm/{self._run}")
         except NetworkError as error:
             log.info("the directory lookup failed: %s", error)
             return []

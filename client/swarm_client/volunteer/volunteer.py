@@ -77,9 +77,7 @@ class Volunteer:
         """The self-test in progress."""
         self._limits = WorkerLimits()
         self.pause = Pause(self, context.options.long_pause_seconds, context.nursery)
-        self._directory = PeerDirectory(
-            context.identity, worker.directory, invite.run_id, invite.organiser
-        )
+        self._directory = PeerDirectory(context.identity, worker, invite.run_id, invite.organiser)
         self.averager = GroupAverager(
             worker, node, self.roster, context.identity, invite.run_id, invite.organiser
         )

@@ -1,2 +1,1 @@
-"""The daemon's side of the averaging worker: supervisor, directory requests, stream bridge
-(trio)."""
+"""The daemon's side of the averaging worker: supervisor and stream bridge (trio)."""

@@ -33,16 +33,20 @@ from swarm_client.averaging.handle.options import (
     rotate_log,
     socket_folder,
 )
-from swarm_client.averaging.handle.requests import DirectoryRequests
 from swarm_client.averaging.handle.restart_policy import RestartPolicy
 from swarm_client.averaging.protocol.addresses import relayed_addresses
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
+    Bootstrapped,
     CancelRound,
     DigestReceived,
     ForgetRounds,
+    Found,
+    Lookup,
     Ping,
+    Publish,
+    Published,
     ReceivedDigested,
     RoundDone,
     RoundInDaemon,
@@ -61,7 +65,7 @@ from swarm_client.ipc.errors import WorkerDied
 from swarm_client.ipc.numbered import Numbered
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, limit_memory
 from swarm_shared.base.backoff import Backoff
-from swarm_shared.base.errors import LinkClosed, SwarmError
+from swarm_shared.base.errors import LinkClosed, LinkTimeout, SwarmError
 from swarm_shared.base.types import LinearDigests
 
 logger = logging.getLogger(__name__)
@@ -88,6 +92,9 @@ PING_SECONDS = 1.0
 HUNG_PINGS = 8
 """Pings without any message from a worker after which it has hung. Pings are counted and not
 seconds, because time in which the daemon was frozen too does not count."""
+
+DIRECTORY_SECONDS = 20.0
+"""Time limit of one directory request, in seconds."""
 
 AnswerT = TypeVar("AnswerT", bound=Numbered)
 
@@ -123,7 +130,6 @@ class AveragingWorker:
     def __init__(self, options: AveragingOptions) -> None:
         self._options = options
         self._bridge = Bridge()
-        self.directory = DirectoryRequests(self)
         self._child: ChildProcess[WorkerMessage] | None = None
         self._running: _Running | None = None
         self._end: _End | None = None
@@ -136,6 +142,8 @@ class AveragingWorker:
         self._membership: SetMembership | None = None
         self._held_back = ""
         self._rounds_in_daemon: dict[str, RoundInDaemon] = {}
+        self._bootstrap_peers: tuple[str, ...] = ()
+        """Addresses through which the directory was entered last."""
         self.restarts = 0
         """Number of restarts after a death, for the status display."""
 
@@ -230,9 +238,9 @@ class AveragingWorker:
         for message in (self._admitted, self._membership, *self._rounds_in_daemon.values()):
             if message is not None:
                 rpc.post(message)
-        if self.directory.bootstrap_peers:
+        if self._bootstrap_peers:
             # The answer is not awaited: the directory is a convenience.
-            rpc.post(Bootstrap(initial_peers=self.directory.bootstrap_peers))
+            rpc.post(Bootstrap(initial_peers=self._bootstrap_peers))
 
     # ----------------------------------------------------------------------------------- requests
 
@@ -281,6 +289,33 @@ class AveragingWorker:
             return await running.rpc.call(request, expected, on_cancel=on_cancel)
         except WorkerDied as error:
             raise LinkClosed(str(error)) from error
+
+    # ------------------------------------- the directory: NetworkError when it cannot be asked
+
+    async def publish(
+        self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
+    ) -> bool:
+        """Store a signed record; False if no node took it."""
+        request = Publish(
+            key=key, subkey=subkey, value=value, expires_unix_seconds=expires_unix_seconds
+        )
+        return (await self._ask_directory(request, Published)).stored
+
+    async def lookup(self, key: str) -> dict[str, bytes]:
+        """Find records by subkey. Any member may have stored them: check their signatures."""
+        found = await self._ask_directory(Lookup(key=key), Found)
+        return {record.subkey: record.value for record in found.records}
+
+    async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
+        """Enter the directory through these (…/p2p/ID) too; returns how many of them answered."""
+        self._bootstrap_peers = initial_peers
+        request = Bootstrap(initial_peers=initial_peers)
+        return (await self._ask_directory(request, Bootstrapped)).reached
+
+    async def _ask_directory(self, request: Numbered, expected: type[AnswerT]) -> AnswerT:
+        with trio.move_on_after(DIRECTORY_SECONDS):
+            return await self.call(request, expected)
+        raise LinkTimeout(f"the directory did not answer within {DIRECTORY_SECONDS:g} s")
 
     # ------------------------------------------------------------------------- the child's life
 

@@ -354,7 +354,7 @@ def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_serves
                 await trio.sleep(0.01)
             assert "ended" in worker.reason
             with pytest.raises(LinkClosed):
-                await worker.directory.lookup("anything")
+                await worker.lookup("anything")
             after = await wait_available(worker)
             assert after.p2pd_peer_id == before.p2pd_peer_id
             assert (tmp_path / "1/averaging/p2pd.key").stat().st_mode & 0o777 == 0o600

@@ -119,23 +119,23 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
         for each in all_three:
             each.worker.set_membership(organiser.membership(each.key, each.p2pd))
         for each in others:
-            assert await each.worker.directory.bootstrap((first.entrance,)) == 1
+            assert await each.worker.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
         records = {
             str(each.key.peer_id): signed_record(organiser, each.key, expires) for each in all_three
         }
         for each in all_three:
             subkey = str(each.key.peer_id)
-            assert await each.worker.directory.publish("stage 0", subkey, records[subkey], expires)
+            assert await each.worker.publish("stage 0", subkey, records[subkey], expires)
         for each in all_three:
-            assert await each.worker.directory.lookup("stage 0") == records
-            assert await each.worker.directory.lookup("stage 1") == {}
+            assert await each.worker.lookup("stage 0") == records
+            assert await each.worker.lookup("stage 1") == {}
         newest = str(first.key.peer_id)
         second = signed_record(organiser, first.key, expires + 1, stage=1)
-        assert await first.worker.directory.publish("stage 0", newest, second, expires + 1)
-        assert await others[1].worker.directory.lookup("stage 0") == {**records, newest: second}
+        assert await first.worker.publish("stage 0", newest, second, expires + 1)
+        assert await others[1].worker.lookup("stage 0") == {**records, newest: second}
         nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + first.p2pd[:-1] + "x"
-        assert await first.worker.directory.bootstrap((nowhere, "nonsense")) == 0
+        assert await first.worker.bootstrap((nowhere, "nonsense")) == 0
 
 
 @pytest.mark.process
@@ -151,20 +151,20 @@ async def test_non_members_and_members_of_other_runs_can_neither_store_nor_find(
         # The non-member has copied a certificate and its binding, but not the key of that p2pd.
         stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
-        assert await second.worker.directory.bootstrap((first.entrance,)) == 1
+        assert await second.worker.bootstrap((first.entrance,)) == 1
         subkey, true = str(second.key.peer_id), signed_record(organiser, second.key, expires)
         false = signed_record(organiser, second.key, expires + 1)
-        assert await second.worker.directory.publish("stage 0", subkey, true, expires)
+        assert await second.worker.publish("stage 0", subkey, true, expires)
         for outsider in (stranger, foreigner):
-            assert await outsider.worker.directory.bootstrap((first.entrance,)) == 0
-            assert await outsider.worker.directory.lookup("stage 0") == {}
-            await outsider.worker.directory.publish("stage 0", subkey, false, expires + 1)
-        assert await first.worker.directory.lookup("stage 0") == {subkey: true}
+            assert await outsider.worker.bootstrap((first.entrance,)) == 0
+            assert await outsider.worker.lookup("stage 0") == {}
+            await outsider.worker.publish("stage 0", subkey, false, expires + 1)
+        assert await first.worker.lookup("stage 0") == {subkey: true}
         # A revoked member finds no other member either.
         first.worker.set_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
         )
-        assert await second.worker.directory.bootstrap((first.entrance,)) == 0
+        assert await second.worker.bootstrap((first.entrance,)) == 0
 
 
 @pytest.mark.process
@@ -172,10 +172,10 @@ async def test_a_peer_without_admission_neither_asks_nor_answers(tmp_path: Path)
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):
         member.worker.set_membership(organiser.membership(member.key, member.p2pd))
-        assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
-        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
+        assert await member.worker.bootstrap((newcomer.entrance,)) == 0
+        assert await newcomer.worker.bootstrap((member.entrance,)) == 0
         newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
-        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
+        assert await newcomer.worker.bootstrap((member.entrance,)) == 1
 
 
 # ------------------------------------------------------- the authorizer alone, on real messages
