@@ -7,13 +7,14 @@ from typing import Protocol
 
 import trio
 
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.types import PeerId, Step
+from swarm_shared.base.types import Step
 from swarm_shared.protocol import (
     AbortRound,
     Apply,
@@ -46,27 +47,13 @@ from swarm_shared.volunteer_rules.step_close import (
 )
 
 
-class AveragingFailed(SwarmError):
-    """One all-reduce failed for all its members; its inputs are unchanged. `aborted_by` is the
-    member from which this one has heard of it, if it has not seen the failure itself."""
-
-    def __init__(
-        self, reason: str, culprit: PeerId | None, carrier_failed: bool,
-        aborted_by: PeerId | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(reason)
-        self.culprit = culprit
-        self.carrier_failed = carrier_failed
-        self.aborted_by = aborted_by
-
-
 class Averager(Protocol):
     """Carries out one reduction over the named group."""
 
     async def reduce(
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> None:
-        """Fill this part of the worker's result segment, or raise AveragingFailed."""
+        """Fill this part of the worker's result segment, or raise RoundFailed."""
 
     def attempt_over(self, step: Step, attempt: int) -> None:
         """The attempt is aborted or applied: there will be no check of its sums."""
@@ -153,9 +140,10 @@ class StepCloser:
             await trio.lowlevel.checkpoint_if_cancelled()
             try:
                 await self._perform(work, worker)
-            except AveragingFailed as error:
+            except RoundFailed as error:
                 self._rules.averaging_failed(
-                    work.work, str(error), error.culprit, carrier_failed=error.carrier_failed,
+                    work.work, f"all-reduce: {error}", error.culprit,
+                    carrier_failed=error.failure is RoundFailure.CARRIER,
                     aborted_by=error.aborted_by,
                 )  # fmt: skip
             except SwarmError as error:

@@ -28,7 +28,6 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import DigestReceived, SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
 from swarm_shared.base.types import LinearDigests, PeerId, RunId, Step
@@ -149,7 +148,8 @@ class GroupAverager:
     async def reduce(
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> None:
-        """Sum this part of the gradient over the group into the result segment."""
+        """Sum this part of the gradient over the group into the result segment, or raise
+        RoundFailed."""
         if self._attempt != (step, attempt):
             self._forget()
             self._attempt = step, attempt
@@ -162,12 +162,7 @@ class GroupAverager:
                 await self._in_daemon(worker, spec, offset)
         except RoundFailed as error:
             self._record_outcome(spec, error.links, self._route_faults(error), done=False)
-            raise AveragingFailed(
-                f"all-reduce: {error}",
-                error.culprit,
-                error.failure is RoundFailure.CARRIER,
-                error.aborted_by,
-            ) from error
+            raise
 
     def _spec(
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction

@@ -17,8 +17,9 @@ import trio
 import trio.testing
 
 from kits.client.held_stage import held_stage
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
-from swarm_client.pipeline.step_close import AveragingFailed, StepCloser
+from swarm_client.pipeline.step_close import StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import LinkClosed, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity
@@ -90,7 +91,7 @@ class Scene:
 
     def __init__(self, nursery: trio.Nursery, held: tuple[int, ...]) -> None:
         self.worker, self.next = Worker(set(held)), Worker(stage=1)
-        self.error: AveragingFailed | None = None
+        self.error: RoundFailed | None = None
         self.entered, self.left, self.go = trio.Event(), trio.Event(), trio.Event()
         self.go.set()
         self.can_save = True
@@ -227,10 +228,14 @@ async def test_an_accumulator_is_emptied_before_its_loss_is_reported() -> None:
 
 async def test_a_failed_average_names_its_culprit() -> None:
     async with scene(0) as s:
-        s.error = AveragingFailed("lost", CULPRIT, carrier_failed=True)
+        s.error = RoundFailed("lost", CULPRIT, failure=RoundFailure.CARRIER)
         s.close(0)
         report = await s.sent()
-        assert (report.reason, report.culprit, report.carrier_failed) == ("lost", CULPRIT, True)
+        assert (report.reason, report.culprit, report.carrier_failed) == (
+            "all-reduce: lost",
+            CULPRIT,
+            True,
+        )
 
 
 async def test_an_aborted_attempt_is_called_off_at_once() -> None:

@@ -22,11 +22,11 @@ import trio
 import trio.testing
 
 from kits.averaging.group import LOOPBACK, NOWHERE, Group, Peer, group, wait_available
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.handle import restart_policy, supervisor
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
-from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, Step
 from swarm_shared.identity.keys import Identity
@@ -321,7 +321,7 @@ async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_w
             await g.under_way(first)
             os.kill(p2pd.pid, signal.SIGKILL)
         assert set(failures) == {first.id, second.id, victim.id}
-        assert all(failure.carrier_failed for failure in failures.values())
+        assert all(failure.failure is RoundFailure.CARRIER for failure in failures.values())
         assert failures[first.id].culprit == failures[second.id].culprit == victim.id
         while victim.worker.available:  # its end is noticed a moment later
             await trio.sleep(0.01)
@@ -350,7 +350,7 @@ async def test_a_frozen_worker_is_ended_and_its_rounds_fail_instead_of_waiting(
         assert frozen is not None
         os.kill(frozen, signal.SIGSTOP)
         failures = await g.round()
-        assert failures[victim.id].carrier_failed
+        assert failures[victim.id].failure is RoundFailure.CARRIER
         assert not psutil.pid_exists(frozen) or victim.worker.pid != frozen
         assert await g.round() == {}  # without the worker, which comes back later
         g.check_exact()
@@ -371,7 +371,7 @@ async def test_a_member_that_nothing_reaches_is_named_and_it_is_no_excuse(tmp_pa
         # It does not join either, and the other members would wait for it.
         failures = await g.round([first, Gone(lost)])  # type: ignore[list-item]
         assert failures[first.id].culprit == lost.id
-        assert not failures[first.id].carrier_failed
+        assert failures[first.id].failure is not RoundFailure.CARRIER
         assert "cannot be reached" in str(failures[first.id])
 
 
@@ -420,12 +420,12 @@ async def test_a_member_that_begins_before_the_other_has_heard_of_it_is_not_refu
         whole = roster_of([peer.record() for peer in g.peers])
         first.roster.replace(roster_of([first.record()]))
         newcomer.averager._routes._memory = OneRoute(Route.HOST)  # type: ignore[union-attr, assignment]
-        failures: list[AveragingFailed] = []
+        failures: list[RoundFailed] = []
 
         async def one(peer: Peer) -> None:
             try:
                 await peer.reduce(sorted((first.id, newcomer.id)), 1)
-            except AveragingFailed as failure:
+            except RoundFailed as failure:
                 failures.append(failure)
 
         async with trio.open_nursery() as nursery:
@@ -454,7 +454,7 @@ async def one_sided(g: Group, peer: Peer, other: Peer) -> bool:
     try:
         with trio.fail_after(10):
             await peer.reduce(sorted((peer.id, other.id)), 1000 + g.attempts)
-    except AveragingFailed as failure:
+    except RoundFailed as failure:
         return "ended in the middle" in str(failure) or "broke" in str(failure)
     return False
 
@@ -468,12 +468,12 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
 ) -> None:
     async with group(tmp_path, [True, False], SMALL) as g, trio.open_nursery() as nursery:
         first, late = g.peers
-        failures: dict[PeerId, AveragingFailed] = {}
+        failures: dict[PeerId, RoundFailed] = {}
 
         async def one(peer: Peer) -> None:
             try:
                 await peer.reduce(sorted((first.id, late.id)), 7)
-            except AveragingFailed as failure:
+            except RoundFailed as failure:
                 failures[peer.id] = failure
 
         # `late` has no worker yet when its round begins; then it has one, and the other hears so.
@@ -486,7 +486,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
             with trio.fail_after(first.averager.stall_seconds / 2):
                 await one(first)
             rounds.cancel_scope.cancel()  # as the coordinator does when it hears of it
-        assert failures[first.id].carrier_failed
+        assert failures[first.id].failure is RoundFailure.CARRIER
         # The next attempt finds both in their workers.
         assert await g.round() == {}
         g.check_exact()
@@ -531,7 +531,9 @@ async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its
                 # just before its end fails, as the carrier's fault, and the next one goes round it.
                 failures = await g.round()
                 if failures:
-                    assert all(failure.carrier_failed for failure in failures.values())
+                    assert all(
+                        failure.failure is RoundFailure.CARRIER for failure in failures.values()
+                    )
                     assert await g.round() == {}
                 g.check_exact()
         assert first.worker.restarts == 0

@@ -14,12 +14,12 @@ import trio
 
 from kits.averaging.membership import RUN
 from swarm_client.averaging.all_reduce.codec import dtype_of
+from swarm_client.averaging.all_reduce.errors import RoundFailed
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import Started
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.stage.protocol.messages import SumsDigested
 from swarm_client.stage.worker.digests import slice_digests
 from swarm_client.volunteer.gradient_averager import GroupAverager
@@ -139,7 +139,7 @@ class Group:
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
         self.attempts = 0
-        self.failures: dict[PeerId, AveragingFailed] = {}
+        self.failures: dict[PeerId, RoundFailed] = {}
 
     def publish(self, records: Sequence[PeerRecord] | None = None) -> None:
         """Give every peer the roster of all, as the coordinator would."""
@@ -152,19 +152,19 @@ class Group:
         members: Sequence[Peer] | None = None,
         weights: Sequence[int] = (),
         part: Literal["own", "tied"] = "own",
-    ) -> dict[PeerId, AveragingFailed]:
+    ) -> dict[PeerId, RoundFailed]:
         """Run one attempt; returns the failures by peer. `weights` are in the order of the members'
         IDs."""
         taking_part = list(members or self.peers)
         self.attempts += 1
         attempt = self.attempts
         ids = tuple(sorted(peer.id for peer in taking_part))
-        failures: dict[PeerId, AveragingFailed] = {}
+        failures: dict[PeerId, RoundFailed] = {}
 
         async def one(peer: Peer) -> None:
             try:
                 await peer.reduce(ids, attempt, weights, part)
-            except AveragingFailed as failure:
+            except RoundFailed as failure:
                 failures[peer.id] = failure
 
         async with trio.open_nursery() as nursery:

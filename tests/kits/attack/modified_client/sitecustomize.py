@@ -480,7 +480,7 @@ async def _for_ever(_: ModuleType, __: Any) -> None:
 
 async def _accuse(module: ModuleType, work: Any) -> None:
     """Say that the last member of the average has failed it."""
-    raise module.AveragingFailed("it sent nothing", work.reduction.members[-1], False)
+    raise module.RoundFailed("it sent nothing", work.reduction.members[-1])
 
 
 def _other_state(module: ModuleType) -> None:
