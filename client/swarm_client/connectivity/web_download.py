@@ -5,19 +5,19 @@ its own network: to a router, a printer, or a cloud's metadata service. So only 
 routable addresses is followed. A name is resolved once for each hop, all of its addresses are
 checked, and the connection goes to a checked address, so that a second answer of the name server
 cannot lead elsewhere; a connection that is kept open stays at that address. Redirects are
-followed here, each under the same rule.
+followed here, each under the same rule. HTTP and the kept connections are httpcore's.
 """
 
 from __future__ import annotations
 
-import http.client
+import http
 import ipaddress
 import socket
 import ssl
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from urllib.parse import SplitResult, urljoin, urlsplit
+from collections.abc import Callable, Iterable
+from urllib.parse import urljoin, urlsplit
+
+import httpcore
 
 STALL_SECONDS = 30.0
 """Seconds without data after which a download is abandoned."""
@@ -28,13 +28,11 @@ PIECE_BYTES = 2**16
 """Most bytes of the body of a redirect; with more, the connection is closed."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """IPv4 addresses behind a translator (RFC 6052)."""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], list[str]]
-Connect = Callable[[str, int], socket.socket]
 
 
 class WebRefused(ValueError):
@@ -45,11 +43,6 @@ def resolve_name(host: str, port: int) -> list[str]:
     """Return the IP addresses of a host, in the system's order. OSError when it has none."""
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-
-
-def connect_to(ip: str, port: int) -> socket.socket:
-    """Connect to an IP address; no name is looked up."""
-    return socket.create_connection((ip, port), timeout=STALL_SECONDS)
 
 
 def is_public(text: str) -> bool:
@@ -71,65 +64,56 @@ def is_public(text: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
-@dataclass(frozen=True, slots=True)
-class WebClient:
-    """Downloads under one rule."""
+class _CheckedAddresses(httpcore.NetworkBackend):
+    """Connects to a host's addresses, all of which are checked, unless private ones are allowed."""
 
-    allow_private: bool = False
-    """Whether http, and addresses in private networks and on this machine, are followed."""
-    resolve: Resolve = resolve_name
-    connect: Connect = connect_to
-    tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+    def __init__(
+        self, allow_private: bool, resolve: Resolve, network: httpcore.NetworkBackend
+    ) -> None:
+        self._allow_private = allow_private
+        self._resolve = resolve
+        self._network = network
 
-    def open(self, target: SplitResult) -> http.client.HTTPConnection:
-        """Connect to one of the target's addresses, all of which are checked. WebRefused when one
-        is not allowed, OSError when none answers."""
-        host = target.hostname or ""
-        port = target.port or _DEFAULT_PORTS[target.scheme]
-        addresses = self.resolve(host, port)
-        if not self.allow_private and not all(map(is_public, addresses)):
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:  # fmt: skip
+        """WebRefused when an address is not allowed, OSError or httpcore's error when none
+        answers."""
+        addresses = self._resolve(host, port)
+        if not self._allow_private and not all(map(is_public, addresses)):
             raise WebRefused(f"{host} is not a public address; only those are followed")
-        connection = http.client.HTTPConnection(host, port)
-        # A connection that the server closed is never opened again by itself, unchecked.
-        connection.auto_open = 0
-        connection.sock = self._connected(addresses, host, port, tls=target.scheme == "https")
-        return connection
-
-    def parsed(self, url: str) -> SplitResult:
-        target = urlsplit(url)
-        schemes = ("https", "http") if self.allow_private else ("https",)
-        if target.scheme not in schemes:
-            raise WebRefused(f"only {' and '.join(schemes)} addresses are followed")
-        if not target.hostname or target.username is not None or not url.isascii():
-            raise WebRefused("the address names no host, or more than a host")
-        return target
-
-    def _connected(self, addresses: list[str], host: str, port: int, *, tls: bool) -> socket.socket:
-        failure = OSError(f"{host} has no address")
+        failure: Exception = OSError(f"{host} has no address")
         for ip in addresses:
             try:
-                plain = self.connect(ip, port)
-            except OSError as error:
+                return self._network.connect_tcp(ip, port, timeout, local_address, socket_options)
+            except (httpcore.NetworkError, httpcore.TimeoutException) as error:
                 failure = error
-                continue
-            if not tls:
-                return plain
-            try:
-                return self.tls.wrap_socket(plain, server_hostname=host)
-            except OSError:
-                plain.close()
-                raise
         raise failure
 
 
-class WebConnections:
+class WebClient:
     """Range requests over connections that are kept open; safe to use from several threads."""
 
-    def __init__(self, client: WebClient) -> None:
-        self._client = client
-        self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
-        """By scheme and host: each has been checked when it was opened."""
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        *,
+        allow_private: bool = False,
+        resolve: Resolve = resolve_name,
+        network: httpcore.NetworkBackend | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`allow_private`: whether http, and addresses in private networks and on this machine, are
+        followed."""
+        self._schemes = ("https", "http") if allow_private else ("https",)
+        self._pool = httpcore.ConnectionPool(
+            tls or ssl.create_default_context(),
+            max_connections=None,
+            max_keepalive_connections=MAX_IDLE_CONNECTIONS,
+            network_backend=_CheckedAddresses(
+                allow_private, resolve, network or httpcore.SyncBackend()
+            ),
+        )
 
     def read_range(self, url: str, start: int, size_bytes: int) -> bytes:
         """Return exactly so many bytes of the file at `url`, after redirects. Blocking.
@@ -138,80 +122,72 @@ class WebConnections:
         connection fails.
         """
         for _ in range(MAX_REDIRECTS + 1):
-            target = self._client.parsed(url)
-            found = self._answered(target, start, size_bytes)
+            self._check(url)
+            try:
+                found = self._answered(url, start, size_bytes)
+            except (httpcore.NetworkError, httpcore.TimeoutException) as error:
+                raise ConnectionError(str(error) or repr(error)) from error
+            except httpcore.ProtocolError as error:
+                raise WebRefused(f"the server does not speak HTTP: {error!r}") from error
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
         raise WebRefused(f"more than {MAX_REDIRECTS} redirects")
 
-    def close(self) -> None:
-        with self._lock:
-            for connections in self._idle.values():
-                for connection in connections:
-                    connection.close()
-            self._idle.clear()
+    def _check(self, url: str) -> None:
+        target = urlsplit(url)
+        if target.scheme not in self._schemes:
+            raise WebRefused(f"only {' and '.join(self._schemes)} addresses are followed")
+        if not target.hostname or target.username is not None or not url.isascii():
+            raise WebRefused("the address names no host, or more than a host")
 
-    def _answered(self, target: SplitResult, start: int, size_bytes: int) -> bytes | str:
+    def _answered(self, url: str, start: int, size_bytes: int) -> bytes | str:
         """The bytes, or where the server redirects to."""
-        key = (target.scheme, target.netloc)
-        with self._lock:
-            kept = self._idle.get(key)
-            connection = kept.pop() if kept else None
-        if connection is not None:
-            try:
-                return self._asked(connection, key, target, start, size_bytes)
-            except (OSError, http.client.HTTPException):
-                # The server closed it while it was idle; a new one shows whether it still answers.
-                connection.close()
         try:
-            return self._asked(self._client.open(target), key, target, start, size_bytes)
-        except http.client.HTTPException as error:
-            raise WebRefused(f"the server does not speak HTTP: {error!r}") from error
+            return self._asked(url, start, size_bytes)
+        except (httpcore.ReadError, httpcore.WriteError, httpcore.RemoteProtocolError):
+            # The server may have closed a kept connection at this moment.
+            return self._asked(url, start, size_bytes)
 
-    def _asked(
-        self, connection: http.client.HTTPConnection, key: tuple[str, str], target: SplitResult,
-        start: int, size_bytes: int,
-    ) -> bytes | str:  # fmt: skip
-        whole = False
-        try:
-            path = (target.path or "/") + (f"?{target.query}" if target.query else "")
-            span = f"bytes={start}-{start + size_bytes - 1}"
-            connection.request("GET", path, headers={"Accept-Encoding": "identity", "Range": span})
-            answer = connection.getresponse()
-            location = answer.getheader("Location")
-            found: bytes | str
-            if answer.status in _REDIRECTS and location is not None:
-                found = location
-                whole = len(answer.read(PIECE_BYTES)) < PIECE_BYTES
-            else:
-                found = _range_of(answer, start, size_bytes)
-                whole = True
-        finally:
-            if not whole or answer.will_close:
-                connection.close()
-        self._keep(key, connection)
-        return found
-
-    def _keep(self, key: tuple[str, str], connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if connection.sock is None:
-                return
-            if sum(map(len, self._idle.values())) < MAX_IDLE_CONNECTIONS:
-                self._idle.setdefault(key, []).append(connection)
-                return
-        connection.close()
+    def _asked(self, url: str, start: int, size_bytes: int) -> bytes | str:
+        span = f"bytes={start}-{start + size_bytes - 1}"
+        headers = [("Accept-Encoding", "identity"), ("Range", span)]
+        limits = dict.fromkeys(("connect", "read", "write", "pool"), STALL_SECONDS)
+        # What is not read to its end is closed when the block is left.
+        with self._pool.stream(
+            "GET", url, headers=headers, extensions={"timeout": limits}
+        ) as answer:
+            location = _header(answer, b"location")
+            if answer.status in _REDIRECTS and location:
+                _read(answer, PIECE_BYTES)
+                return location
+            return _range_of(answer, start, size_bytes)
 
 
-def _range_of(answer: http.client.HTTPResponse, start: int, size_bytes: int) -> bytes:
-    if answer.status == http.client.OK:
+def _header(answer: httpcore.Response, name: bytes) -> str:
+    found = (value for key, value in answer.headers if key.lower() == name)
+    return next(found, b"").decode("latin-1")
+
+
+def _read(answer: httpcore.Response, most_bytes: int) -> bytes:
+    """The body, or more than `most_bytes` of it."""
+    content = bytearray()
+    for part in answer.iter_stream():
+        content += part
+        if len(content) > most_bytes:
+            break
+    return bytes(content)
+
+
+def _range_of(answer: httpcore.Response, start: int, size_bytes: int) -> bytes:
+    if answer.status == http.HTTPStatus.OK:
         raise WebRefused("the server does not answer Range requests")
-    if answer.status != http.client.PARTIAL_CONTENT:
+    if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
         raise WebRefused(f"the server answers {answer.status}")
-    given = answer.getheader("Content-Range") or ""
+    given = _header(answer, b"content-range")
     if not given.startswith(f"bytes {start}-{start + size_bytes - 1}/"):
         raise WebRefused(f"the server sends another range: {given[:80]!r}")
-    content = answer.read(size_bytes + 1)
+    content = _read(answer, size_bytes)
     if len(content) != size_bytes:
         raise WebRefused(f"the range has {len(content)} bytes instead of {size_bytes}")
     return content

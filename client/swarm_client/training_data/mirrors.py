@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import trio
 
-from swarm_client.connectivity.web_download import WebClient, WebConnections
+from swarm_client.connectivity.web_download import WebClient
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, leaf_shape
@@ -59,7 +59,6 @@ class Mirror:
     """One web folder, and what was experienced with it."""
 
     url: str
-    connections: WebConnections
     failures: int = 0
     """In a row."""
     rests_until: float = 0.0
@@ -74,9 +73,8 @@ class Mirrors:
 
     def __init__(self, manifest: Manifest, web: WebClient) -> None:
         self._manifest = manifest
-        self._mirrors = [
-            Mirror(url.rstrip("/"), WebConnections(web)) for url in manifest.data.mirrors
-        ]
+        self._web = web
+        self._mirrors = [Mirror(url.rstrip("/")) for url in manifest.data.mirrors]
 
     def pick(self, now: float) -> Mirror | None:
         usable = (one for one in self._mirrors if not one.banned and one.rests_until <= now)
@@ -97,7 +95,7 @@ class Mirrors:
             name = self._manifest.data.shards[wanted.shard].name
             try:
                 content = await anyio.to_thread.run_sync(
-                    mirror.connections.read_range, f"{mirror.url}/{name}",
+                    self._web.read_range, f"{mirror.url}/{name}",
                     wanted.first_leaf * LEAF_BYTES, sum(wanted.sizes),
                     limiter=mirror.slots, abandon_on_cancel=True,
                 )  # fmt: skip

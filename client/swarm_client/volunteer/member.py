@@ -83,7 +83,10 @@ class Member:
         self._fetcher = LeafFetcher(
             context.node, current, TransferSource(invite.coordinator, invite.addresses),
             context.data_cache, context.disk.claim,
-            Mirrors(membership.manifest, WebClient(context.options.private_web_downloads)),
+            Mirrors(
+                membership.manifest,
+                WebClient(allow_private=context.options.private_web_downloads),
+            ),
             context.report,
         )  # fmt: skip
         # Public: the protocol checks a certificate itself, and a joining peer's may arrive before

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpcore
 import pytest
 
 from kits.certificate import write_certificate
 from kits.range_server import RangeServer, range_server
-from swarm_client.connectivity.web_download import WebClient, WebConnections, WebRefused, is_public
+from swarm_client.connectivity.web_download import WebClient, WebRefused, is_public
 
 CONTENT = bytes(range(256)) * 40
 PUBLIC = "93.184.215.14"
@@ -50,7 +51,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLConte
 
 
 @dataclass
-class Internet:
+class Internet(httpcore.NetworkBackend):
     """A public web server, and the way to it."""
 
     server: RangeServer
@@ -66,14 +67,14 @@ class Internet:
             return [host]
         return self.answers.pop(0) if self.answers else [PUBLIC]
 
-    def connect(self, ip: str, port: int) -> socket.socket:
-        self.dialled.append(ip)
-        at = ("127.0.0.1", self.server.port) if ip == PUBLIC else (ip, port)
-        return socket.create_connection(at, timeout=10)
+    def connect_tcp(self, host: str, port: int, *rest: Any) -> httpcore.NetworkStream:
+        self.dialled.append(host)
+        at = ("127.0.0.1", self.server.port) if host == PUBLIC else (host, port)
+        return httpcore.SyncBackend().connect_tcp(*at, *rest)
 
     @property
     def client(self) -> WebClient:
-        return WebClient(resolve=self.resolve, connect=self.connect, tls=self.tls)
+        return WebClient(resolve=self.resolve, network=self, tls=self.tls)
 
 
 @pytest.fixture
@@ -93,13 +94,13 @@ def internet(certificates: tuple[ssl.SSLContext, ssl.SSLContext]) -> Iterator[In
 )  # fmt: skip
 def test_no_connection_is_made_into_the_volunteer_s_own_network(inside: RangeServer, address: str):
     with pytest.raises((WebRefused, OSError)):
-        WebConnections(WebClient()).read_range(address.format(port=inside.port), 0, len(CONTENT))
+        WebClient().read_range(address.format(port=inside.port), 0, len(CONTENT))
     assert inside.connections == 0
 
 
 def test_a_range_of_a_public_server_arrives(internet: Internet):
     internet.server.redirects = {"/old": f"https://{HOST}/deep/a?b=c"}
-    found = WebConnections(internet.client).read_range(f"https://{HOST}/old", 300, 500)
+    found = internet.client.read_range(f"https://{HOST}/old", 300, 500)
     assert found == CONTENT[300:800]
     assert internet.server.requests == ["/old", "/deep/a?b=c"]
     assert internet.dialled == [PUBLIC], "the redirect led back, and the connection was kept"
@@ -108,18 +109,17 @@ def test_a_range_of_a_public_server_arrives(internet: Internet):
 def test_connections_are_kept_for_the_next_range_and_opened_again_when_closed(
     internet: Internet,
 ):
-    connections = WebConnections(internet.client)
+    connections = internet.client
     url = f"https://{HOST}/a"
     assert [connections.read_range(url, start, 10) for start in (0, 10, 20)] == [
         CONTENT[start : start + 10] for start in (0, 10, 20)
     ]
     assert internet.server.connections == 1
-    for kept in connections._idle.values():
-        for connection in kept:
-            connection.sock.shutdown(socket.SHUT_RDWR)  # as a server does after a while
+    for kept in connections._pool.connections:
+        stream = kept._connection._network_stream  # type: ignore[attr-defined]
+        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # as a server does after a while
     assert connections.read_range(url, 30, 10) == CONTENT[30:40]
     assert internet.dialled == [PUBLIC, PUBLIC]
-    connections.close()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -128,7 +128,7 @@ def test_a_redirect_does_not_lead_into_the_volunteer_s_network(
 ):
     internet.server.redirects = {"/a": f"{scheme}://127.0.0.1:{inside.port}/latest/meta-data/"}
     with pytest.raises(WebRefused):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
+        internet.client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.server.requests == ["/a"]
     assert inside.connections == 0
 
@@ -140,7 +140,7 @@ def test_a_name_that_turns_private_between_two_answers_leads_nowhere(
     internet.answers = [[PUBLIC], ["127.0.0.1"]]
     internet.server.redirects = {"/a": f"https://{HOST}:{inside.port}/b"}
     with pytest.raises(WebRefused, match="not a public address"):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
+        internet.client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.asked == [HOST, HOST], "once for each hop"
     assert internet.dialled == [PUBLIC]
     assert inside.connections == 0
@@ -149,14 +149,14 @@ def test_a_name_that_turns_private_between_two_answers_leads_nowhere(
 def test_one_private_address_among_public_ones_is_enough_to_refuse(internet: Internet):
     internet.answers = [[PUBLIC, "192.168.1.1"]]
     with pytest.raises(WebRefused, match="not a public address"):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
+        internet.client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.dialled == []
 
 
 def test_endless_redirects_end(internet: Internet):
     internet.server.redirects = {"/a": "/a"}
     with pytest.raises(WebRefused, match="more than 5 redirects"):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
+        internet.client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert len(internet.server.requests) == 6
 
 
@@ -175,28 +175,28 @@ def test_what_is_not_the_range_is_refused(internet: Internet, trouble: dict[str,
     for name, value in trouble.items():
         setattr(internet.server, name, value)
     with pytest.raises(WebRefused, match=reason):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", 100, 50)
+        internet.client.read_range(f"https://{HOST}/a", 100, 50)
 
 
 def test_a_file_that_ends_within_the_range_is_refused(internet: Internet):
     start = len(CONTENT) - 10
     with pytest.raises(WebRefused, match="the range has 10 bytes instead of 11"):
-        WebConnections(internet.client).read_range(f"https://{HOST}/a", start, 11)
+        internet.client.read_range(f"https://{HOST}/a", start, 11)
 
 
 def test_a_server_without_the_certificate_of_its_name_is_refused(internet: Internet):
-    client = WebClient(resolve=internet.resolve, connect=internet.connect)
-    with pytest.raises(ssl.SSLCertVerificationError):
-        WebConnections(client).read_range(f"https://{HOST}/a", 0, len(CONTENT))
+    client = WebClient(resolve=internet.resolve, network=internet)
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.server.requests == []
 
 
 def test_a_volunteer_can_allow_its_own_network(inside: RangeServer):
     client = WebClient(allow_private=True)
-    found = WebConnections(client).read_range(f"{inside.url}/a", 0, len(CONTENT))
+    found = client.read_range(f"{inside.url}/a", 0, len(CONTENT))
     assert found == CONTENT
     with pytest.raises(WebRefused, match="only https and http"):
-        WebConnections(client).read_range("file:///etc/passwd", 0, len(CONTENT))
+        client.read_range("file:///etc/passwd", 0, len(CONTENT))
 
 
 @pytest.mark.parametrize(
