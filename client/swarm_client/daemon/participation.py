@@ -26,7 +26,7 @@ from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWat
 from swarm_client.control.messages import JoinArguments
 from swarm_client.governor.device_offer import usable_devices
 from swarm_client.governor.disk_space import DiskAllowance, data_budget_bytes
-from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.ipc import shared_memory
 from swarm_client.machine.devices import Device
@@ -128,10 +128,9 @@ async def participate(
                 lives.start_soon(live, place, resources)
             await all_made.wait()
             device_group = DeviceGroup([made[place] for place in range(len(devices))])
-            subjects = [
-                governed_device(volunteer, device_group) for volunteer in device_group.volunteers
-            ]
-            governor = Governor(source, home, subjects, bandwidth, invite.run_id, report, probes)
+            governor = Governor(
+                source, home, device_group, bandwidth, invite.run_id, report, probes
+            )
             observer.begun(device_group, governor)
             await governor.tick()
             nursery.start_soon(governor.run)
@@ -273,19 +272,6 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
     async with trio.open_nursery() as nursery:
         nursery.start_soon(mapper.run)
         await watch.run()
-
-
-def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> GovernedDevice:
-    """The volunteer as the governor controls it."""
-    averager = volunteer.averager
-    return GovernedDevice(
-        volunteer,
-        averager.worker,
-        lambda: sum(link.sent + link.received for link in averager.links()),
-        volunteer.context.options.device,
-        volunteer.context.options.threads,
-        lambda: volunteer.node.peer_id not in device_group.ended,
-    )
 
 
 async def start_averaging(

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Protocol
 
 import trio
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspendable, Suspension
+from swarm_client.control.suspension import Suspension
 from swarm_client.governor.device_offer import permitted_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
 from swarm_client.governor.policy import (
@@ -35,9 +34,10 @@ from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
+from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -58,42 +58,13 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
-class GovernedVolunteer(Suspendable, Protocol):
-    """The volunteer, as the governor controls it."""
-
-    def limit(self, limits: WorkerLimits) -> None: ...
-
-    def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None: ...
-
-    def offer_memory(self, memory: MemoryOffer) -> None: ...
-
-
-class AveragingControl(Protocol):
-    """The averaging worker with its p2pd."""
-
-    def hold_back(self, reason: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GovernedDevice:
-    """A volunteer on its device."""
-
-    volunteer: GovernedVolunteer
-    averaging: AveragingControl
-    other_bytes: Callable[[], int]
-    """Bytes transferred since the start outside the machine's `Bandwidth` (by p2pd)."""
-    device: Device
-    """As offered at the start, without the preferences."""
-    threads: int
-    participates: Callable[[], bool] = lambda: True
-    """Whether it still participates; nothing is applied to one that does not."""
-
-
 @dataclass(slots=True)
 class _DeviceRecord:
-    """A governed device with the governor's memory of it."""
+    """A volunteer on its device, with the governor's memory of it."""
 
-    subject: GovernedDevice
+    volunteer: Volunteer
+    device: Device
+    """As offered at the start, without the preferences."""
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
@@ -102,13 +73,13 @@ class _DeviceRecord:
 
 
 class Governor:
-    """Run `run` beside the volunteers, of which there is at least one."""
+    """Run `run` beside the volunteers."""
 
     def __init__(
         self,
         source: PreferenceSource,
         home: Home,
-        subjects: Sequence[GovernedDevice],
+        device_group: DeviceGroup,
         bandwidth: Bandwidth,
         run: RunId | None,
         report: Report,
@@ -117,7 +88,10 @@ class Governor:
     ) -> None:
         self.source = source
         self._home = home
-        self._records = tuple(_DeviceRecord(subject) for subject in subjects)
+        self._device_group = device_group
+        self._records = tuple(
+            _DeviceRecord(one, one.context.options.device) for one in device_group.volunteers
+        )
         self._bandwidth = bandwidth
         self._run = run
         self._report = report
@@ -144,9 +118,9 @@ class Governor:
     def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
         """The device's decision, and whether its present suspension is the governor's."""
         for record in self._records:
-            if record.subject.device.id == device_id:
+            if record.device.id == device_id:
                 own = record.own_suspension
-                ordered = own is not None and record.subject.volunteer.suspended is own
+                ordered = own is not None and record.volunteer.suspended is own
                 return record.decision, ordered
         return None
 
@@ -177,18 +151,19 @@ class Governor:
         preferences = self.source.current.preferences
         for record in self._records:
             record.decision, record.memory = decide(
-                preferences, self.readings, record.memory, now, record.subject.device.name
+                preferences, self.readings, record.memory, now, record.device.name
             )
         self._apply_machine_limits()
+        active = tuple(self._device_group.active)
         for record in self._records:
-            if record.subject.participates():
+            if record.volunteer in active:
                 self._apply_device_limits(record)
         await trio.to_thread.run_sync(
             self._binding.apply, self.decision.limits.cores, self.decision.limits.nice
         )
 
     def _read(self) -> Readings:
-        devices = [record.subject.device.name for record in self._records]
+        devices = [record.device.name for record in self._records]
         return self._probes.read(
             self.source.current.preferences, devices, self._transfer_counts.bytes_by_day
         )
@@ -210,29 +185,28 @@ class Governor:
         self._bandwidth.down.limit(limits.download_bytes_per_second)
 
     def _apply_device_limits(self, record: _DeviceRecord) -> None:
-        decision, subject = record.decision, record.subject
+        decision, volunteer, device = record.decision, record.volunteer, record.device
         limits = decision.limits
         network_is_free = not _NETWORK_REASONS.intersection(decision.reasons)
-        subject.volunteer.limit_network(
+        volunteer.limit_network(
             own_transport_only=limits.own_transport_only, for_others=network_is_free
         )
-        subject.averaging.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
+        volunteer.averager.worker.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
         own_cores = max(1, cores // len(self._records))
-        sharers = sum(one.subject.device.name == subject.device.name for one in self._records)
+        sharers = sum(one.device.name == device.name for one in self._records)
         vram = None if limits.vram_bytes is None else limits.vram_bytes // sharers
-        subject.volunteer.limit(
-            WorkerLimits(limits.duty_cycle, min(subject.threads, own_cores), vram)
-        )
+        threads = min(volunteer.context.options.threads, own_cores)
+        volunteer.limit(WorkerLimits(limits.duty_cycle, threads, vram))
         offered = permitted_memory(
-            subject.device, self.source.current.preferences, sharers, len(self._records),
+            device, self.source.current.preferences, sharers, len(self._records),
             has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
-        subject.volunteer.offer_memory(offered)
+        volunteer.offer_memory(offered)
         self._suspend_or_resume(record)
 
     def _suspend_or_resume(self, record: _DeviceRecord) -> None:
-        volunteer, decision = record.subject.volunteer, record.decision
+        volunteer, decision = record.volunteer, record.decision
         ordered = volunteer.suspended
         if ordered is not None and ordered is not record.own_suspension:
             return  # not the governor's suspension: not ended here
@@ -252,7 +226,7 @@ class Governor:
 
     def _report_for(self, record: _DeviceRecord, text: str) -> None:
         several = len(self._records) > 1
-        self._report(f"{record.subject.device.id}: {text}" if several else text)
+        self._report(f"{record.device.id}: {text}" if several else text)
 
     async def _make_room(self) -> None:
         """Remove caches that can be fetched again, before the disk becomes a reason to pause."""
@@ -276,8 +250,12 @@ class Governor:
     # ---- bytes
 
     def _transferred(self) -> int:
-        others = sum(record.subject.other_bytes() for record in self._records)
-        return self._bandwidth.up.bytes + self._bandwidth.down.bytes + others
+        of_p2pd = sum(
+            link.sent + link.received
+            for record in self._records
+            for link in record.volunteer.averager.links()
+        )
+        return self._bandwidth.up.bytes + self._bandwidth.down.bytes + of_p2pd
 
     def _count(self) -> None:
         total = self._transferred()

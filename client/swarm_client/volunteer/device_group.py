@@ -16,7 +16,7 @@ from swarm_shared.base.types import PeerId
 
 
 class DeviceGroup:
-    """At least one volunteer. Satisfies `Suspendable` for the user's own pause."""
+    """At least one volunteer."""
 
     def __init__(self, volunteers: Sequence[Volunteer]) -> None:
         assert volunteers, "a machine has at least one device"

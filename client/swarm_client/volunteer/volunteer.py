@@ -269,7 +269,7 @@ class Volunteer:
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
         """Compute nothing from now on, and keep what is accumulated
-        (`swarm_client.volunteer.pause`)."""
+        (`swarm_client.volunteer.pause`). A second call replaces reason and time."""
         self.pause.suspend(reason, until)
 
     def resume(self) -> None:

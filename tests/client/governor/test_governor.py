@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -16,16 +16,17 @@ from swarm_client.control.status_document import DaemonState, DeviceView, Suspen
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
 from swarm_client.governor.disk_space import DiskAllowance
-from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
+from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.memory import MemoryOffer
-from swarm_shared.base.types import RunId
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.network import Bandwidth
 
 OWN_RUN = RunId("f" * 32)
@@ -41,7 +42,12 @@ PAUSED = DeviceView(
 class RecordedVolunteer:
     """In the volunteer's and the averaging worker's place: records what it is called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, rig: Rig) -> None:
+        device = Device("cpu", "CPU", 10**9, number)
+        self.context = SimpleNamespace(options=SimpleNamespace(device=device, threads=4))
+        self.node = SimpleNamespace(peer_id=PeerId(f"peer{number}"))
+        traffic = lambda: (SimpleNamespace(sent=rig.others, received=0),)  # noqa: E731
+        self.averager = SimpleNamespace(worker=self, links=traffic)
         self.suspended: Suspension | None = None
         self.limits = WorkerLimits()
         self.memory_bytes = 0
@@ -82,21 +88,18 @@ class Rig:
         self.home = Home.create(folder / "a home")
         self.path = self.home.path / "preferences.toml"
         self.path.write_text(text)
-        self.volunteer, self.somebody = RecordedVolunteer(), Somebody()
+        self.volunteer, self.somebody = RecordedVolunteer(1, self), Somebody()
         self.bandwidth, self.lines = Bandwidth(), []
         self.others = 0
         self.wall = 1_795_000_000.0
-        self.other_volunteers = tuple(RecordedVolunteer() for _ in range(devices - 1))
-        subjects = [
-            GovernedDevice(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
-            for number, told in enumerate((self.volunteer, *self.other_volunteers), start=1)
-        ]
+        self.other_volunteers = tuple(RecordedVolunteer(n, self) for n in range(2, devices + 1))
+        devices_here = DeviceGroup((self.volunteer, *self.other_volunteers))
         probes = MachineProbes(self.home.path, self.somebody, self.somebody)
         self.source = PreferenceSource(self.path, {})
         self.disk = DiskAllowance(probes.disk, self.source, self.home, OWN_RUN)
         self.governor = Governor(
-            self.source, self.home, subjects, self.bandwidth, OWN_RUN, self.lines.append, probes,
-            lambda: self.wall,
+            self.source, self.home, devices_here, self.bandwidth, OWN_RUN, self.lines.append,
+            probes, lambda: self.wall,
         )  # fmt: skip
 
     async def look(self) -> SuspendReason | None:
@@ -291,8 +294,7 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
 
 async def test_a_device_that_takes_part_no_more_is_left_alone(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
-    gone = rig.governor._records[1]
-    gone.subject = replace(gone.subject, participates=lambda: False)
+    rig.governor._device_group.ended.add(rig.other_volunteers[0].node.peer_id)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
     assert rig.other_volunteers[0].suspended is None
