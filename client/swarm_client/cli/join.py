@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,7 @@ def join(
 def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
     import trio
 
-    from swarm_client.daemon.daemon import DaemonOptions, run_daemon
+    from swarm_client.daemon.daemon import run_daemon
     from swarm_client.fault_injection import faults
 
     injector = faults.activate(arguments.name or "", daemon_pid=os.getpid())
@@ -142,7 +143,7 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
 
         injector.drop_network = install().begin
         print_event("FAULT INJECTION IS ON: this volunteer will fail on purpose")
-    trio.run(run_daemon, DaemonOptions(home, arguments, foreground=True), print_event)
+    trio.run(run_daemon, home, print_event, arguments)
 
 
 @click.command()
@@ -156,11 +157,11 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
         return
     import trio
 
-    from swarm_client.daemon.daemon import DaemonOptions, run_daemon
+    from swarm_client.daemon.daemon import run_daemon
     from swarm_client.machine.sd_notify import Notifier
 
     notifier = Notifier.from_environment(os.environ)
-    trio.run(run_daemon, DaemonOptions(home, resume=not idle), print_event, notifier)
+    trio.run(partial(run_daemon, home, print_event, resume=not idle, notifier=notifier))
 
 
 def _detach(place: Home, *, idle: bool) -> None:

@@ -23,9 +23,10 @@ PROGRAM = "swarm-client"
 def credit(home: Path | None, as_json: bool) -> None:
     """Show what this machine has contributed, from its own contribution log."""
     from swarm_client.cli.text import contribution_text
-    from swarm_client.control import contribution_log
     from swarm_client.control.client import NoDaemon, ask
+    from swarm_client.control.contribution_log import ContributionLog
     from swarm_client.control.status_document import ContributionView, Status
+    from swarm_client.control.stored_file import read_document
 
     place = Home.locate(home)
     try:
@@ -33,7 +34,8 @@ def credit(home: Path | None, as_json: bool) -> None:
             ask(place.socket_path, "status")
         ).contribution
     except NoDaemon:
-        view = contribution_log.read(place.contribution_path).view(datetime.datetime.now().date())
+        stored = read_document(place.contribution_path, ContributionLog())
+        view = stored.view(datetime.datetime.now().date())
     if as_json:
         print_json(view.model_dump(mode="json"))
     else:

@@ -2,24 +2,20 @@
 
 Credit is tokens times the stage's share of the model's work, counted in applied steps. The recent
 average decays with a half-life of seven days, as BOINC's does, so it is the current credit per day.
-Values only, except `read` and `write`. Authoritative is the run's ledger; this is what this machine
+Values only. Authoritative is the run's ledger; this is what this machine
 observed.
 """
 
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swarm_client.control.status_document import ContributionView
-from swarm_shared.base.atomic_file import write_atomically
-from swarm_shared.base.errors import StorageError
 from swarm_shared.base.frozen_model import FrozenModel
 
 FORMAT = 1
-MAX_BYTES = 2**20
 HALF_LIFE_DAYS = 7.0
 KEPT_DAYS = 400
 """Days kept: more than a year to plot; older credit remains in the sums."""
@@ -33,17 +29,16 @@ class ContributionLog(FrozenModel):
     tokens: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)
     credit: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    days: dict[str, float] = Field(default_factory=dict)
-    """ISO date → credit, oldest first."""
+    days: dict[datetime.date, float] = Field(default_factory=dict)
+    """Credit of each day, oldest first."""
 
     def with_step(
         self, day: datetime.date, microbatches: int, tokens: int, credit: float, steps: int = 1
     ) -> ContributionLog:
         """`steps`: 0 when another device of this machine has reported the same step before."""
         days = dict(self.days)
-        key = day.isoformat()
         if credit > 0:
-            days[key] = days.get(key, 0.0) + credit
+            days[day] = days.get(day, 0.0) + credit
         kept = dict(sorted(days.items())[-KEPT_DAYS:])
         return ContributionLog(
             microbatches=self.microbatches + microbatches, tokens=self.tokens + tokens,
@@ -54,50 +49,25 @@ class ContributionLog(FrozenModel):
         return ContributionView(
             microbatches=self.microbatches, tokens=self.tokens, steps=self.steps,
             credit=self.credit, recent_credit=recent_credit(self.days, today),
-            days=tuple(sorted(self.days.items())), streak_days=streak(self.days, today),
+            days=tuple((day.isoformat(), credit) for day, credit in sorted(self.days.items())),
+            streak_days=streak(self.days, today),
         )  # fmt: skip
 
 
-def recent_credit(days: dict[str, float], today: datetime.date) -> float:
+def recent_credit(days: dict[datetime.date, float], today: datetime.date) -> float:
     """Credit per day: a weighted mean in which a day counts half of one a week later."""
     keep: float = 0.5 ** (1.0 / HALF_LIFE_DAYS)
     total = 0.0
     for day, credit in days.items():
-        age = max(0, (today - datetime.date.fromisoformat(day)).days)
-        total += credit * float(keep**age)
+        total += credit * float(keep ** max(0, (today - day).days))
     return total * (1.0 - keep)
 
 
-def streak(days: dict[str, float], today: datetime.date) -> int:
+def streak(days: dict[datetime.date, float], today: datetime.date) -> int:
     """Consecutive days with credit, up to today or, before today's first, up to yesterday."""
     one = datetime.timedelta(days=1)
-    day = today if today.isoformat() in days else today - one
+    day = today if today in days else today - one
     count = 0
-    while day.isoformat() in days:
+    while day in days:
         count, day = count + 1, day - one
     return count
-
-
-def read(path: Path) -> ContributionLog:
-    """The stored log; an empty one if there is no file. StorageError for one that cannot be
-    parsed."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        diary = ContributionLog.model_validate_json(content)
-        for day in diary.days:
-            datetime.date.fromisoformat(day)
-    except FileNotFoundError:
-        return ContributionLog()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValidationError, ValueError) as error:
-        raise StorageError(
-            f"{path} cannot be read: it is damaged or of a newer version; install that version "
-            "again, or move the file away"
-        ) from error
-    return diary
-
-
-def write(path: Path, diary: ContributionLog) -> None:
-    write_atomically(path, diary.model_dump_json(indent=1).encode() + b"\n")

@@ -2,8 +2,7 @@
 restarts.
 
 Owns `runs.json`. A run is added when its coordinator has admitted this peer, never before. The file
-holds invites, whose tokens are secrets: it is private. Values only; `read` and `write` are the only
-functions that touch the disk.
+holds invites, whose tokens are secrets: it is private.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swarm_client.control.messages import JoinArguments
 from swarm_client.control.status_document import KnownRun
-from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
-from swarm_shared.base.errors import StorageError, UsageError
+from swarm_client.control.stored_file import read_document, write_document
+from swarm_shared.base.atomic_file import PRIVATE_MODE
+from swarm_shared.base.errors import UsageError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.json_messages import first_error
 
 FORMAT = 1
-MAX_BYTES = 2**20
 MAX_RUNS = 100
 """Maximum number of stored runs; the one joined longest ago is dropped first."""
 
@@ -95,23 +93,8 @@ class StoredRuns(FrozenModel):
 def read(path: Path) -> StoredRuns:
     """The stored runs; empty if there is no file. StorageError for one that cannot be parsed: it
     holds invites, so it is never discarded automatically."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        return StoredRuns()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        if len(content) > MAX_BYTES:
-            raise StorageError(f"{path} is too large for a list of runs; move the file away")
-        return StoredRuns.model_validate_json(content)
-    except ValidationError as error:
-        raise StorageError(
-            f"{path} cannot be read ({first_error(error)}): it is damaged or of a newer version; "
-            "install that version again, or move the file away and join again"
-        ) from error
+    return read_document(path, StoredRuns(), "move the file away and join again")
 
 
 def write(path: Path, book: StoredRuns) -> None:
-    write_atomically(path, book.model_dump_json(indent=1).encode() + b"\n", PRIVATE_MODE)
+    write_document(path, book, PRIVATE_MODE)

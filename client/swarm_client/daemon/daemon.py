@@ -9,18 +9,16 @@ it waits for the next command. One Ctrl-C or SIGTERM leaves in order, a second o
 
 from __future__ import annotations
 
-import datetime
 import logging
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from swarm_client.control import contribution_log as log_files
 from swarm_client.control import known_runs
+from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import (
@@ -34,6 +32,7 @@ from swarm_client.control.messages import (
 from swarm_client.control.server import ControlSocketServer, Method, order, query
 from swarm_client.control.status_document import InterruptionView, Status, SuspendReason
 from swarm_client.control.status_sentence import SENTENCES, StopCause, clock_text
+from swarm_client.control.stored_file import read_document, write_document
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.participation import participate
 from swarm_client.daemon.sleep_watch import SleepWatch
@@ -74,32 +73,29 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonOptions:
-    home: Path | None
-    first: JoinArguments | None = None
-    """The run to begin with; None: the one chosen last."""
-    resume: bool = True
-    """Whether to continue the run chosen last."""
-    foreground: bool = False
-    """End with the first participation, and raise its error."""
-
-
 async def run_daemon(
-    options: DaemonOptions, report: Report, notifier: Notifier | None = None
+    place: Path | None,
+    report: Report,
+    first: JoinArguments | None = None,
+    *,
+    resume: bool = True,
+    notifier: Notifier | None = None,
 ) -> None:
-    """Run until ended. SwarmError when the daemon cannot run, or when its participation in the
-    foreground fails."""
-    if options.first is not None:
-        Invite.decode(options.first.invite)
-    home = Home.create(options.home)
+    """Run until ended: with `first` in the foreground, up to the end of that participation,
+    otherwise with the run chosen last if it is to `resume`.
+
+    SwarmError when the daemon cannot run, or when its participation in the foreground fails.
+    """
+    if first is not None:
+        Invite.decode(first.invite)
+    home = Home.create(place)
     with home.locked():
         write_log(home)
-        daemon = Daemon(home, report, foreground=options.foreground, notifier=notifier)
+        daemon = Daemon(home, report, foreground=first is not None, notifier=notifier)
         logging.getLogger("swarm_client").addHandler(daemon.log_buffer)
         logging.getLogger("swarm_shared").addHandler(daemon.log_buffer)
         try:
-            await daemon.run(options.first, resume=options.resume)
+            await daemon.run(first, resume=resume)
         finally:
             logging.getLogger("swarm_client").removeHandler(daemon.log_buffer)
             logging.getLogger("swarm_shared").removeHandler(daemon.log_buffer)
@@ -134,13 +130,11 @@ class Daemon:
         self._wall, self._clock = wall_clock, clock
         self._started_at = wall_clock()
         self._stored_runs = known_runs.read(home.runs_path)
-        self._contribution_log = log_files.read(home.contribution_path)
-        self._saved_contribution_log = self._contribution_log
+        self._saved_contribution_log = read_document(home.contribution_path, ContributionLog())
+        self._contribution = ContributionCounter(self._saved_contribution_log, wall_clock)
         self._probes = SystemProbes(home.path)
         self._probes_lock = trio.Lock()
         self._status_builder = StatusBuilder()
-        self._contribution = ContributionCounter(on_step=self._counted)
-        self._last_step: int | None = None
         self._interruption: InterruptionView | None = None
         self._target: JoinArguments | None = None
         """The run to work on."""
@@ -279,25 +273,18 @@ class Daemon:
         except StorageError as error:
             self.event(f"the list of runs could not be saved: {error}")
 
-    def _counted(self, step: int, microbatches: int, tokens: int, credit: float) -> None:
-        today = datetime.datetime.fromtimestamp(self._wall()).date()
-        new = int(step != self._last_step)
-        self._last_step = step
-        self._contribution_log = self._contribution_log.with_step(
-            today, microbatches, tokens, credit, new
-        )
-
     async def _keep_contribution_log(self) -> None:
         while True:
             await trio.sleep(SAVE_INTERVAL_SECONDS)
             self._save_contribution_log()
 
     def _save_contribution_log(self) -> None:
-        if self._contribution_log is self._saved_contribution_log:
+        newest = self._contribution.log
+        if newest is self._saved_contribution_log:
             return
         try:
-            log_files.write(self.home.contribution_path, self._contribution_log)
-            self._saved_contribution_log = self._contribution_log
+            write_document(self.home.contribution_path, newest)
+            self._saved_contribution_log = newest
         except StorageError as error:
             log.warning("the contribution log could not be saved: %s", error)
 
@@ -373,7 +360,7 @@ class Daemon:
                 suspension=None
                 if pause is None or self._target is None
                 else Suspension(SuspendReason.PAUSED_BY_USER, pause.until),
-                stopped=self._stopped, contribution_log=self._contribution_log, readings=readings,
+                stopped=self._stopped, contribution_log=self._contribution.log, readings=readings,
                 interruption=self._interruption,
             ),
         )  # fmt: skip

@@ -137,7 +137,7 @@ def gpu_index(device: str) -> int | None:
 def transferred_bytes(readings: Readings, days: int, today: date) -> int:
     """Bytes transferred in the last `days`. Future days count too: setting the clock back frees
     nothing."""
-    first = today.toordinal() - days + 1
+    first = today - timedelta(days=days - 1)
     return sum(n for day, n in readings.transferred_bytes_by_day.items() if day >= first)
 
 

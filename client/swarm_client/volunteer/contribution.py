@@ -1,23 +1,26 @@
-"""Contribution of this volunteer since its start, counted in applied steps."""
+"""Contribution of this machine, counted in applied steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import datetime
+
+from swarm_client.control.contribution_log import ContributionLog
+from swarm_shared.base.clock import Clock, wall
 
 
-@dataclass(slots=True)
 class ContributionCounter:
-    """Running sums over all devices of the machine."""
+    """Counts what all devices of the machine do, on top of the log of earlier starts."""
 
-    microbatches: int = 0
-    tokens: int = 0
-    steps: int = 0
-    credit: float = 0.0
-    """Tokens times the stage's share of the model's work."""
-    on_step: Callable[[int, int, int, float], None] = field(default=lambda *_: None, repr=False)
-    """Called with each step's number, microbatches, tokens and credit."""
-    _last_step: int | None = None
+    def __init__(self, log: ContributionLog, wall_clock: Clock = wall) -> None:
+        self.log = log
+        self._before = log
+        self._wall = wall_clock
+        self._last_step: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Applied steps since the start."""
+        return self.log.steps - self._before.steps
 
     def add_step(
         self, step: int, microbatches: int, tokens_per_microbatch: int, work_share: float
@@ -25,15 +28,14 @@ class ContributionCounter:
         """Add what one device contributed to an applied step. A step that several devices report is
         counted once."""
         tokens = microbatches * tokens_per_microbatch
-        self.microbatches += microbatches
-        self.tokens += tokens
-        self.steps += step != self._last_step
+        today = datetime.datetime.fromtimestamp(self._wall()).date()
+        self.log = self.log.with_step(
+            today, microbatches, tokens, tokens * work_share, int(step != self._last_step)
+        )
         self._last_step = step
-        self.credit += tokens * work_share
-        self.on_step(step, microbatches, tokens, tokens * work_share)
 
     def __str__(self) -> str:
         return (
-            f"contributed {self.microbatches} microbatches ({self.tokens} tokens) "
-            f"in {self.steps} steps"
+            f"contributed {self.log.microbatches - self._before.microbatches} microbatches "
+            f"({self.log.tokens - self._before.tokens} tokens) in {self.steps} steps"
         )

@@ -22,7 +22,7 @@ from swarm_client.control.known_runs import write as write_runs
 from swarm_client.control.messages import JoinArguments, error_report_of
 from swarm_client.control.server import ControlSocketServer
 from swarm_client.control.status_document import API_VERSION, DaemonState, Status
-from swarm_client.daemon.daemon import Daemon, DaemonOptions, run_daemon
+from swarm_client.daemon.daemon import Daemon, run_daemon
 from swarm_client.machine.home import Home
 from swarm_shared.base import errors
 from swarm_shared.base.errors import (
@@ -233,7 +233,7 @@ async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path)
         Home.create(tmp_path / "h").locked(),
         pytest.raises(StorageError, match="another swarm-client is running"),
     ):
-        await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
+        await run_daemon(tmp_path / "h", lambda line: None)
 
 
 async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_alone(
@@ -242,7 +242,7 @@ async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_al
     home = Home.create(tmp_path / "h")
     home.runs_path.write_text('{"format": 2, "teams": []}')
     with pytest.raises(StorageError, match="newer version"):
-        await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
+        await run_daemon(tmp_path / "h", lambda line: None)
     assert "teams" in home.runs_path.read_text()
 
 

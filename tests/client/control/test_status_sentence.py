@@ -32,6 +32,7 @@ from swarm_client.control.status_sentence import (
     clock_text,
     describe,
 )
+from swarm_client.control.stored_file import read_document, write_document
 from swarm_client.control.suspension import Suspension
 from swarm_shared.base.errors import StorageError, UsageError
 
@@ -205,9 +206,9 @@ def test_a_diary_keeps_its_sums_when_it_forgets_days(tmp_path: Path) -> None:
     assert len(kept.days) == contribution_log.KEPT_DAYS
     assert kept.credit == pytest.approx(100.0 * (contribution_log.KEPT_DAYS + 50))
     path = tmp_path / "contribution.json"
-    assert contribution_log.read(path) == ContributionLog()
-    contribution_log.write(path, kept)
-    assert contribution_log.read(path) == kept
+    assert read_document(path, ContributionLog()) == ContributionLog()
+    write_document(path, kept)
+    assert read_document(path, ContributionLog()) == kept
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 9, "ages": 1}', '{"days": {"x": 1}}'])
@@ -215,7 +216,7 @@ def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path: Path, content: str)
     path = tmp_path / "a file"
     path.write_text(content)
     with pytest.raises(StorageError, match="a file"):
-        contribution_log.read(path)
+        read_document(path, ContributionLog())
     if "days" not in content:
         with pytest.raises(StorageError, match="a file"):
             known_runs.read(path)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from kits.power_cut.lab import FEW_SEEDS, PowerCutDisk, at_every_instant
-from swarm_client.control import contribution_log, known_runs
+from swarm_client.control import known_runs
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.messages import JoinArguments
+from swarm_client.control.stored_file import read_document, write_document
 from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.home import Home
 from swarm_client.preferences.file import set_preference
@@ -77,13 +78,11 @@ def joined_runs(home: Home) -> object:
 
 
 def log_a_contribution(home: Home, value: int) -> None:
-    contribution_log.write(
-        home.contribution_path, ContributionLog().with_step(TODAY, value, 1, 1.0)
-    )
+    write_document(home.contribution_path, ContributionLog().with_step(TODAY, value, 1, 1.0))
 
 
 def contribution(home: Home) -> object:
-    return contribution_log.read(home.contribution_path).microbatches
+    return read_document(home.contribution_path, ContributionLog()).microbatches
 
 
 def count_a_transfer(home: Home, value: int) -> None:

@@ -71,7 +71,7 @@ def test_a_server_without_battery_display_and_user_runs_whatever_else_it_reads()
         cpu_share=1.0, own_cpu_share=0.0, memory_total_bytes=64 * GIB, own_memory_bytes=50 * GIB,
         memory_available_bytes=GIB, disk_free_bytes=2 * GIB, disk_used_bytes=500 * GIB,
         terminal_idle_seconds=0.0,
-        transferred_bytes_by_day={date(2026, 11, 20).toordinal(): 10**15},
+        transferred_bytes_by_day={date(2026, 11, 20): 10**15},
         gpus=(GpuReading(0, temperature_celsius=88.0),),
     )  # fmt: skip
     for device in ("cpu", "cuda:0"):
@@ -101,7 +101,7 @@ def test_a_server_without_battery_display_and_user_runs_whatever_else_it_reads()
         ({"hours": "never"}, Readings(), Reason.TIME_OF_DAY, "there are none"),
         (
             {"transfer_gib": 1, "transfer_days": 2},
-            Readings(transferred_bytes_by_day={date(2026, 11, 19).toordinal(): GIB}),
+            Readings(transferred_bytes_by_day={date(2026, 11, 19): GIB}),
             Reason.QUOTA_USED, "continues on Saturday at 00:00",
         ),
         ({}, Readings(disk_free_bytes=GIB // 2), Reason.DISK_FULL, "1 GiB of disk"),
@@ -163,7 +163,7 @@ def test_hours_follow_the_wall_clock_when_it_is_set_back_and_durations_do_not() 
 
 def test_a_clock_that_is_set_back_frees_no_quota() -> None:
     said = prefer(transfer_gib=1, transfer_days=7)
-    used = Readings(transferred_bytes_by_day={date(2026, 11, 20).toordinal(): 2 * GIB})
+    used = Readings(transferred_bytes_by_day={date(2026, 11, 20): 2 * GIB})
     for days in (0, 3, 40):
         now = ClockReading(NOON - 86_400 * days, 1000.0)
         assert decision(said, used, now).reason is Reason.QUOTA_USED
@@ -281,7 +281,9 @@ some_readings = st.builds(
     gpus=st.lists(
         st.builds(GpuReading, st.just(0), temperature_celsius=maybe(st.floats(0, 120))), max_size=1
     ).map(tuple),
-    transferred_bytes_by_day=st.dictionaries(st.integers(739_900, 739_940), some_bytes),
+    transferred_bytes_by_day=st.dictionaries(
+        st.integers(739_900, 739_940).map(date.fromordinal), some_bytes
+    ),
 )
 gib = st.one_of(st.just(0.0), st.floats(0.01, 50))
 windows = st.sampled_from(["always", "never", "08:00-17:00", "22:00-06:00"])

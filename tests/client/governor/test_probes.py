@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,10 +173,10 @@ def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: 
     assert readings.cpu_share is None
     while readings.cpu_share is None:  # the kernel counts in hundredths of a second
         time.now += 1
-        readings = probes.read(Preferences(), ("cpu",), {3: 4})
+        readings = probes.read(Preferences(), ("cpu",), {date(2026, 11, 20): 4})
     assert readings.memory_total_bytes == psutil.virtual_memory().total
     assert readings.disk_free_bytes
-    assert readings.transferred_bytes_by_day == {3: 4}
+    assert readings.transferred_bytes_by_day == {date(2026, 11, 20): 4}
 
 
 class Counted:

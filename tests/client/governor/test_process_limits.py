@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import psutil
@@ -216,10 +216,10 @@ def test_what_was_transferred_outlives_the_program(tmp_path: Path) -> None:
     time.now += SAVE_SECONDS
     ledger.add(date(2026, 11, 22), 7)
     again = TransferCounts(tmp_path, time)
-    assert again.bytes_by_day == {TODAY.toordinal(): 150, TODAY.toordinal() + 1: 7}
+    assert again.bytes_by_day == {TODAY: 150, TODAY + timedelta(days=1): 7}
     again.add(TODAY, 1)
     again.save()
-    assert TransferCounts(tmp_path, time).bytes_by_day[TODAY.toordinal()] == 151
+    assert TransferCounts(tmp_path, time).bytes_by_day[TODAY] == 151
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_full_disk_stops_no_counting(tmp_path: Path, files_no_larger_than) -> 
         ledger.save()
     ledger.add(TODAY, 5)
     ledger.save()
-    assert TransferCounts(tmp_path).bytes_by_day == {TODAY.toordinal(): 10}
+    assert TransferCounts(tmp_path).bytes_by_day == {TODAY: 10}
 
 
 # ---------------------------------------------------------------- the disk

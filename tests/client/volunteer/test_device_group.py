@@ -6,6 +6,7 @@ import base64
 from pathlib import Path
 
 from kits.memory import offers
+from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import combine_devices
 from swarm_client.daemon.participation import listen_address, owner_binding
@@ -80,8 +81,10 @@ def test_devices_listen_on_ports_beside_each_other() -> None:
 
 
 def test_a_step_that_two_devices_counted_in_is_one_step() -> None:
-    given = ContributionCounter()
+    given = ContributionCounter(ContributionLog())
     for step in (1, 2):
         given.add_step(step, 3, 10, 0.5)
         given.add_step(step, 2, 10, 0.5)
-    assert (given.steps, given.microbatches, given.tokens, given.credit) == (2, 10, 100, 50.0)
+    log = given.log
+    assert (log.steps, log.microbatches, log.tokens, log.credit) == (2, 10, 100, 50.0)
+    assert str(given) == "contributed 10 microbatches (100 tokens) in 2 steps"

@@ -16,6 +16,7 @@ import trio.testing
 
 from kits.client.held_stage import count
 from kits.transcripts import TRANSCRIPT
+from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.volunteer.contribution import ContributionCounter
@@ -94,7 +95,8 @@ class Scene:
         self.saved: list[int] = []
         self.links = self
         context: Any = SimpleNamespace(
-            report=self.lines.append, nursery=nursery, contribution=ContributionCounter(),
+            report=self.lines.append, nursery=nursery,
+            contribution=ContributionCounter(ContributionLog()),
             identity=Identity.from_seed(b"m" * 32),
         )  # fmt: skip
         self.contribution = context.contribution
@@ -269,7 +271,7 @@ async def test_a_prepared_stage_is_served_from_the_switch_on_and_the_old_one_end
         await s.settle()
         assert [worker.closed for worker in s.workers] == [True, False]
         assert "step 1 applied: stage 1, 3 microbatches here" in s.lines
-        assert (s.contribution.microbatches, s.applied) == (3, 1)
+        assert (s.contribution.log.microbatches, s.applied) == (3, 1)
 
 
 async def test_a_prepared_stage_that_is_outdated_ends_alone() -> None:

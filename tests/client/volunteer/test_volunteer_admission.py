@@ -17,6 +17,7 @@ import trio
 
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
@@ -194,7 +195,7 @@ async def scene(
                 long_pause_seconds=long_pause_seconds, self_test_seconds=self_test_seconds,
             )  # fmt: skip
             context = VolunteerContext(
-                identity, invite, home, node, options, ContributionCounter(),
+                identity, invite, home, node, options, ContributionCounter(ContributionLog()),
                 LeafCache(home.data_folder(RUN), 2**20), BoundlessDisk(),
                 lambda line: None, nursery,
             )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from swarm_client.governor.probes import GpuProbe, IdleProbe
@@ -83,7 +84,7 @@ class MachineProbes(SystemProbes):
         self,
         preferences: Preferences,
         devices: Sequence[str],
-        transferred_bytes_by_day: Mapping[int, int],
+        transferred_bytes_by_day: Mapping[date, int],
     ) -> Readings:
         """Read everything; what changes slowly, or affects no decision, may be older."""
         self.read_system()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Readings:
     running_apps: frozenset[str] = frozenset()
     """Those of the exclusive applications that are running."""
     gpus: tuple[GpuReading, ...] = ()
-    transferred_bytes_by_day: Mapping[int, int] = field(default_factory=dict)
-    """Bytes sent and received, by the day's proleptic ordinal in local time."""
+    transferred_bytes_by_day: Mapping[date, int] = field(default_factory=dict)
+    """Bytes sent and received, by the day in local time."""
 
     @property
     def user_idle_seconds(self) -> float | None:
