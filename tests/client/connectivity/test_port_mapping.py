@@ -84,10 +84,10 @@ def test_answers_that_miniupnpd_gave_are_understood() -> None:
     """Recorded from version 2.3.1."""
     address = bytes.fromhex("008000000000302c34000001")
     found = nat_pmp.parse_answer(address, nat_pmp.Operation.EXTERNAL_ADDRESS)
-    assert found == nat_pmp.ExternalAddress(ipaddress.IPv4Address("52.0.0.1"))
+    assert found == ipaddress.IPv4Address("52.0.0.1").packed
     mapped = bytes.fromhex("008200000000302c0fa10fa100001c20")
     found = nat_pmp.parse_answer(mapped, nat_pmp.Operation.MAP_TCP)
-    assert found == nat_pmp.PortMapped(4001, 4001, 7200)
+    assert struct.unpack(">HHI", found) == (4001, 4001, 7200)
 
 
 @given(st.sampled_from(nat_pmp.Operation), st.binary(max_size=40))
@@ -100,7 +100,7 @@ def test_any_datagram_is_an_answer_or_a_named_error(
         return
     assert len(datagram) == (12 if operation is nat_pmp.Operation.EXTERNAL_ADDRESS else 16)
     assert datagram[:4] == bytes([0, 128 + operation, 0, 0])
-    assert isinstance(answer, nat_pmp.ExternalAddress | nat_pmp.PortMapped)
+    assert answer == datagram[8:]
 
 
 @given(
@@ -112,7 +112,7 @@ def test_a_mapping_comes_back_as_it_was_sent(
 ) -> None:
     datagram = struct.pack(">BBHIHHI", 0, 130, 0, epoch, internal, external, lifetime)
     found = nat_pmp.parse_answer(datagram, nat_pmp.Operation.MAP_TCP)
-    assert found == nat_pmp.PortMapped(internal, external, lifetime)
+    assert struct.unpack(">HHI", found) == (internal, external, lifetime)
 
 
 @given(st.integers(1, 65_535))

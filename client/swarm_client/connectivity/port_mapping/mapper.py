@@ -205,8 +205,7 @@ async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> Router:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(attempt, nat_pmp.NatPmpRouter(gateway.address, nat_pmp_port))
-        if upnp.AVAILABLE:
-            nursery.start_soon(attempt, upnp.UpnpRouter(gateway))
+        nursery.start_soon(attempt, upnp.UpnpRouter(gateway))
     if not found:
         raise NetworkError("; ".join(sorted(reasons)))
     return found[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -20,8 +19,6 @@ PORT = 5351
 _VERSION = 0
 _ANSWER_BIT = 128
 _HEAD = struct.Struct(">BBHI")
-_ADDRESS_ANSWER_BYTES = 12
-_MAP_ANSWER_BYTES = 16
 
 RETRY_SECONDS = (0.25, 0.5, 1.0, 0.75)
 """Wait of each attempt (RFC 6886, 3.1: doubling from 250 ms), cut off at 2.5 s in total: a router
@@ -30,9 +27,10 @@ on the same network answers within milliseconds, or never."""
 
 class Operation(IntEnum):
     EXTERNAL_ADDRESS = 0
-    MAP_UDP = 1
     MAP_TCP = 2
 
+
+_ANSWER_BYTES = {Operation.EXTERNAL_ADDRESS: 12, Operation.MAP_TCP: 16}
 
 _REFUSALS = {
     1: "it uses another version of the protocol",
@@ -47,21 +45,6 @@ class RefusedError(NetworkError):
     """The router refused the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExternalAddress:
-    address: ipaddress.IPv4Address
-
-
-@dataclass(frozen=True, slots=True)
-class PortMapped:
-    internal_port: int
-    external_port: int
-    lifetime_seconds: int
-
-
-Answer = ExternalAddress | PortMapped
-
-
 def external_address_request() -> bytes:
     return struct.pack(">BB", _VERSION, Operation.EXTERNAL_ADDRESS)
 
@@ -74,8 +57,11 @@ def map_request(internal_port: int, external_port: int, lifetime_seconds: int) -
     )  # fmt: skip
 
 
-def parse_answer(datagram: bytes, operation: Operation) -> Answer:
-    """The answer to `operation`. RefusedError for a refusal, FrameError for an invalid answer."""
+def parse_answer(datagram: bytes, operation: Operation) -> bytes:
+    """The fields of the answer to `operation`, behind its head.
+
+    RefusedError for a refusal, FrameError for an invalid answer.
+    """
     if len(datagram) < _HEAD.size:
         raise FrameError(f"the router answered with {len(datagram)} bytes, too few for NAT-PMP")
     version, answered, result, _ = _HEAD.unpack_from(datagram)
@@ -87,15 +73,13 @@ def parse_answer(datagram: bytes, operation: Operation) -> Answer:
         raise RefusedError(
             f"the router refuses: {_REFUSALS.get(result, f'NAT-PMP result code {result}')}"
         )
-    if operation is Operation.EXTERNAL_ADDRESS and len(datagram) == _ADDRESS_ANSWER_BYTES:
-        return ExternalAddress(ipaddress.IPv4Address(datagram[8:12]))
-    if operation is not Operation.EXTERNAL_ADDRESS and len(datagram) == _MAP_ANSWER_BYTES:
-        return PortMapped(*struct.unpack(">HHI", datagram[8:]))
-    raise FrameError(f"the router answered {operation.name} with {len(datagram)} bytes")
+    if len(datagram) != _ANSWER_BYTES[operation]:
+        raise FrameError(f"the router answered {operation.name} with {len(datagram)} bytes")
+    return datagram[_HEAD.size :]
 
 
-async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) -> Answer:
-    """Send `request` until it is answered.
+async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) -> bytes:
+    """Send `request` until it is answered, and return the fields of the answer.
 
     LinkTimeout without an answer, RefusedError when the router refuses, NetworkError when the
     gateway has no NAT-PMP. Datagrams that do not answer the request are skipped: any host may send
@@ -113,23 +97,17 @@ async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) 
                     while True:
                         datagram = await udp.recv(1100)  # RFC 6886, 1.1: never longer
                         try:
-                            answer = parse_answer(datagram, operation)
+                            fields = parse_answer(datagram, operation)
                         except FrameError as error:
                             nonsense = f"; {error}"
                             continue
-                        if _fits(answer, request):
-                            return answer
+                        # Not a late answer to another request.
+                        if operation is not Operation.MAP_TCP or fields[:2] == request[4:6]:
+                            return fields
                         nonsense = "; the router answered for another port"
         except OSError as error:
             raise NetworkError(f"the router does not support NAT-PMP ({error.strerror})") from error
     raise LinkTimeout(f"the router does not answer to NAT-PMP{nonsense}")
-
-
-def _fits(answer: Answer, request: bytes) -> bool:
-    """Whether this is an answer to this very request, and not a late one to another."""
-    return isinstance(answer, ExternalAddress) or answer.internal_port == int.from_bytes(
-        request[4:6], "big"
-    )
 
 
 class NatPmpRouter:
@@ -144,21 +122,17 @@ class NatPmpRouter:
 
     async def refresh(self) -> None:
         """Read the external address again."""
-        answer = await ask(self._gateway, external_address_request(), self._udp_port)
-        assert isinstance(answer, ExternalAddress), "`ask` matches answers to requests"
-        self.external_address = answer.address
+        fields = await ask(self._gateway, external_address_request(), self._udp_port)
+        self.external_address = ipaddress.IPv4Address(fields)
 
     async def map(self, port: int, external_port: int, lifetime_seconds: int) -> tuple[int, int]:
         """Forward a port, `external_port` if that is free; returns it and the lifetime."""
         request = map_request(port, external_port, lifetime_seconds)
-        answer = await ask(self._gateway, request, self._udp_port)
-        assert isinstance(answer, PortMapped), "`ask` matches answers to requests"
-        if not answer.external_port or not answer.lifetime_seconds:
-            raise NetworkError(
-                f"the router claims to forward port {answer.external_port} for "
-                f"{answer.lifetime_seconds} s"
-            )
-        return answer.external_port, answer.lifetime_seconds
+        fields = await ask(self._gateway, request, self._udp_port)
+        _, given, seconds = struct.unpack(">HHI", fields)
+        if not given or not seconds:
+            raise NetworkError(f"the router claims to forward port {given} for {seconds} s")
+        return given, seconds
 
     async def unmap(self, port: int, external_port: int) -> None:
         await ask(self._gateway, map_request(port, 0, 0), self._udp_port)

@@ -17,19 +17,14 @@ from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.to_thread
+import miniupnpc
 import trio
 
 from swarm_client.connectivity.port_mapping.gateway import Gateway
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 
-try:
-    import miniupnpc
-except ImportError:  # no wheel for this machine: NAT-PMP only
-    miniupnpc = None
-
 logger = logging.getLogger(__name__)
 
-AVAILABLE: Final = miniupnpc is not None
 DESCRIPTION: Final = "swarmtrain"
 """Shown beside the mapping on the router's own pages."""
 
