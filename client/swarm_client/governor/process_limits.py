@@ -55,8 +55,6 @@ class ProcessBinding:
         self._bound = allowed is not None and allowed != self._available
 
     def _set_nice(self, pid: int, nice: int) -> None:
-        if not hasattr(os, "setpriority"):
-            return
         for thread in threads(pid):
             with contextlib.suppress(OSError):
                 now = os.getpriority(os.PRIO_PROCESS, thread)
@@ -76,25 +74,14 @@ def chosen_cores(free: frozenset[int] | None, cores: int | None) -> frozenset[in
 
 def affinity(pid: int) -> frozenset[int] | None:
     """Cores of a process; None where the system has no affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(pid))
-    process = psutil.Process(pid)
-    if hasattr(process, "cpu_affinity"):
-        return frozenset(process.cpu_affinity())
-    return None
+    return frozenset(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else None
 
 
 def bind(pid: int, cores: frozenset[int]) -> None:
     """Bind a process to cores. One that has exited or belongs to another user is left alone."""
-    if hasattr(os, "sched_setaffinity"):
-        for thread in threads(pid):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, cores)
-        return
-    process = psutil.Process(pid)
-    if hasattr(process, "cpu_affinity"):
-        with contextlib.suppress(psutil.Error, OSError):
-            process.cpu_affinity(sorted(cores))
+    for thread in threads(pid):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cores)
 
 
 def threads(pid: int) -> list[int]:

@@ -22,7 +22,7 @@ import pytest
 from kits.runs.started_program import wait_until_it_is
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.apps import AppProbe
-from swarm_client.governor.probes.gpus import NvmlGpus, load_nvml
+from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import (
     FirstAvailable,
     LogindIdle,
@@ -34,9 +34,9 @@ from swarm_client.governor.probes.machine import (
     PROCESS_TREE_SECONDS,
     CpuProbe,
     DiskProbe,
-    MemoryProbe,
     ProcessTree,
     folder_bytes,
+    machine_memory,
 )
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences
@@ -136,19 +136,17 @@ def test_what_children_compute_counts_as_this_programs_own() -> None:
 
 def test_memory_is_that_of_all_own_processes_and_shared_memory_counts_once() -> None:
     time = Time()
-    probe = MemoryProbe(ProcessTree(clock=time), time)
-    before = probe.read()
-    assert before.own_bytes is not None
-    assert before.total_bytes == psutil.virtual_memory().total
+    tree = ProcessTree(clock=time)
+    before = tree.memory_bytes()
+    assert machine_memory()[0] == psutil.virtual_memory().total
     hold = [sys.executable, "-c", "x = bytearray(10**8); print(1, flush=True); input()"]
     with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         time.now += 10
-        after = probe.read()
+        after = tree.memory_bytes()
         child.kill()
-    assert after.own_bytes is not None
-    assert 10**8 <= after.own_bytes - before.own_bytes <= 2 * 10**8
+    assert 10**8 <= after - before <= 2 * 10**8
 
 
 def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
@@ -456,8 +454,8 @@ class Driver:
     def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
         return f"GPU-{handle}abc"
 
-    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        return b"Something 4000"
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "Something 4000"
 
     def __getattr__(self, name: str) -> object:
         values = {
@@ -500,5 +498,5 @@ def test_without_a_driver_there_are_no_gpus() -> None:
     driver.broken = True
     assert NvmlGpus(driver, {}).read() == ()
     # nvidia-ml-py itself, where there is no GPU.
-    if load_nvml() is not None and not Path("/dev/nvidiactl").exists():
+    if not Path("/dev/nvidiactl").exists():
         assert NvmlGpus(environment={}).read() == ()

@@ -12,11 +12,14 @@ from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import TerminalIdle, display_idle
 from swarm_client.governor.probes.machine import (
+    MEMORY_SECONDS,
+    POWER_SECONDS,
+    CachedReading,
     CpuProbe,
     DiskProbe,
-    MemoryProbe,
-    PowerProbe,
     ProcessTree,
+    machine_memory,
+    on_batteries,
 )
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import Preferences
@@ -37,20 +40,20 @@ class SystemProbes:
         self.disk = DiskProbe(home, clock)
         self._clock = clock
         self._cpu = CpuProbe(self.process_tree, clock)
-        self._memory = MemoryProbe(self.process_tree, clock)
-        self._power = PowerProbe(clock)
+        self._own_memory = CachedReading(self.process_tree.memory_bytes, MEMORY_SECONDS, clock)
+        self._on_batteries = CachedReading(on_batteries, POWER_SECONDS, clock)
         self._last = Readings()
         self._cpu_at = -1e9
 
     def read_system(self) -> Readings:
         """Processor shares are since the previous reading; None at the first."""
-        memory = self._memory.read()
+        total_bytes, available_bytes = machine_memory()
         self._last = replace(
             self._last,
-            on_batteries=self._power.on_batteries(),
-            memory_total_bytes=memory.total_bytes,
-            memory_available_bytes=memory.available_bytes,
-            own_memory_bytes=memory.own_bytes,
+            on_batteries=self._on_batteries(),
+            memory_total_bytes=total_bytes,
+            memory_available_bytes=available_bytes,
+            own_memory_bytes=self._own_memory(),
             disk_free_bytes=self.disk.free_bytes(),
             disk_used_bytes=self.disk.used(),
         )

@@ -10,25 +10,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pynvml
+
 from swarm_client.governor.probes.readings import GpuReading
-
-
-def load_nvml() -> Any | None:
-    """The nvidia-ml-py module; None when it is not installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    return pynvml
 
 
 class NvmlGpus:
     """Starts NVML at the first reading; without a driver that is the only attempt."""
 
-    def __init__(
-        self, nvml: Any | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        self._nvml = nvml if nvml is not None else load_nvml()
+    def __init__(self, nvml: Any = pynvml, environment: Mapping[str, str] | None = None) -> None:
+        self._nvml = nvml
         self._visible = (os.environ if environment is None else environment).get(
             "CUDA_VISIBLE_DEVICES"
         )
@@ -36,14 +27,11 @@ class NvmlGpus:
 
     def read(self) -> tuple[GpuReading, ...]:
         """Readings in CUDA's order, as far as that is known."""
-        if self._nvml is None:
-            return ()
         if self._handles is None:
             self._handles = self._start()
         return tuple(self._read(index, handle) for index, handle in enumerate(self._handles))
 
     def _start(self) -> list[Any]:
-        assert self._nvml is not None
         try:
             self._nvml.nvmlInit()
             count = self._nvml.nvmlDeviceGetCount()
@@ -63,23 +51,18 @@ class NvmlGpus:
     def _named(self, word: str, handles: list[Any]) -> Any | None:
         if word.isdecimal():
             return handles[int(word)] if int(word) < len(handles) else None
-        assert self._nvml is not None
-        for handle in handles:
-            uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
-            if uuid is not None and _text(uuid).startswith(word):
-                return handle
-        return None
+        uuids = ((self._ask(self._nvml.nvmlDeviceGetUUID, handle), handle) for handle in handles)
+        return next((handle for uuid, handle in uuids if uuid and uuid.startswith(word)), None)
 
     def _read(self, index: int, handle: Any) -> GpuReading:
         nvml = self._nvml
-        assert nvml is not None
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         temperature = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
         limit = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return GpuReading(
             index=index,
-            name=_text(self._ask(nvml.nvmlDeviceGetName, handle) or ""),
+            name=self._ask(nvml.nvmlDeviceGetName, handle) or "",
             temperature_celsius=None if temperature is None else float(temperature),
             utilization=None if rates is None else rates.gpu / 100,
             memory_total_bytes=None if memory is None else int(memory.total),
@@ -89,12 +72,7 @@ class NvmlGpus:
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
         """None for what this GPU does not report."""
-        assert self._nvml is not None
         try:
             return question(*arguments)
         except self._nvml.NVMLError:
             return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import psutil
 
 from swarm_shared.base.clock import Clock, monotonic
+
+T = TypeVar("T")
 
 PROCESS_TREE_SECONDS = 5.0
 """Seconds between two searches for new child processes, which read every process of the machine."""
@@ -46,6 +48,19 @@ class ProcessTree:
             found = []
         # Keep the old objects, which hold their previous readings.
         self._members = [self._self, *(_same(known.get(one.pid), one) for one in found)]
+
+    def memory_bytes(self) -> int:
+        """Resident memory; pages that processes share (tensors passed between them) count once."""
+        total, shared = 0, 0
+        for process in self.members():
+            try:
+                memory = process.memory_info()
+            except psutil.Error:
+                continue
+            common = getattr(memory, "shared", 0)
+            total += memory.rss - common
+            shared = max(shared, common)
+        return total + shared
 
 
 def _same(old: psutil.Process | None, new: psutil.Process) -> psutil.Process:
@@ -91,17 +106,17 @@ class CpuProbe:
         return found
 
 
-class CachedReading:
+class CachedReading(Generic[T]):
     """Calls `ask` only every `seconds` and caches the answer."""
 
-    def __init__(self, ask: Callable[[], int | None], seconds: float, clock: Clock) -> None:
+    def __init__(self, ask: Callable[[], T | None], seconds: float, clock: Clock) -> None:
         self._ask = ask
         self._seconds = seconds
         self._clock = clock
         self._asked_at = -seconds
-        self._answer: int | None = None
+        self._answer: T | None = None
 
-    def __call__(self) -> int | None:
+    def __call__(self) -> T | None:
         if self._clock() - self._asked_at >= self._seconds:
             self._asked_at = self._clock()
             self._answer = self._ask()
@@ -111,37 +126,13 @@ class CachedReading:
         self._asked_at = self._clock() - self._seconds
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
-    total_bytes: int | None = None
-    available_bytes: int | None = None
-    own_bytes: int | None = None
-
-
-class MemoryProbe:
-    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
-        self._process_tree = process_tree
-        self._own = CachedReading(self._own_bytes, MEMORY_SECONDS, clock)
-
-    def read(self) -> MemoryReading:
-        try:
-            memory = psutil.virtual_memory()
-        except (OSError, psutil.Error):
-            return MemoryReading()
-        return MemoryReading(memory.total, memory.available, self._own())
-
-    def _own_bytes(self) -> int:
-        """Resident memory; pages that processes share (tensors passed between them) count once."""
-        total, shared = 0, 0
-        for process in self._process_tree.members():
-            try:
-                memory = process.memory_info()
-            except psutil.Error:
-                continue
-            common = getattr(memory, "shared", 0)
-            total += memory.rss - common
-            shared = max(shared, common)
-        return total + shared
+def machine_memory() -> tuple[int | None, int | None]:
+    """Bytes in all, and bytes available."""
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, psutil.Error):
+        return None, None
+    return memory.total, memory.available
 
 
 def folder_bytes(folder: Path) -> int:
@@ -166,20 +157,12 @@ class DiskProbe:
             return None
 
 
-class PowerProbe:
-    def __init__(self, clock: Clock = monotonic) -> None:
-        self._plugged = CachedReading(self._ask, POWER_SECONDS, clock)
-
-    def on_batteries(self) -> bool | None:
-        """None without a battery, or when its use is unknown."""
-        answer = self._plugged()
-        return None if answer is None else answer == 0
-
-    def _ask(self) -> int | None:
-        try:
-            battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
-        except (OSError, RuntimeError, psutil.Error):
-            return None
-        if battery is None or battery.power_plugged is None:
-            return None
-        return int(battery.power_plugged)
+def on_batteries() -> bool | None:
+    """None without a battery, or when its use is unknown."""
+    try:
+        battery = psutil.sensors_battery()
+    except (OSError, RuntimeError, psutil.Error):
+        return None
+    if battery is None or battery.power_plugged is None:
+        return None
+    return not battery.power_plugged
