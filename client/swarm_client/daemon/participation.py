@@ -111,7 +111,7 @@ async def participate(
             worker = await start_averaging(resources, nursery, held_back)
             context = VolunteerContext(
                 resources.identity, invite, resources.home, node, resources.options, contribution,
-                data_cache, disk, resources.report, nursery,
+                data_cache, disk.claim, resources.report, nursery,
             )  # fmt: skip
             volunteer = made[place] = Volunteer(context, worker)
             if len(made) == len(devices):

@@ -44,8 +44,7 @@ def data_budget_bytes(preferences: Preferences) -> int:
 
 
 class DiskAllowance:
-    """What the preferences allow to be written. Satisfies
-    `swarm_client.volunteer.context.DiskGuard`."""
+    """What the preferences allow to be written."""
 
     def __init__(self, disk: DiskProbe, source: PreferenceSource, home: Home, run: RunId) -> None:
         self._disk = disk

@@ -8,8 +8,8 @@ streams and the timer, and keeps each tensor until its gradient is back.
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 
@@ -33,13 +33,6 @@ from swarm_shared.volunteer_rules.delivery import (
     Transmit,
 )
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
-
-
-class EdgeOpener(Protocol):
-    """The links of a volunteer to other peers' stages."""
-
-    async def open_edge(self, record: PeerRecord) -> Edge:
-        """Open an edge to a peer. NetworkError, ProtocolError or EdgeRefused if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +72,19 @@ class Downstream:
         self,
         stage: StageIndex,
         roster: RosterView,
-        links: EdgeOpener,
+        open_edge: Callable[[PeerRecord], Awaitable[Edge]],
         masks: MaskClient,
         nursery: trio.Nursery,
         routing: StageRouting,
         depth: int = 1,
         latency: LatencyEstimate | None = None,
     ) -> None:
-        """`depth` is the number of stages from this one to the last."""
+        """`open_edge` raises NetworkError, ProtocolError or EdgeRefused. `depth` is the number of
+        stages from this one to the last."""
         self.stage = stage
         self._dispatcher = Dispatcher(stage, routing, depth, latency)
         self._roster = roster
-        self._links = links
+        self._open_edge = open_edge
         self._masks = masks
         self._nursery = nursery
         self._edges: dict[PeerId, Edge] = {}
@@ -237,7 +231,10 @@ class Downstream:
 
     async def _open(self, peer: PeerId) -> None:
         try:
-            edge = await self._opened_edge(peer)
+            record = self._roster.get(peer)
+            if record is None:
+                raise LinkClosed(f"{peer} has left the roster")
+            edge = await self._open_edge(record)
         except (NetworkError, ProtocolError, EdgeRefused):
             self._dispatcher.open_failed(peer, trio.current_time())
         else:
@@ -245,12 +242,6 @@ class Downstream:
             self._nursery.start_soon(self._run_edge, edge)
             self._dispatcher.opened(peer, edge.credits, trio.current_time())
         self._carry_out()
-
-    async def _opened_edge(self, peer: PeerId) -> Edge:
-        record = self._roster.get(peer)
-        if record is None:
-            raise LinkClosed(f"{peer} has left the roster")
-        return await self._links.open_edge(record)
 
     async def _run_edge(self, edge: Edge) -> None:
         reason = await edge.run()

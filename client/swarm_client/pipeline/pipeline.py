@@ -3,6 +3,8 @@ trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from swarm_client.membership.admission_gate import AdmissionGate
@@ -14,7 +16,7 @@ from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.pipeline.trainer import Trainer
-from swarm_client.pipeline.uplink_share import AllReduceTraffic, UplinkShare
+from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_shared.network import Node
 
 
@@ -28,12 +30,12 @@ class Pipeline:
         roster: RosterView,
         gate: AdmissionGate,
         coordinator: CoordinatorLink,
-        all_reduce: AllReduceTraffic,
+        all_reduce_bytes: Callable[[], int],
         nursery: trio.Nursery,
     ) -> None:
         self.masks = MaskClient(coordinator)
         self.trainer = Trainer(coordinator, nursery)
-        self._uplink = UplinkShare(node.bandwidth, all_reduce)
+        self._uplink = UplinkShare(node.bandwidth, all_reduce_bytes)
         self.server = StageServer(membership, gate, self._uplink, coordinator)
         self.links = StageLinks(node, roster, self.server, membership, self.masks, nursery)
 
@@ -69,8 +71,8 @@ class Pipeline:
     def pause(self) -> None:
         """Take nothing new."""
         self.trainer.pause()
-        self.server.pause()
+        self.server.paused = True
 
     def resume(self) -> None:
         self.trainer.resume()
-        self.server.resume()
+        self.server.paused = False

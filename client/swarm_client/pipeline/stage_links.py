@@ -46,19 +46,17 @@ class StageLinks:
         manifest = self._membership.now.manifest
         routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
-            stage, self._roster, self, self._masks, nursery, routing,
+            stage, self._roster, self.open_edge, self._masks, nursery, routing,
             depth=manifest.stage_count - stage,
         )  # fmt: skip
 
-    def hello(self) -> StageHello:
-        membership = self._membership.now
-        return StageHello(run=membership.run, certificate=membership.certificate)
-
     async def open_edge(self, record: PeerRecord) -> Edge:
         """Open an edge to a peer, or to this volunteer's own stage."""
-        stream = await self._open_stream(record)
+        stream, member = await self._open_stream(record), self._membership.now
         try:
-            return await open_edge(stream, self.hello())
+            return await open_edge(
+                stream, StageHello(run=member.run, certificate=member.certificate)
+            )
         except BaseException:
             with trio.CancelScope(shield=True):
                 await stream.reset()

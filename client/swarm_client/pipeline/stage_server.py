@@ -95,25 +95,15 @@ class StageServer:
         self._uplink = uplink
         self._coordinator = coordinator
         self._tickets = TicketCheck(membership)
-        self._paused = False
+        self.paused = False
+        """Whether nothing new is computed for others: senders receive a busy refusal and choose
+        other peers."""
         self._task_scopes: set[trio.CancelScope] = set()
         """Scopes of the microbatches in flight, from before the forward to the gradient."""
 
-    @property
-    def paused(self) -> bool:
-        """Whether nothing new is computed for others."""
-        return self._paused
-
-    def pause(self) -> None:
-        """Take no new microbatch: senders receive a busy refusal and choose other peers."""
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
-
     def hand_back(self) -> None:
         """While paused: cancel what is in flight, so that senders give it to other peers."""
-        if self._paused:
+        if self.paused:
             for work in self._task_scopes:
                 work.cancel()
 
@@ -222,13 +212,15 @@ class StageServer:
             return refuse(
                 RefusalReason.WRONG_STEP, "the roster has the sender in no preceding stage"
             )
-        if self._paused:
+        if self.paused:
             return refuse(RefusalReason.BUSY, PAUSED_DETAIL)
         if holding.in_flight >= manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
         self._check_sizes(stream.remote, holding, manifest, message, payload)
-        if problem := self._tickets.problem(message, payload):
-            return refuse(RefusalReason.NOT_ADMITTED, problem)
+        try:
+            self._tickets.check(message, payload)
+        except AdmissionError as error:
+            return refuse(RefusalReason.NOT_ADMITTED, str(error))
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
@@ -251,9 +243,7 @@ class StageServer:
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
-            self._report_not_finite(stream.remote, message, error)
-            if isinstance(error, RequestFailed) and error.code == "out_of_memory":
-                log.warning("stage %d: %s", holding.stage, error)
+            self._report_failure(stream.remote, message, error)
             over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
@@ -261,12 +251,15 @@ class StageServer:
             holding.in_flight -= 1
         return None
 
-    def _report_not_finite(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
+    def _report_failure(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
         """Report a microbatch whose computation was not finite, with its sender."""
-        if isinstance(error, RequestFailed) and error.code == "not_finite":
+        code = error.code if isinstance(error, RequestFailed) else ""
+        if code == "not_finite":
             self._coordinator.send(
                 NotFinite(step=message.step, microbatch=message.microbatch, sender=sender)
             )
+        elif code == "out_of_memory":
+            log.warning("stage %d: %s", message.stage, error)
 
     async def _run_task(self, work: _MicrobatchTask) -> tuple[Backward, Output] | None:
         """Run the task; None when this peer was paused before the gradient arrived."""

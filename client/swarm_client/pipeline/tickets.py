@@ -29,14 +29,6 @@ class TicketCheck:
         self._membership = membership
         self._opened = lru_cache(VERIFIED_TICKETS)(_open)
 
-    def problem(self, message: Forward, payload: Buffer) -> str | None:
-        """Why the microbatch is not served; None if the run has leased it."""
-        try:
-            self.check(message, payload)
-        except AdmissionError as error:
-            return str(error)
-        return None
-
     def check(self, message: Forward, payload: Buffer) -> None:
         """AdmissionError, with the reason, unless the microbatch is one that the run has leased."""
         member = self._membership.now

@@ -11,36 +11,26 @@ the same time. Their recent rate is subtracted.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.network import Bandwidth
 
 MIN_ACTIVATION_SHARE = 0.25
 """Fraction of the uplink always counted as free for activations. Fewer microbatches make shorter
 steps, so the estimated all-reduce share would otherwise grow until none are left."""
 
 
-class MeasuredUplink(Protocol):
-    @property
-    def own_up_bytes_per_second(self) -> float:
-        """The uplink's rate; 0 while unknown."""
-
-
-class AllReduceTraffic(Protocol):
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent in all-reduces so far."""
-
-
 class UplinkShare:
     """Estimate for one peer."""
 
     def __init__(
-        self, line: MeasuredUplink, averages: AllReduceTraffic, clock: Clock = monotonic
+        self, uplink: Bandwidth, all_reduce_bytes: Callable[[], int], clock: Clock = monotonic
     ) -> None:
-        self._uplink = line
-        self._all_reduce = averages
+        """`all_reduce_bytes`: bytes sent in all-reduces so far."""
+        self._uplink = uplink
+        self._all_reduce_bytes = all_reduce_bytes
         self._clock = clock
         self._step_began: float | None = None
         self._bytes_before = 0
@@ -48,7 +38,7 @@ class UplinkShare:
 
     def step_applied(self) -> None:
         """Update the all-reduce rate with the bytes of one more step."""
-        now, sent = self._clock(), self._all_reduce.sent_bytes
+        now, sent = self._clock(), self._all_reduce_bytes()
         if self._step_began is not None and now > self._step_began:
             self._all_reduce_bytes_per_second = (sent - self._bytes_before) / (
                 now - self._step_began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import trio
 
@@ -44,13 +44,6 @@ class VolunteerOptions:
     """Whether mirrors may be asked over http and at private addresses."""
 
 
-class DiskGuard(Protocol):
-    """Decides what may be written to this machine's disk."""
-
-    def claim(self, size_bytes: int) -> None:
-        """Raise StorageError when `size_bytes` more may not be written."""
-
-
 @dataclass(frozen=True, slots=True)
 class VolunteerContext:
     """One device in one run."""
@@ -63,7 +56,8 @@ class VolunteerContext:
     contribution: ContributionCounter
     data_cache: LeafCache
     """The training data on this machine's disk, shared by its devices."""
-    disk: DiskGuard
+    claim_disk: Callable[[int], None]
+    """Raises StorageError when so many bytes more may not be written."""
     report: Callable[[str], None]
     """Reports one line for people."""
     nursery: trio.Nursery

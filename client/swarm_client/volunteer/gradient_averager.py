@@ -140,7 +140,6 @@ class GroupAverager:
             if route in P2PD_LINKS
         )
 
-    @property
     def sent_bytes(self) -> int:
         """Bytes sent in all-reduces, over either carrier."""
         return sum(sent for sent, _ in self._carried_bytes.values())

@@ -69,7 +69,7 @@ class Member:
         self._averager = averager
         self._spare = spare
         self.pipeline = Pipeline(
-            context.node, current, roster, gate, attachment, averager, context.nursery
+            context.node, current, roster, gate, attachment, averager.sent_bytes, context.nursery
         )
         self.stages = StageManager(
             context, current, attachment, averager, snapshots, self.pipeline,
@@ -82,7 +82,7 @@ class Member:
         invite = context.invite
         self._fetcher = LeafFetcher(
             context.node, current, TransferSource(invite.coordinator, invite.addresses),
-            context.data_cache, context.disk.claim,
+            context.data_cache, context.claim_disk,
             Mirrors(
                 membership.manifest,
                 WebClient(allow_private=context.options.private_web_downloads),

@@ -7,12 +7,15 @@ closes, because the run has counted its gradients. After a long pause it gives t
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import trio
 
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
+
+if TYPE_CHECKING:
+    from swarm_client.volunteer.volunteer import Volunteer
 
 GRACE_SECONDS: Final = 0.9
 """Seconds for microbatches in flight to be finished; what remains is handed back. Together with the
@@ -20,27 +23,12 @@ time until a user is detected (at most 0.5 s, 1 s through logind), the machine i
 within two seconds."""
 
 
-class PausableWork(Protocol):
-    """What a volunteer does for its run."""
-
-    def pause_work(self) -> None:
-        """Take nothing new."""
-
-    def resume_work(self) -> None: ...
-
-    def hand_back_work(self) -> None:
-        """Cancel what is in flight."""
-
-    def leave_until_resumed(self) -> None:
-        """Give the stage up until the pause ends."""
-
-
 class Pause:
-    """The pause switch of one volunteer; `work` is given up when a pause lasts `long_seconds`."""
+    """The pause switch of one volunteer; a pause of `long_seconds` gives its stage up."""
 
-    def __init__(self, work: PausableWork, long_seconds: float, nursery: trio.Nursery) -> None:
+    def __init__(self, volunteer: Volunteer, long_seconds: float, nursery: trio.Nursery) -> None:
         self.suspension: Suspension | None = None
-        self._work = work
+        self._volunteer = volunteer
         self._long_seconds = long_seconds
         self._nursery = nursery
         self._leaving = False
@@ -51,7 +39,7 @@ class Pause:
         began = self.suspension is None
         self.suspension = Suspension(reason, until)
         if began:
-            self._work.pause_work()
+            self._volunteer.pause_work()
             self._over = trio.Event()
             if not self._leaving:
                 self._nursery.start_soon(self._escalate, self._over)
@@ -60,7 +48,7 @@ class Pause:
         if self.suspension is not None:
             self.suspension = None
             self._over.set()
-            self._work.resume_work()
+            self._volunteer.resume_work()
 
     def leave(self) -> None:
         """Release the tasks that wait for the end of a pause."""
@@ -74,8 +62,8 @@ class Pause:
         with trio.move_on_after(GRACE_SECONDS):
             await over.wait()
             return
-        self._work.hand_back_work()
+        self._volunteer.hand_back_work()
         with trio.move_on_after(self._long_seconds - GRACE_SECONDS):
             await over.wait()
             return
-        self._work.leave_until_resumed()
+        self._volunteer.leave_until_resumed()

@@ -7,7 +7,7 @@ order of a leave. The content of a session is the volunteer's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -32,15 +32,16 @@ from swarm_shared.base.text import duration_text
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 from swarm_shared.protocol import (
-    CoordinatorMessage,
     Goodbye,
-    Heartbeat,
     Hello,
     Leaving,
     Receipts,
     Welcome,
 )
 from swarm_shared.run.manifest import LimitsConfig
+
+if TYPE_CHECKING:
+    from swarm_client.volunteer.volunteer import Volunteer
 
 FIRST_BACKOFF_SECONDS = 0.5
 """First pause before a new attempt; doubled with each failure."""
@@ -53,38 +54,6 @@ def heartbeat_seconds(welcome: Welcome, limits: LimitsConfig) -> float:
     """Return the interval of heartbeats in a session: a welcome can lengthen the manifest's, whose
     bounds the volunteer has checked, and cannot shorten it."""
     return max(limits.heartbeat_seconds, welcome.heartbeat_seconds or 0.0)
-
-
-class AttachmentHandler(Protocol):
-    """The volunteer, whose content a session carries."""
-
-    async def give_up_stage(self) -> None: ...
-
-    async def self_test(self) -> bool:
-        """Test this machine, without a held stage; False when the volunteer leaves instead.
-
-        MachineError if a fault was found; another SwarmError if the test cannot be carried out.
-        """
-
-    async def wait_may_attach(self) -> bool:
-        """Wait until there is a reason to attach; False when the volunteer leaves instead."""
-
-    def hello(self) -> Hello: ...
-
-    async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
-        """Verify the coordinator's welcome and apply it."""
-
-    async def join_run(self, welcome: Welcome) -> None:
-        """Fetch the data and ask for a stage; runs beside the session."""
-
-    def heartbeat(self) -> Heartbeat: ...
-
-    def take_receipts(self) -> tuple[str, ...]:
-        """Receipts that have not been sent to the coordinator yet."""
-
-    async def handle(self, message: CoordinatorMessage) -> None: ...
-
-    def detached(self) -> None: ...
 
 
 class Attachment:
@@ -139,21 +108,21 @@ class Attachment:
         """The problem as text for people, without the coordinator's peer ID."""
         return str(problem).replace(str(self._invite.coordinator), "it")
 
-    async def run(self, handler: AttachmentHandler) -> None:
+    async def run(self, volunteer: Volunteer) -> None:
         """Attach, and attach again after each loss of the coordinator, until the run has ended."""
         backoff = Backoff(FIRST_BACKOFF_SECONDS, MAXIMUM_BACKOFF_SECONDS)
         while not self.finished:
             if self._leaving_until_resumed:
                 self._leaving_until_resumed = False
-                await handler.give_up_stage()
-            if not await handler.wait_may_attach():
+                await volunteer.give_up_stage()
+            if not await volunteer.wait_may_attach():
                 return
             problem: SwarmError | None = None
             try:
-                async with attach(self._node, self._invite, self._hello(handler)) as session:
+                async with attach(self._node, self._invite, self._hello(volunteer)) as session:
                     backoff.reset()
                     self._self_tested = False
-                    problem = await self._run_session(session, handler)
+                    problem = await self._run_session(session, volunteer)
             except (NetworkError, ProtocolError) as error:
                 problem = error
             if self.finished:
@@ -165,17 +134,17 @@ class Attachment:
                 self._report("the coordinator cannot be reached; leaving without its confirmation")
                 return
             if isinstance(problem, RefusedForNow):
-                await self._sit_out(problem, handler)
+                await self._sit_out(problem, volunteer)
                 if self.leaving:
                     return
             else:
                 await self._pause(with_jitter(backoff.next(), 0.2))
 
-    def _hello(self, handler: AttachmentHandler) -> Hello:
-        hello = handler.hello()
+    def _hello(self, volunteer: Volunteer) -> Hello:
+        hello = volunteer.hello()
         return hello.model_copy(update={"self_tested": True}) if self._self_tested else hello
 
-    async def _sit_out(self, refusal: RefusedForNow, handler: AttachmentHandler) -> None:
+    async def _sit_out(self, refusal: RefusedForNow, volunteer: Volunteer) -> None:
         """Wait until a refusal ends: by a self-test of this machine, where that ends it.
 
         MachineError if the self-test finds a fault.
@@ -185,9 +154,9 @@ class Attachment:
         self._self_tested = False
         if refusal.self_test:
             self._report(explained)
-            await handler.give_up_stage()
+            await volunteer.give_up_stage()
             try:
-                self._self_tested = await handler.self_test()
+                self._self_tested = await volunteer.self_test()
                 return
             except MachineError:
                 raise
@@ -209,7 +178,7 @@ class Attachment:
             await self._attach_now.wait()
 
     async def _run_session(
-        self, session: CoordinatorSession, handler: AttachmentHandler
+        self, session: CoordinatorSession, volunteer: Volunteer
     ) -> SwarmError | None:
         """Run one session; return the reason why it ended."""
         welcome = session.welcome
@@ -219,7 +188,7 @@ class Attachment:
                 raise ProtocolError(f"the coordinator of a finished run sent {goodbye.kind!r}")
             self._take_goodbye(goodbye)
             return None
-        limits = await handler.accept_welcome(welcome)
+        limits = await volunteer.accept_welcome(welcome)
         self.session = session
         self.problem = None
         problem: SwarmError | None = None
@@ -228,19 +197,21 @@ class Attachment:
                 self._scope = nursery.cancel_scope
                 nursery.start_soon(session.write_all)
                 nursery.start_soon(
-                    session.send_heartbeats, heartbeat_seconds(welcome, limits), handler.heartbeat
+                    session.send_heartbeats, heartbeat_seconds(welcome, limits), volunteer.heartbeat
                 )
-                nursery.start_soon(self._report_receipts, handler, limits.receipt_interval_seconds)
+                nursery.start_soon(
+                    self._report_receipts, volunteer, limits.receipt_interval_seconds
+                )
                 if self.leaving or self._leaving_until_resumed:
                     session.send(Leaving())
                 if not welcome.keep:
-                    nursery.start_soon(handler.join_run, welcome)
+                    nursery.start_soon(volunteer.join_run, welcome)
                 while not self.finished:
                     message = await session.receive()
                     if isinstance(message, Goodbye):
                         self._take_goodbye(message)
                         break
-                    await handler.handle(message)
+                    await volunteer.handle(message)
                 nursery.cancel_scope.cancel()
         except* (AdmissionError, VersionError, CapacityError) as refusals:
             raise root_error(refusals) from None
@@ -248,7 +219,7 @@ class Attachment:
             problem = root_error(errors)
         finally:
             self.session = self._scope = None
-            handler.detached()
+            volunteer.detached()
         return problem
 
     def _take_goodbye(self, message: Goodbye) -> None:
@@ -256,9 +227,9 @@ class Attachment:
         self._report(f"{ended}{message.reason}")
         self.finished = message.finished or self.leaving
 
-    async def _report_receipts(self, handler: AttachmentHandler, interval_seconds: float) -> None:
+    async def _report_receipts(self, volunteer: Volunteer, interval_seconds: float) -> None:
         while True:
             await trio.sleep(interval_seconds)
-            batch = handler.take_receipts()
+            batch = volunteer.take_receipts()
             if batch:
                 self.send(Receipts(receipts=batch))

@@ -92,7 +92,7 @@ class StageLoader:
         """Download the assigned state, with its progress as lines for people."""
         context, member = self._context, self._membership.now
         check_file_size(member.manifest, assignment)
-        context.disk.claim(assignment.bytes)
+        context.claim_disk(assignment.bytes)
         meter = self._download = DownloadMeter(f"stage {assignment.stage}", trio.current_time)
 
         def progress(received_bytes: int, total_bytes: int) -> None:

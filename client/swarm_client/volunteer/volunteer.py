@@ -133,14 +133,18 @@ class Volunteer:
     def doctor_hello(self) -> DoctorHello:
         return self_report.doctor_hello(self.context.invite, self.membership)
 
-    # ---- a session (`swarm_client.volunteer.reconnect.AttachmentHandler`)
+    # ---- a session (`swarm_client.volunteer.reconnect`)
 
     async def give_up_stage(self) -> None:
         if self.member is not None:
             await self.member.stages.drop()
 
     async def self_test(self) -> bool:
-        """Test this device. A pause frees it at once; the test begins anew when that is over."""
+        """Test this device, without a held stage; False when the volunteer leaves instead. A pause
+        frees it at once; the test begins anew when that is over.
+
+        MachineError if a fault was found; another SwarmError if the test cannot be carried out.
+        """
         options, report = self.context.options, self.context.report
         while await self.wait_may_attach() and not self.attachment.leaving:
             report(f"this machine tests itself for {duration_text(options.self_test_seconds)}")
@@ -222,6 +226,7 @@ class Volunteer:
         )
 
     def take_receipts(self) -> tuple[str, ...]:
+        """Receipts that have not been sent to the coordinator yet."""
         return self.holding.account.take_unreported() if self.holding is not None else ()
 
     def detached(self) -> None:
@@ -261,7 +266,7 @@ class Volunteer:
         except NetworkError as error:
             log.info("the links with %s did not close cleanly: %s", peer, error)
 
-    # ---- pausing (`swarm_client.volunteer.pause.PausableWork`)
+    # ---- pausing (`swarm_client.volunteer.pause`)
 
     @property
     def suspended(self) -> Suspension | None:
@@ -280,6 +285,7 @@ class Volunteer:
             self._self_test.cancel()
 
     def pause_work(self) -> None:
+        """Take nothing new."""
         self._interrupt_self_test()
         if self.member is not None:
             self.member.pipeline.pause()
@@ -291,6 +297,7 @@ class Volunteer:
         self.attachment.send(self.heartbeat())
 
     def hand_back_work(self) -> None:
+        """Cancel what is in flight."""
         if self.member is not None:
             self.member.pipeline.server.hand_back()
 

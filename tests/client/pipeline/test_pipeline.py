@@ -203,7 +203,7 @@ class World:
         sending = Downstream(
             stage,
             self.roster,
-            Links(sender.node, hello, wrap),
+            Links(sender.node, hello, wrap).open_edge,
             Masks(self).client,
             self.nursery,
             StageRouting(random.Random(1), 8),

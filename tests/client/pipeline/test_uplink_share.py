@@ -19,7 +19,7 @@ class Peer:
         self.holding: Any = SimpleNamespace(
             worker=SimpleNamespace(sizes=sizes), account=SimpleNamespace(staleness=staleness)
         )
-        self.line = UplinkShare(self, self, lambda: self.now)
+        self.line = UplinkShare(self, lambda: self.sent_bytes, lambda: self.now)
 
     def step(self, seconds: float, averages_bytes: int) -> None:
         self.now += seconds

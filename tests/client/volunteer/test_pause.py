@@ -21,7 +21,7 @@ from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalR
 
 async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as paused, w.peer(1) as free:
-        paused.server.pause()
+        paused.server.paused = True
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
             await downstream.send(parcel(microbatch))
@@ -30,7 +30,7 @@ async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without
         assert paused.server.refused[RefusalReason.BUSY] >= 1
         assert w.masks == []
 
-        paused.server.resume()
+        paused.server.paused = False
         w.publish(free)
         await downstream.send(parcel(4))
         assert paused.worker.accumulated == [4]
@@ -41,7 +41,7 @@ async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
         hold = pausing.worker.hold = trio.Event()
         n.start_soon(w.downstream(sender, 1).send, parcel(3))
         await pausing.worker.entered.wait()
-        pausing.server.pause()
+        pausing.server.paused = True
         hold.set()
     assert pausing.worker.accumulated == [3]
     assert pausing.holding.account.receipt(Step(1), MicrobatchIndex(3)) is not None
@@ -63,7 +63,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
             nursery.start_soon(send)
             await pausing.worker.entered.wait()
             async with w.peer(1) as other:
-                pausing.server.pause()
+                pausing.server.paused = True
                 pausing.server.hand_back()
                 while not answers:
                     await trio.sleep(0.01)
@@ -78,8 +78,8 @@ async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
         hold = peer.worker.hold = trio.Event()
         n.start_soon(w.downstream(sender, 1).send, parcel(5))
         await peer.worker.entered.wait()
-        peer.server.pause()
-        peer.server.resume()
+        peer.server.paused = True
+        peer.server.paused = False
         peer.server.hand_back()
         hold.set()
     assert peer.worker.accumulated == [5]

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from kits.memory import offers
 from swarm_client.volunteer import reconnect
-from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler, heartbeat_seconds
+from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.session import RefusedForNow
 from swarm_shared.base.errors import MachineError, NetworkError, SwarmError
 from swarm_shared.base.types import Generation, RunId
@@ -56,7 +56,7 @@ def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
         said: list[str] = []
         waiting = Attachment(cast(Node, None), cast(Invite, FakeInvite()), said.append)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(waiting.run, cast(AttachmentHandler, Nobody()))
+            nursery.start_soon(waiting.run, Nobody())
             await knocked.wait()
             nursery.cancel_scope.cancel()
         return trio.current_time() - back_at, said
@@ -137,7 +137,7 @@ def refused(
         waiting = Attachment(cast(Node, None), cast(Invite, FakeInvite()), said.append)
 
         async def run() -> None:
-            await waiting.run(cast(AttachmentHandler, volunteer))
+            await waiting.run(volunteer)
             enough.set()
 
         async with trio.open_nursery() as nursery:

@@ -80,8 +80,7 @@ async def test_a_download_shows_its_progress_while_it_lasts(
 
         snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
         snapshots.clear()
-        disk = SimpleNamespace(claim=lambda size_bytes: None)
-        context = SimpleNamespace(node=node, report=report, disk=disk)
+        context = SimpleNamespace(node=node, report=report, claim_disk=lambda size_bytes: None)
         loader = StageLoader(cast(Any, context), member_of(RUN, manifest), snapshots, cast(Any, 0))
         worker = Loaded()
         digest = await loader.load(cast(StageWorker, worker), assignment, is_fresh=True)

@@ -150,11 +150,6 @@ class Script:
                 await trio.sleep(0.02)
 
 
-class BoundlessDisk:
-    def claim(self, size_bytes: int) -> None:
-        pass
-
-
 class Scene:
     def __init__(self, script: Script, volunteer: Volunteer, ended: list[BaseException]) -> None:
         self.script, self.volunteer, self.ended = script, volunteer, ended
@@ -196,7 +191,7 @@ async def scene(
             )  # fmt: skip
             context = VolunteerContext(
                 identity, invite, home, node, options, ContributionCounter(ContributionLog()),
-                LeafCache(home.data_folder(RUN), 2**20), BoundlessDisk(),
+                LeafCache(home.data_folder(RUN), 2**20), lambda size_bytes: None,
                 lambda line: None, nursery,
             )  # fmt: skip
             volunteer = Volunteer(context, AveragingWorker(AveragingOptions(home=home.path)))
@@ -225,7 +220,7 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         await s.script.say(CertificateRenewed(certificate=newer))
         await s.until(lambda: s.certificate == newer)
         assert s.volunteer.member is not None
-        assert s.volunteer.member.pipeline.links.hello().certificate == newer
+        assert s.volunteer.member.pipeline.links._membership.now.certificate == newer
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
         assert len(s.script.hellos) == 1
