@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from swarm_client.control.reasons import DaemonState as DaemonState
 from swarm_client.control.reasons import SuspendReason as SuspendReason
-from swarm_shared.base.text import progress_text
+from swarm_shared.transfer.download_meter import DownloadProgress
 
 API_VERSION = 1
 
@@ -40,21 +40,6 @@ class RunView(ControlModel):
     """The newest decisions, one sentence each, oldest first."""
 
 
-class DownloadView(ControlModel):
-    """A download in progress."""
-
-    what: str
-    """For people, like `stage 3` or `training data`."""
-    received_bytes: int
-    total_bytes: int
-    bytes_per_second: float | None = None
-    """In the last ten seconds or more; None until something has arrived."""
-
-    def __str__(self) -> str:
-        done = progress_text(self.received_bytes, self.total_bytes, self.bytes_per_second)
-        return f"{self.what}: {done}"
-
-
 class DeviceView(ControlModel):
     id: str
     """Like cpu or cuda:0; cpu#2 for the second volunteer on the same device."""
@@ -63,7 +48,7 @@ class DeviceView(ControlModel):
     phase: str = "idle"
     microbatches_per_second: float = 0.0
     queued: int = 0
-    downloads: tuple[DownloadView, ...] = ()
+    downloads: tuple[DownloadProgress, ...] = ()
     memory_bytes: int = 0
     """Memory offered to the run."""
     memory_used_bytes: int | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,9 @@ class Daemon:
             with trio.CancelScope() as self._participation_scope:
                 invite = Invite.decode(join.invite)
                 begun = await participate(
-                    join, invite, self.home, self.identity, self._contribution, self.event, self
-                )
+                    join, invite, self.home, self.identity, self._contribution, self.event,
+                    self._begun, partial(self._admitted, join),
+                )  # fmt: skip
                 finished = begun.finished
         except BaseException as error:
             expected = expected_error(error)
@@ -229,15 +231,15 @@ class Daemon:
             self._target, self._stopped = None, stopped_by(error)
             self.failure = error
 
-    # ---- a participation (`swarm_client.daemon.participation.ParticipationObserver`)
+    # ---- a participation (`swarm_client.daemon.participation`)
 
-    def begun(self, device_group: DeviceGroup, governor: Governor) -> None:
+    def _begun(self, device_group: DeviceGroup, governor: Governor) -> None:
         self.device_group, self.governor = device_group, governor
         self.failure = None
         if self._stored_runs.pause is not None:
             device_group.suspend(SuspendReason.PAUSED_BY_USER, self._stored_runs.pause.until)
 
-    def admitted(self, join: JoinArguments, membership: Membership) -> None:
+    def _admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
             run, name = str(membership.run), membership.manifest.name
             self._store_runs(self._stored_runs.joined(run, name, join, self._wall()))

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -57,25 +55,8 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
-class ParticipationObserver(Protocol):
-    """The daemon, during one participation."""
-
-    def begun(self, device_group: DeviceGroup, governor: Governor) -> None:
-        """The volunteers are made, and will attach for the first time."""
-
-    def admitted(self, join: JoinArguments, membership: Membership) -> None:
-        """A device has been admitted to the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class _VolunteerResources:
-    """What one device's volunteer is made from."""
-
-    identity: Identity
-    home: Home
-    listen: str
-    options: VolunteerOptions
-    report: Report
+_DeviceResources = tuple[Identity, Home, str, VolunteerOptions, Report]
+"""What one device's volunteer is made from; the text is its listen address."""
 
 
 async def participate(
@@ -85,12 +66,14 @@ async def participate(
     identity: Identity,
     contribution: ContributionCounter,
     report: Report,
-    observer: ParticipationObserver,
+    begun: Callable[[DeviceGroup, Governor], None],
+    admitted: Callable[[Membership], None],
 ) -> DeviceGroup:
     """Participate with every device until the run is finished or all have left; return the devices.
 
     A device that the run refuses stays out while others participate; the error of the last one is
-    raised.
+    raised. `begun` is called when the volunteers are made, before they attach for the first time,
+    `admitted` for each device that the run has admitted.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await _offered_devices(join, source)
@@ -102,22 +85,23 @@ async def participate(
     made: dict[int, Volunteer] = {}
     all_made, go = trio.Event(), trio.Event()
 
-    async def live(place: int, resources: _VolunteerResources) -> None:
+    async def live(place: int, resources: _DeviceResources) -> None:
+        key, own_home, listen_on, options, report_own = resources
         async with (
-            listening_node(resources.identity, resources.listen, resources.home, bandwidth) as node,
+            listening_node(key, listen_on, own_home, bandwidth) as node,
             trio.open_nursery() as nursery,
         ):
             held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-            worker = await start_averaging(resources, nursery, held_back)
+            worker = await start_averaging(own_home, options, report_own, nursery, held_back)
             context = VolunteerContext(
-                resources.identity, invite, resources.home, node, resources.options, contribution,
-                data_cache, disk.claim, resources.report, nursery,
+                key, invite, own_home, node, options, contribution,
+                data_cache, disk.claim, report_own, nursery,
             )  # fmt: skip
             volunteer = made[place] = Volunteer(context, worker)
             if len(made) == len(devices):
                 all_made.set()
             await go.wait()
-            nursery.start_soon(_report_admission, volunteer, join, observer)
+            nursery.start_soon(_report_admission, volunteer, admitted)
             await _take_part(volunteer, device_group, nursery)
 
     async with trio.open_nursery() as nursery:
@@ -131,7 +115,7 @@ async def participate(
             governor = Governor(
                 source, home, device_group, bandwidth, invite.run_id, report, probes
             )
-            observer.begun(device_group, governor)
+            begun(device_group, governor)
             await governor.tick()
             nursery.start_soon(governor.run)
             go.set()
@@ -159,15 +143,15 @@ def _resources_per_device(
     devices: Sequence[Device],
     source: PreferenceSource,
     report: Report,
-) -> list[_VolunteerResources]:
+) -> Iterator[_DeviceResources]:
     """One entry for each device, with its part of the machine's resources."""
     threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
-    found: list[_VolunteerResources] = []
     for number, device in enumerate(devices, start=1):
         own = home.of_device(number)
         # The first device uses the machine's own key: most machines have one device.
         key = identity if number == 1 else Identity.load_or_create(own.identity_path)
-        report_own = partial(_report_for_device, device, report) if len(devices) > 1 else report
+        prefix = f"{device.id}: " if len(devices) > 1 else ""
+        report_own = partial(_report_with, prefix, report)
         report_own(f"peer {key.peer_id}")
         report_own(f"device: {device.label}, {device.memory} offered")
         shared_memory.unlink_stale(f"swarm-{key.peer_id[-8:]}-")
@@ -181,10 +165,7 @@ def _resources_per_device(
             owner=None if number == 1 else owner_binding(identity, key.peer_id),
             private_web_downloads=source.current.preferences.private_web_downloads,
         )
-        found.append(
-            _VolunteerResources(key, own, listen_address(join.listen, number), options, report_own)
-        )
-    return found
+        yield key, own, listen_address(join.listen, number), options, report_own
 
 
 def owner_binding(machine: Identity, device: PeerId) -> str:
@@ -196,8 +177,8 @@ def owner_binding(machine: Identity, device: PeerId) -> str:
     return encode_envelope(sign_owner_binding(machine, device))
 
 
-def _report_for_device(device: Device, report: Report, text: str) -> None:
-    report(f"{device.id}: {text}")
+def _report_with(prefix: str, report: Report, text: str) -> None:
+    report(f"{prefix}{text}")
 
 
 def listen_address(listen: str, number: int) -> str:
@@ -206,12 +187,10 @@ def listen_address(listen: str, number: int) -> str:
     return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
 
 
-async def _report_admission(
-    volunteer: Volunteer, join: JoinArguments, observer: ParticipationObserver
-) -> None:
+async def _report_admission(volunteer: Volunteer, admitted: Callable[[Membership], None]) -> None:
     await volunteer.admitted.wait()
     if volunteer.membership is not None:
-        observer.admitted(join, volunteer.membership)
+        admitted(volunteer.membership)
 
 
 async def _take_part(
@@ -275,13 +254,13 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
 
 
 async def start_averaging(
-    resources: _VolunteerResources, nursery: trio.Nursery, held_back: str
+    home: Home, options: VolunteerOptions, report: Report, nursery: trio.Nursery, held_back: str
 ) -> AveragingWorker:
     """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
-    device = resources.options.device
+    device = options.device
     worker = AveragingWorker(
         AveragingOptions(
-            home=resources.home.path,
+            home=home.path,
             memory_bytes=device.memory_bytes if device.host_bytes is None else device.host_bytes,
         )
     )
@@ -290,5 +269,5 @@ async def start_averaging(
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()
     if not worker.available:
-        resources.report(f"all-reduce goes over libp2p: {worker.reason}")
+        report(f"all-reduce goes over libp2p: {worker.reason}")
     return worker

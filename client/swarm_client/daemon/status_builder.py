@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
     AuditsView,
     DeviceView,
-    DownloadView,
     InterruptionView,
     KnownRun,
     LeaderboardRow,
@@ -48,7 +47,6 @@ from swarm_shared.base.errors import AdmissionError, SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.base.version import SOFTWARE_VERSION
-from swarm_shared.protocol import LinkPath
 
 MAX_LISTED_PEERS = 1000
 """Maximum number of peers listed. Of a larger run: those with a link to this peer, then those of
@@ -217,17 +215,9 @@ class StatusBuilder:
 
 
 def machine_view(readings: Readings, user_idle_seconds: float | None) -> MachineView:
-    return MachineView(
-        cpu_share=readings.cpu_share,
-        own_cpu_share=readings.own_cpu_share,
-        memory_total_bytes=readings.memory_total_bytes or 0,
-        memory_available_bytes=readings.memory_available_bytes or 0,
-        own_memory_bytes=readings.own_memory_bytes or 0,
-        on_batteries=readings.on_batteries,
-        user_idle_seconds=user_idle_seconds,
-        disk_free_bytes=readings.disk_free_bytes or 0,
-        disk_used_bytes=readings.disk_used_bytes or 0,
-    )
+    read = {name: getattr(readings, name) for name in MachineView.model_fields}
+    known = {name: value for name, value in read.items() if value is not None}
+    return MachineView(**known | {"user_idle_seconds": user_idle_seconds})
 
 
 def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
@@ -278,35 +268,21 @@ def stopped_by(error: SwarmError) -> StopCause:
 
 
 def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView:
-    device, holding, loading_stage = (
-        volunteer.context.options.device,
-        volunteer.holding,
-        volunteer.loading_stage,
-    )
-    downloads = tuple(
-        DownloadView(
-            what=one.what, received_bytes=one.received_bytes, total_bytes=one.total_bytes,
-            bytes_per_second=one.bytes_per_second,
-        )
-        for one in volunteer.downloads
-    )  # fmt: skip
-    view = DeviceView(
+    device, holding = volunteer.context.options.device, volunteer.holding
+    if holding is not None:
+        stage: int | None = holding.stage
+        phase = "averaging" if holding.account.closing else "serving"
+        phase = phase if volunteer.suspended is None else "paused"
+    else:
+        stage = volunteer.loading_stage
+        phase = "idle" if stage is None else "downloading" if volunteer.downloads else "loading"
+    return DeviceView(
         id=device.id, label=device.label, memory_bytes=device.memory_bytes,
         peer=volunteer.node.peer_id, state=described.state, reason=described.reason,
         sentence=described.sentence, until=described.until,
-        stage=loading_stage, downloads=downloads,
-        phase="idle" if loading_stage is None else "downloading" if downloads else "loading",
-    )  # fmt: skip
-    if holding is None:
-        return view
-    phase = "averaging" if holding.account.closing else "serving"
-    if volunteer.suspended is not None:
-        phase = "paused"
-    return view.model_copy(
-        update={
-            "stage": holding.stage, "phase": phase, "queued": holding.in_flight,
-            "microbatches_per_second": holding.meter.microbatches_per_second,
-        }
+        stage=stage, phase=phase, downloads=volunteer.downloads,
+        queued=0 if holding is None else holding.in_flight,
+        microbatches_per_second=0 if holding is None else holding.meter.microbatches_per_second,
     )  # fmt: skip
 
 
@@ -342,28 +318,20 @@ def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
             r.peer not in own, r.peer not in paths, r.stage not in own_stages, r.stage, r.peer
         ),
     )  # fmt: skip
-    return tuple(
-        _peer_view(record.peer, record.stage, record.microbatches_per_second, names, paths, own)
-        for record in records[:MAX_LISTED_PEERS]
-    )
-
-
-def _peer_view(
-    peer: PeerId,
-    stage: int,
-    rate: float,
-    names: Mapping[str, str],
-    paths: Mapping[PeerId, LinkPath],
-    own: frozenset[PeerId],
-) -> PeerView:
-    path = None if peer in own else paths.get(peer)
-    kind = "own" if peer in own else None
-    return PeerView(
-        peer=peer, name=names.get(peer), stage=stage, microbatches_per_second=rate,
-        path=path.kind.value if path is not None else kind,
-        rtt_seconds=None if path is None else path.rtt_seconds,
-        bytes_per_second=None if path is None else path.bytes_per_second,
-    )  # fmt: skip
+    found: list[PeerView] = []
+    for record in records[:MAX_LISTED_PEERS]:
+        path = None if record.peer in own else paths.get(record.peer)
+        kind = "own" if record.peer in own else None
+        found.append(
+            PeerView(
+                peer=record.peer, name=names.get(record.peer), stage=record.stage,
+                microbatches_per_second=record.microbatches_per_second,
+                path=path.kind.value if path is not None else kind,
+                rtt_seconds=None if path is None else path.rtt_seconds,
+                bytes_per_second=None if path is None else path.bytes_per_second,
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def names_of(device_group: DeviceGroup) -> dict[str, str]:

@@ -92,7 +92,7 @@ class StepCloser:
         listener: CloseListener,
         nursery: trio.Nursery,
     ) -> None:
-        self._holding = holding
+        self.holding = holding
         self._rules = holding.close
         self._step_tokens = step_tokens
         self._averager = averager
@@ -147,7 +147,7 @@ class StepCloser:
                     aborted_by=error.aborted_by,
                 )  # fmt: skip
             except SwarmError as error:
-                died = isinstance(error, WorkerDied) and worker is self._holding.worker
+                died = isinstance(error, WorkerDied) and worker is self.holding.worker
                 if died and not isinstance(work, SaveState):
                     return  # its tenure waits for the same death, and reports it
                 self._rules.failed(work.work, str(error))
@@ -194,4 +194,4 @@ class StepCloser:
                 )
                 rules.applied(number, digest=done_apply.digest, norm=done_apply.norm)
             case SaveState():
-                rules.answered(number, await self._snapshots.save(self._holding, work.request))
+                rules.answered(number, await self._snapshots.save(self.holding, work.request))

@@ -53,22 +53,10 @@ class _RunningTenure:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     serving: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Scope of the work under the latest assignment; the worker outlives it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """A loaded stage with the nursery of what is done for it."""
-
-    stage: LoadedStage
-    nursery: trio.Nursery
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """The stage that is served, and its step closer."""
-
-    holding: Holding
-    closer: StepCloser
+    worker: StageWorker | None = None
+    """While its process lives."""
+    loaded: tuple[LoadedStage, trio.Nursery] | None = None
+    """The loaded stage and the nursery of what is done for it, while the worker lives."""
 
 
 class StageManager:
@@ -95,11 +83,8 @@ class StageManager:
         self._loader = loader
         self._rules = StageTenures()
         self._running: dict[TenureNumber, _RunningTenure] = {}
-        self._workers: dict[TenureNumber, StageWorker] = {}
-        """Workers whose processes live."""
-        self._serving: dict[TenureNumber, _Serving] = {}
-        """Loaded stages whose workers live."""
-        self._held: _Held | None = None
+        self._held: StepCloser | None = None
+        """The step closer of the stage that is served."""
         self._tenure_ended = trio.Event()
         self._limits = WorkerLimits()
 
@@ -120,7 +105,7 @@ class StageManager:
 
     def put_close_order(self, message: CloseOrder) -> None:
         if self._held is not None:
-            self._held.closer.put(message)
+            self._held.put(message)
 
     def drop_microbatches(self, order: Drop) -> None:
         """Take microbatches out of the step's accumulator, and answer when it is done."""
@@ -162,7 +147,7 @@ class StageManager:
 
     def session_lost(self) -> None:
         if self._held is not None:
-            self._held.closer.session_lost()
+            self._held.session_lost()
         self._rules.session_lost()
         self._carry_out()
 
@@ -177,8 +162,9 @@ class StageManager:
         """Apply the limits to all workers from now on; a busy worker applies them afterwards."""
         if limits != self._limits:
             self._limits = limits
-            for worker in self._workers.values():
-                self._context.nursery.start_soon(self._limit, worker)
+            for tenure in self._running.values():
+                if tenure.worker is not None:
+                    self._context.nursery.start_soon(self._limit, tenure.worker)
 
     async def _limit(self, worker: StageWorker) -> None:
         limits = self._limits
@@ -209,15 +195,15 @@ class StageManager:
             case stage_tenure.Install():
                 self._hold(None)
                 # A worker that has just died is not served; its tenure ends in a moment.
-                if (serving := self._serving.get(action.tenure)) is not None:
-                    self._install(serving, switched=action.switched)
+                if (loaded := self._loaded(action.tenure)) is not None:
+                    self._install(*loaded, switched=action.switched)
             case stage_tenure.PreparedReady():
-                serving = self._serving.get(action.tenure)
-                if self._held is not None and serving is not None:
-                    self._held.closer.stage_prepared(serving.stage)
+                loaded = self._loaded(action.tenure)
+                if self._held is not None and loaded is not None:
+                    self._held.stage_prepared(loaded[0])
             case stage_tenure.PreparedLost():
                 if self._held is not None:
-                    self._held.closer.prepared_lost()
+                    self._held.prepared_lost()
             case stage_tenure.ForgetSnapshots():
                 self._snapshots.forget()
             case stage_tenure.Send():
@@ -225,9 +211,12 @@ class StageManager:
             case stage_tenure.RejoinAfter():
                 self._context.nursery.start_soon(self._rejoin_after, action)
 
-    def _install(self, serving: _Serving, *, switched: bool) -> None:
+    def _loaded(self, number: TenureNumber) -> tuple[LoadedStage, trio.Nursery] | None:
+        tenure = self._running.get(number)
+        return None if tenure is None else tenure.loaded
+
+    def _install(self, stage: LoadedStage, nursery: trio.Nursery, *, switched: bool) -> None:
         """Make this the held stage."""
-        stage, nursery = serving.stage, serving.nursery
         if switched:
             # Snapshots of the stage that is left stay served: other peers may be fetching them.
             inject_faults(FaultPoint.STAGE_MIGRATION, stage.account.version)
@@ -241,11 +230,11 @@ class StageManager:
             holding, manifest.tokens_per_step, self._averager, self._sums, self._snapshots, self,
             nursery,
         )  # fmt: skip
-        self._hold(_Held(holding, closer))
+        self._hold(closer)
         if switched:
             self._context.report(f"moved to stage {number}")
 
-    def _hold(self, held: _Held | None) -> None:
+    def _hold(self, held: StepCloser | None) -> None:
         self._held = held
         self._pipeline.hold(None if held is None else held.holding)
 
@@ -314,9 +303,9 @@ class StageManager:
 
     async def _run_worker(self, tenure: _RunningTenure) -> WorkerDied | None:
         """Serve the assigned stage, and again when it is assigned again, until its worker dies."""
-        number, is_fresh = tenure.load.tenure, True
+        is_fresh = True
         async with self._loader.open_worker(tenure.load.assignment.stage) as worker:
-            self._workers[number] = worker
+            tenure.worker = worker
             try:
                 if self._limits != WorkerLimits():
                     await self._limit(worker)
@@ -325,7 +314,7 @@ class StageManager:
                         return await self._serve(worker, tenure, is_fresh=is_fresh)
                     is_fresh = False
             finally:
-                del self._workers[number]
+                tenure.worker = None
         raise AssertionError("unreachable: the worker's context suppresses nothing")
 
     async def _serve(
@@ -342,14 +331,14 @@ class StageManager:
             return error
         async with trio.open_nursery() as nursery:
             stage = self._loader.loaded_stage(worker, load.assignment.version)
-            self._serving[load.tenure] = _Serving(stage, nursery)
+            tenure.loaded = stage, nursery
             self._rules.loaded(load, digest)
             self._carry_out()
             report(f"holding {where}")
             try:
                 died = await worker.wait_died()
             finally:
-                del self._serving[load.tenure]
+                tenure.loaded = None
                 if self._held is not None and self._held.holding.account is stage.account:
                     self._hold(None)
             nursery.cancel_scope.cancel()

@@ -20,7 +20,6 @@ from swarm_client.control.messages import JoinArguments
 from swarm_client.control.status_document import (
     DaemonState,
     DeviceView,
-    DownloadView,
     LeaderboardRow,
     Status,
     SuspendReason,
@@ -35,6 +34,7 @@ from swarm_client.control.status_sentence import (
 from swarm_client.control.stored_file import read_document, write_document
 from swarm_client.control.suspension import Suspension
 from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.transfer.download_meter import DownloadProgress
 
 NOON = datetime.datetime(2026, 11, 21, 12, 0).timestamp()
 AT_WORK = StatusFacts(attached=True, stage=3, working=True)
@@ -158,7 +158,7 @@ def test_names_of_others_cannot_steer_a_terminal() -> None:
 
 
 def test_a_download_beside_the_held_stage_is_in_the_row_of_its_device() -> None:
-    download = DownloadView(
+    download = DownloadProgress(
         what="stage 3", received_bytes=10**6, total_bytes=4 * 10**6, bytes_per_second=1e5
     )
     device = DeviceView(id="cpu", label="CPU", stage=2, phase="serving", downloads=(download,))

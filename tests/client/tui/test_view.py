@@ -23,7 +23,6 @@ from kits.tui import (
 from kits.tui.client import status
 from swarm_client.control.status_document import (
     DaemonState,
-    DownloadView,
     Status,
     SuspendReason,
 )
@@ -31,6 +30,7 @@ from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientApp
 from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.terminal_style import Look, ThemeName
 
@@ -185,7 +185,7 @@ def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
 
 def test_a_download_has_a_row_with_its_rate_and_the_time_left() -> None:
     script: Script[Status] = Script()
-    download = DownloadView(
+    download = DownloadProgress(
         what="stage 1", received_bytes=250_000_000, total_bytes=10**9, bytes_per_second=5e6
     )
     [device] = status().devices
