@@ -18,7 +18,6 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import trio
 
@@ -95,19 +94,9 @@ class ReachabilityFinding:
         return True if self.port_preserved or self.behind_router is False else None
 
 
-class Observer(Protocol):
-    """A peer outside that can be asked."""
-
-    @property
-    def peer(self) -> PeerId: ...
-
-    async def observe(self, ports: Sequence[int]) -> Sighting:
-        """Try these ports at the address that the observer sees. NetworkError and the like."""
-
-
 @dataclass(slots=True)
 class PeerObserver:
-    """The coordinator, or a volunteer that answers this one."""
+    """A peer outside that can be asked: the coordinator, or a volunteer that answers this one."""
 
     node: Node
     peer: PeerId
@@ -117,6 +106,7 @@ class PeerObserver:
     """Welcome of the last observation."""
 
     async def observe(self, ports: Sequence[int]) -> Sighting:
+        """Try these ports at the address that the observer sees. NetworkError and the like."""
         await self.node.connect(self.peer, self.addresses, from_listening_port=True)
         async with open_probe(self.node, self.peer, self.hello(), self.addresses) as probe:
             self.welcome = probe.welcome
@@ -192,8 +182,8 @@ def judge(
 
 async def examine(
     port: int,
-    first: Observer,
-    others: Callable[[], Sequence[Observer]],
+    first: PeerObserver,
+    others: Callable[[], Sequence[PeerObserver]],
     mapper: PortMapper | None,
 ) -> ReachabilityFinding:
     """One complete check, with the router's help if needed. Raises no expected error.
@@ -226,7 +216,7 @@ async def examine(
 async def _examine_with_mapping(
     port: int,
     own: frozenset[IpAddress],
-    observer: Observer,
+    observer: PeerObserver,
     sightings: Sequence[Sighting],
     mapper: PortMapper,
 ) -> ReachabilityFinding:
@@ -253,7 +243,9 @@ async def _examine_with_mapping(
     return judge(port, own, sightings, None, note)
 
 
-async def _observe(observer: Observer, ports: Sequence[int], notes: list[str]) -> list[Sighting]:
+async def _observe(
+    observer: PeerObserver, ports: Sequence[int], notes: list[str]
+) -> list[Sighting]:
     """The observer's sighting in a list; if it has none, the reason is appended to `notes`."""
     for last_try in (False, True):
         try:
@@ -273,7 +265,7 @@ async def _observe(observer: Observer, ports: Sequence[int], notes: list[str]) -
     raise AssertionError("the last try returns")
 
 
-async def _second_opinion(others: Sequence[Observer], ports: Sequence[int]) -> list[Sighting]:
+async def _second_opinion(others: Sequence[PeerObserver], ports: Sequence[int]) -> list[Sighting]:
     """The first sighting from a few observers; their failures are not reported."""
     for observer in others:
         found = await _observe(observer, ports, [])
@@ -308,8 +300,8 @@ class ReachabilityWatch:
     def __init__(
         self,
         port: int,
-        first: Observer,
-        others: Callable[[], Sequence[Observer]],
+        first: PeerObserver,
+        others: Callable[[], Sequence[PeerObserver]],
         mapper: PortMapper | None,
         on_change: Callable[[ReachabilityFinding], None],
         check_seconds: float = CHECK_INTERVAL_SECONDS,

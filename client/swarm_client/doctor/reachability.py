@@ -14,7 +14,6 @@ import trio
 from swarm_client.connectivity.listening import listen
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import (
-    Observer,
     PeerObserver,
     ReachabilityFinding,
     examine,
@@ -42,7 +41,7 @@ async def check_reachability(
         hello = hello_of(invite)
         coordinator = PeerObserver(node, invite.coordinator, invite.addresses, lambda: hello)
 
-        def others() -> Sequence[Observer]:
+        def others() -> Sequence[PeerObserver]:
             welcome = coordinator.welcome
             if welcome is None or welcome.probe_pass is None:
                 return ()

@@ -141,23 +141,19 @@ def transferred_bytes(readings: Readings, days: int, today: date) -> int:
     return sum(n for day, n in readings.transferred_bytes_by_day.items() if day >= first)
 
 
+@dataclass(frozen=True, slots=True)
 class _Evaluation:
     """The inputs of one decision."""
 
-    def __init__(
-        self,
-        preferences: Preferences,
-        readings: Readings,
-        now: ClockReading,
-        gpu: int | None,
-        zone: tzinfo | None,
-    ) -> None:
-        self.preferences = preferences
-        self.readings = readings
-        self.now = now
-        self.gpu_index = gpu
-        self.zone = zone
-        self.today = datetime.fromtimestamp(now.wall, zone).date()
+    preferences: Preferences
+    readings: Readings
+    now: ClockReading
+    gpu_index: int | None
+    zone: tzinfo | None
+
+    @property
+    def today(self) -> date:
+        return datetime.fromtimestamp(self.now.wall, self.zone).date()
 
     @property
     def gpu(self) -> GpuPreferences | None:

@@ -170,16 +170,12 @@ class ChildProcess(Generic[MessageT]):
     async def wait(self) -> int:
         """Wait for the child's end; returns its exit status, negative for a fatal signal."""
         return await anyio.to_thread.run_sync(
-            _reap, self.process, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+            self.process.wait, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
         )
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-
-
-def _reap(process: subprocess.Popen[bytes]) -> int:
-    return process.wait()
 
 
 def _spawn(

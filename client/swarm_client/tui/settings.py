@@ -42,18 +42,12 @@ class Setting:
         return f"{self.text} Allowed: {self.allowed}." if self.allowed else self.text
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The answer to `config_show`: each setting by its name."""
-
-    preferences: dict[str, Setting]
-
-
-def parse_settings(answer: Mapping[str, Any]) -> Settings:
+def parse_settings(answer: Mapping[str, Any]) -> dict[str, Setting]:
+    """Each setting by its name, from the answer to `config_show`."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(Settings).validate_python(answer)
+        return TypeAdapter(dict[str, Setting]).validate_python(answer.get("preferences"))
     except ValidationError as error:
         raise ProtocolError(
             "the daemon sent its settings in a form that this program does not know; use the "
@@ -103,14 +97,14 @@ class SettingsPane(Vertical):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._settings: Settings | None = None
+        self._settings: dict[str, Setting] = {}
         self._trouble = ""
 
     def compose(self) -> ComposeResult:
         yield OptionList(id="setting-list")
         yield Block(self._draw_help, id="setting-help")
 
-    def tell(self, settings: Settings) -> None:
+    def tell(self, settings: dict[str, Setting]) -> None:
         self._settings = settings
         self._trouble = ""
         self._fill()
@@ -124,9 +118,9 @@ class SettingsPane(Vertical):
 
     def _fill(self) -> None:
         rows = self.query_one("#setting-list", OptionList)
-        if self._settings is not None:
+        if self._settings:
             before = rows.highlighted
-            rows.set_options(self._options(self._settings.preferences))
+            rows.set_options(self._options(self._settings))
             rows.highlighted = before if before is not None else self._first(rows)
         self.query_one("#setting-help", Block).redraw()
 
@@ -149,12 +143,7 @@ class SettingsPane(Vertical):
     def _highlighted(self) -> Setting | None:
         rows = self.query_one("#setting-list", OptionList)
         option = rows.highlighted_option
-        if option is None or self._settings is None:
-            return None
-        return self.setting(option.id or "")
-
-    def setting(self, name: str) -> Setting | None:
-        return self._settings.preferences.get(name) if self._settings is not None else None
+        return None if option is None else self._settings.get(option.id or "")
 
     def _draw_help(self, width: int, height: int) -> list[Line]:
         if self._trouble:
@@ -172,6 +161,6 @@ class SettingsPane(Vertical):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         name = event.option.id or ""
-        setting = self.setting(name)
+        setting = self._settings.get(name)
         if setting is not None:
             self.post_message(self.Picked(name, setting))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import trio
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
 from swarm_client.connectivity.reachability import (
-    Observer,
     PeerObserver,
     ReachabilityFinding,
     ReachabilityWatch,
@@ -204,7 +204,7 @@ class Router(PortMapper):
         self.released += 1
 
 
-def nobody() -> Sequence[Observer]:
+def nobody() -> Sequence[PeerObserver]:
     return ()
 
 
@@ -264,8 +264,8 @@ async def test_what_the_router_answers_is_passed_on() -> None:
 
 
 async def test_a_second_observer_is_asked_and_may_fail() -> None:
-    second = Scripted([sighting(by=SECOND, mapped=6001)], SECOND)
-    broken = Scripted([AdmissionError("not you")], PeerId("broken"))
+    second: Any = Scripted([sighting(by=SECOND, mapped=6001)], SECOND)
+    broken: Any = Scripted([AdmissionError("not you")], PeerId("broken"))
     first = Scripted([sighting(mapped=6000)])
     found = await examine(PORT, first, lambda: [broken, second], None)
     assert found.endpoint_independent is False
@@ -276,7 +276,7 @@ async def test_a_second_observer_is_asked_and_may_fail() -> None:
 
 async def test_without_the_coordinator_a_volunteer_decides() -> None:
     first = Scripted([NetworkError("the coordinator is away")])
-    second = Scripted([sighting(by=SECOND), sighting(4777, by=SECOND)], SECOND)
+    second: Any = Scripted([sighting(by=SECOND), sighting(4777, by=SECOND)], SECOND)
     found = await examine(PORT, first, lambda: [second], Router(MAPPING))
     assert found.reachability is Reachability.MAPPED
     nothing = await examine(PORT, first, nobody, Router(MAPPING))

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from swarm_client.governor.probes.readings import GpuReading
-
 
 class IdleProbe(Protocol):
     """Seconds since the last input of a user at this machine."""
 
     def idle_seconds(self) -> float | None: ...
-
-
-class GpuProbe(Protocol):
-    def read(self) -> tuple[GpuReading, ...]: ...

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from swarm_client.governor.probes import GpuProbe, IdleProbe
+from swarm_client.governor.probes import IdleProbe
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import TerminalIdle, display_idle
@@ -73,7 +73,7 @@ class MachineProbes(SystemProbes):
         home: Path,
         display: IdleProbe | None = None,
         terminals: IdleProbe | None = None,
-        gpus: GpuProbe | None = None,
+        gpus: NvmlGpus | None = None,
         clock: Clock = monotonic,
     ) -> None:
         super().__init__(home, clock)
