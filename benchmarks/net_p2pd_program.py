@@ -19,7 +19,7 @@ from kits.network_lab.commanded_process import obey, say
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
 from swarm_client.averaging.worker.hivemind_imports import Hivemind, load_hivemind
-from swarm_client.averaging.worker.location import P2pdLocation
+from swarm_client.averaging.worker.location import current_addresses
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
 from swarm_shared.base.errors import SwarmError
@@ -48,14 +48,17 @@ class Program:
         self._hivemind = hivemind
         self._p2p = p2p
         self._streams = P2pdStreams(hivemind, p2p, IncomingHub())
-        self._location = P2pdLocation(hivemind, p2p, self._streams, relays)
+        self._relays = relays
 
     async def do(self, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = await getattr(self, f"do_{what}")(**arguments)
         return answer
 
     async def do_tell(self) -> dict[str, Any]:
-        return {"peer": self._p2p.peer_id.to_base58(), "addresses": await self._location.now()}
+        return {
+            "peer": self._p2p.peer_id.to_base58(),
+            "addresses": await current_addresses(self._streams, self._relays),
+        }
 
     async def do_connect(self, peer: str, addresses: list[str]) -> dict[str, Any]:
         await self._streams.connect(peer, addresses)

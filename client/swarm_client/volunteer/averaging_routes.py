@@ -87,8 +87,10 @@ class AveragingRoutes:
         known = self._bindings.get(key)
         if known is None or known[1] < now:
             try:
-                bound = _open_binding(record.peer, record.carrier, now)
-            except SignatureError as error:
+                what = f"the carrier binding of {record.peer}"
+                envelope = decode_envelope(record.carrier.binding, what)
+                bound = open_carrier_binding(envelope, record.peer, now)
+            except (FrameError, SignatureError) as error:
                 log.warning("%s; its p2pd is not used", error)
                 return ""
             if len(self._bindings) >= _MAX_BINDINGS:
@@ -164,11 +166,3 @@ def _address_rank(address: str) -> int:
     if is_relayed(address):
         return 1
     return 0 if is_global(address) else 2
-
-
-def _open_binding(peer: PeerId, address: CarrierAddress, now: float) -> CarrierBinding:
-    try:
-        envelope = decode_envelope(address.binding)
-        return open_carrier_binding(envelope, peer, now)
-    except FrameError as error:
-        raise SignatureError(f"the carrier binding of {peer} is damaged") from error

@@ -9,9 +9,8 @@ worker is down, the round runs in the daemon over the host alone. The algorithm
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import trio
 
@@ -46,8 +45,6 @@ P2PD_LINKS = {
     Route.P2PD_RELAYED: "all-reduce over p2pd through a relay",
 }
 """Protocol names under which p2pd's bytes are reported. The host counts its own streams."""
-
-T = TypeVar("T")
 
 
 class GroupAverager:
@@ -107,7 +104,7 @@ class GroupAverager:
             self._wake.set()
 
     async def _update_worker(self) -> None:
-        self._host.hub.admission_changed()
+        self._host.hub.notify()
         self.worker.admit(self._routes.admitted_p2pds())
         own = self.carrier_address()
         if self._certificate is not None and own is not None:
@@ -209,7 +206,7 @@ class GroupAverager:
             return ()
         kept = self._received.get(spec.round_id)
         if kept is not None:
-            return await _to_thread(partial(kept.digests, DigestKey(seed, part)))
+            return await trio.to_thread.run_sync(kept.digests, DigestKey(seed, part))
         request = DigestReceived(round_id=spec.round_id, seed=seed, part=part)
         return await self.worker.digest_received(request)
 
@@ -258,24 +255,21 @@ class GroupAverager:
         self._record_outcome(spec, done.links, done.faults, done=True)
 
     async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
-        source = shared_memory.attach(worker.gradients_name)
-        result = shared_memory.attach(worker.result_name)
         received = ReceivedPieces.of(spec)
-        try:
-            with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
-                links = await all_reduce(
-                    spec,
-                    self._host,
-                    _totals(source, spec, offset),
-                    _totals(result, spec, offset),
-                    stall_seconds=self.stall_seconds,
-                    join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
-                    to_thread=_to_thread,
-                    received=received,
-                )
-        finally:
-            source.close()
-            result.close()
+        with (
+            shared_memory.attach(worker.gradients_name) as source,
+            shared_memory.attach(worker.result_name) as result,
+            self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)),
+        ):
+            links = await all_reduce(
+                spec,
+                self._host,
+                _totals(source, spec, offset),
+                _totals(result, spec, offset),
+                stall_seconds=self.stall_seconds,
+                join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
+                received=received,
+            )
         if received is not None:
             self._received[spec.round_id] = received
         self._record_outcome(spec, links, (), done=True)
@@ -319,7 +313,3 @@ class GroupAverager:
 def _totals(segment: shared_memory.Segment, spec: RoundSpec, offset: int) -> Totals:
     dtype = dtype_of(spec.codec)
     return segment.array(dtype, spec.elements, offset * dtype.itemsize).view(dtype)
-
-
-async def _to_thread(work: Callable[[], T]) -> T:
-    return await trio.to_thread.run_sync(work)

@@ -101,7 +101,7 @@ class IncomingHub:
     """Accepts streams from carriers and delivers them to rounds.
 
     `remote` is the carrier's name of a peer; `admits` decides by that name whether the peer may
-    wait for a round. Call `admission_changed` when its answers change.
+    wait for a round. Call `notify` when its answers change.
     """
 
     def __init__(
@@ -134,9 +134,6 @@ class IncomingHub:
                 logger.info("a stream of %s was turned away: %s", remote, held.reason)
                 with anyio.CancelScope(shield=True):
                     await held.abort()
-
-    def admission_changed(self) -> None:
-        self._notify()
 
     async def _admit(self, remote: str, held: _HeldChannel) -> None:
         """Deliver the stream to its round, or drop it."""
@@ -213,7 +210,7 @@ class IncomingHub:
         arrivals = IncomingStreams(stream)
         self._rounds[tag] = _ActiveRound(members, deliver)
         self._finished.pop(tag, None)
-        self._notify()
+        self.notify()
         try:
             yield arrivals
         finally:
@@ -231,7 +228,7 @@ class IncomingHub:
         self._finished[tag] = _FinishedRound(frozenset(members), late_abort_frame)
         if len(self._finished) > _MAX_FINISHED:
             self._finished.popitem(last=False)
-        self._notify()
+        self.notify()
 
     def _is_known(self, remote: str) -> bool:
         return self.admits(remote) or self._is_member(remote)
@@ -246,7 +243,8 @@ class IncomingHub:
             remote in over.members for over in self._finished.values()
         )
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Look again at the streams that wait."""
         self._changed.set()
         self._changed = anyio.Event()
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -69,12 +69,6 @@ INLINE_ELEMENTS = 16 * 1024
 less time than handing it to a thread."""
 
 
-class ToThread(Protocol):
-    """Runs a function in a worker thread: anyio.to_thread.run_sync, or a replacement in tests."""
-
-    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
-
-
 async def all_reduce(
     spec: RoundSpec,
     carrier: Carrier,
@@ -83,7 +77,6 @@ async def all_reduce(
     *,
     stall_seconds: float,
     join_seconds: float | None = None,
-    to_thread: ToThread = anyio.to_thread.run_sync,
     received: ReceivedPieces | None = None,
 ) -> tuple[StreamTraffic, ...]:
     """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
@@ -103,10 +96,10 @@ async def all_reduce(
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} must be contiguous")
     if len(spec.members) == 1:
-        await to_thread(partial(_copy_alone, spec, source, result))
+        await anyio.to_thread.run_sync(partial(_copy_alone, spec, source, result))
         return ()
     limits = (stall_seconds, stall_seconds if join_seconds is None else join_seconds)
-    round_ = _Round(spec, carrier, source, result, to_thread, received, limits)
+    round_ = _Round(spec, carrier, source, result, received, limits)
     try:
         await round_.run()
     except RoundFailed as failure:
@@ -147,7 +140,6 @@ class _Round:
         carrier: Carrier,
         source: Totals,
         result: Totals,
-        to_thread: ToThread,
         received: ReceivedPieces | None,
         limits_seconds: tuple[float, float],
     ) -> None:
@@ -156,7 +148,6 @@ class _Round:
         self._carrier = carrier
         self._source = source
         self._result = result
-        self._to_thread = to_thread
         self._received = received
         self._digest = plan_digest(spec)
         self._slices = partition(spec)
@@ -427,4 +418,4 @@ class _Round:
     async def _off_loop(self, function: Callable[[], T], elements: int) -> T:
         if elements <= INLINE_ELEMENTS:
             return function()
-        return await self._to_thread(function)
+        return await anyio.to_thread.run_sync(function)

@@ -244,6 +244,10 @@ class RoundFailureReport(Failure):
     links: Links = ()
     faults: Faults = ()
 
+    @classmethod
+    def of(cls, failure: RoundFailed) -> RoundFailureReport:
+        return cls(**vars(failure))
+
     def error(self) -> RoundFailed:
         failed = RoundFailed(
             self.reason, self.culprit, failure=self.failure, route=self.route,

@@ -43,26 +43,19 @@ class RunAuthorizer:
     def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
         self._key = p2pd_key
         self._clock = clock
-        self._membership: SetMembership | None = None
+        self.membership: SetMembership | None = None
+        """This peer's proof of membership; None before it is admitted."""
         self._revoked: frozenset[PeerId] = frozenset()
         self._tokens: OrderedDict[bytes, tuple[PeerId, PeerId, float]] = OrderedDict()
         """Verified tokens: member, peer ID of its p2pd, and the time of expiry."""
         self._nonces: OrderedDict[bytes, float] = OrderedDict()
 
-    @property
-    def membership(self) -> SetMembership | None:
-        """This peer's proof of membership; None before it is admitted."""
-        return self._membership
-
     def set_membership(self, membership: SetMembership) -> None:
         """Set the proof that this peer sends from now on, and the revoked peers."""
-        before = self._membership
-        if before is None or (before.run, before.organiser) != (
-            membership.run,
-            membership.organiser,
-        ):
+        before, now = self.membership, membership
+        if before is None or (before.run, before.organiser) != (now.run, now.organiser):
             self._tokens.clear()
-        self._membership = membership
+        self.membership = membership
         self._revoked = frozenset(membership.revoked)
 
     # ----------------------------------------------------------------------- hivemind's interface
@@ -100,10 +93,10 @@ class RunAuthorizer:
 
     def _put_token(self, token: Any) -> None:
         """Put the two envelopes into hivemind's token fields."""
-        if self._membership is None:
+        if self.membership is None:
             raise NetworkError("this peer is not admitted to a run yet")
-        token.public_key = self._membership.binding
-        token.signature = self._membership.certificate
+        token.public_key = self.membership.binding
+        token.signature = self.membership.certificate
 
     def _check_signed(self, message: Any, token: Any) -> None:
         member, p2pd = self._verify_token(token.signature, token.public_key)
@@ -115,7 +108,7 @@ class RunAuthorizer:
 
     def _verify_token(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
         """Verify a token; returns the member and its p2pd. Raises if it is invalid."""
-        membership, now = self._membership, self._clock()
+        membership, now = self.membership, self._clock()
         if membership is None:
             raise AdmissionError("this peer is not admitted to a run yet")
         if max(len(certificate), len(binding)) > MAX_CREDENTIAL_BYTES:

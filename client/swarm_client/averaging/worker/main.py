@@ -19,7 +19,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import round_tag
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.reduce import all_reduce
-from swarm_client.averaging.all_reduce.routes import RouteFault
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
@@ -67,7 +66,7 @@ from swarm_client.averaging.worker.hivemind_imports import (
     load_hivemind,
 )
 from swarm_client.averaging.worker.host_streams import HOST_PREFIX, HostStreams
-from swarm_client.averaging.worker.location import P2pdLocation
+from swarm_client.averaging.worker.location import current_addresses, watch_addresses
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
 from swarm_client.fault_injection import faults
@@ -135,7 +134,7 @@ class Worker:
                 case SetAdmittedPeers():
                     admitted = frozenset(message.p2pd_peer_ids)
                     self._services.hub.admits = partial(_is_admitted, admitted)
-                    self._services.hub.admission_changed()
+                    self._services.hub.notify()
                 case SetMembership():
                     self._services.authorizer.set_membership(message)
                 case Publish():
@@ -151,13 +150,14 @@ class Worker:
 
     async def _run_round(self, message: StartRound, scope: anyio.CancelScope) -> None:
         services = self._services
-        carrier = GroupCarrier.of(message.members, services.p2pd, services.host, services.hub)
+        carrier = GroupCarrier(message.members, services.p2pd, services.host, services.hub)
         answer: RoundDone | RoundFailureReport | None = None
         with scope:
             try:
                 answer = await self._reduce(message, carrier)
             except RoundFailed as failure:
-                answer = _failure_report(failure, carrier.faults)
+                failure.faults = tuple(carrier.faults)
+                answer = RoundFailureReport.of(failure)
             except SwarmError as error:
                 answer = _stopped(str(error))
             except Exception as error:  # a supervisor: one round's failure must not end the others
@@ -226,18 +226,6 @@ def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
     return remote in p2pd_peer_ids or remote.startswith(HOST_PREFIX)
 
 
-def _failure_report(failure: RoundFailed, faults: Sequence[RouteFault]) -> RoundFailureReport:
-    return RoundFailureReport(
-        reason=failure.reason,
-        failure=failure.failure,
-        culprit=failure.culprit,
-        route=failure.route,
-        aborted_by=failure.aborted_by,
-        links=failure.links,
-        faults=tuple(faults),
-    )
-
-
 def _stopped(reason: str) -> RoundFailureReport:
     return RoundFailureReport(reason=reason[:MAX_REASON_CHARACTERS], failure=RoundFailure.STOPPED)
 
@@ -253,8 +241,7 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
         await host.serve()
         await p2pd.serve()
         directory = await DhtDirectory.start(hivemind, p2p, p2pd, authorizer)
-        location = P2pdLocation(hivemind, p2p, p2pd, settings.trusted_relays)
-        addresses = await location.now()
+        addresses = await current_addresses(p2pd, settings.trusted_relays)
         link.send(Started(p2pd_peer_id=p2p.peer_id.to_base58(), addresses=addresses))
         gc.collect()
         gc.freeze()
@@ -273,7 +260,7 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
                 link.send(AddressesChanged(addresses=now))
 
             tasks.start_soon(end_with_p2pd)
-            tasks.start_soon(location.watch, addresses, moved)
+            tasks.start_soon(watch_addresses, p2pd, settings.trusted_relays, addresses, moved)
             await Worker(link, services, tasks).serve()
             tasks.cancel_scope.cancel()
         return status

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -82,6 +82,14 @@ class P2pdStreams:
         except self._hivemind.daemon_errors as error:
             raise NetworkError(f"p2pd {p2pd_peer_id} cannot be reached: {error}") from error
 
+    async def listen_addresses(self) -> list[str]:
+        """Those that p2pd reports, without its peer ID. NetworkError if it has ended."""
+        try:
+            _, own = await self._p2p._client.identify()
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd does not report its addresses: {error}") from error
+        return [str(address) for address in own]
+
     async def connected(self) -> dict[str, list[str]]:
         """The peer IDs to which p2pd is connected, with the remote addresses of the connections."""
         found: dict[str, list[str]] = {}
@@ -147,21 +155,15 @@ class P2pdStreams:
 class GroupCarrier:
     """The network of one round: each stream takes the best route of its pair."""
 
-    def __init__(self, p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub) -> None:
+    def __init__(
+        self, members: Sequence[Member], p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub
+    ) -> None:
+        self._members = {member.peer_id: member for member in members}
         self._p2pd = p2pd
         self._host = host
         self._hub = hub
-        self._members: Mapping[PeerId, Member] = {}
         self.faults: list[RouteFault] = []
         """Routes that failed."""
-
-    @classmethod
-    def of(
-        cls, members: Sequence[Member], p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub
-    ) -> GroupCarrier:
-        carrier = cls(p2pd, host, hub)
-        carrier._members = {member.peer_id: member for member in members}
-        return carrier
 
     async def open(self, peer: PeerId) -> Channel:
         member = self._members[peer]

@@ -403,7 +403,7 @@ def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> No
             tasks.start_soon(partial(group.member, stall_seconds=100), group.spec(B), carriers[B])
             await anyio.sleep(UNADMITTED_SECONDS / 2)
             admitted.add(B)
-            hub.admission_changed()
+            hub.notify()
             await anyio.sleep(UNADMITTED_SECONDS)
             assert hub.refused == 0
             tasks.start_soon(group.member, group.spec(A), carriers[A])
@@ -424,7 +424,7 @@ def test_a_stream_whose_admission_ends_stops_waiting() -> None:
             await trio.testing.wait_all_tasks_blocked()
             assert hub.refused == 0
             admitted.clear()
-            hub.admission_changed()
+            hub.notify()
         assert hub.refused == 1
 
     run_on_virtual_time(body)
