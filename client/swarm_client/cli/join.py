@@ -153,7 +153,14 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
 def daemon(home: Path | None, idle: bool, detach: bool) -> None:
     """Run without an invite and continue the chosen run; for services. SIGTERM stops it."""
     if detach:
-        _detach(Home.locate(home), idle=idle)
+        from swarm_client.control.client import is_running
+
+        place = Home.locate(home)
+        if is_running(place.socket_path):
+            raise DaemonError(
+                f"a daemon already runs in {place.path}; `swarm-client status` shows it"
+            )
+        _start_detached(place, idle=idle)
         return
     import trio
 
@@ -162,14 +169,6 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
 
     notifier = Notifier.from_environment(os.environ)
     trio.run(partial(run_daemon, home, print_event, resume=not idle, notifier=notifier))
-
-
-def _detach(place: Home, *, idle: bool) -> None:
-    from swarm_client.control.client import is_running
-
-    if is_running(place.socket_path):
-        raise DaemonError(f"a daemon already runs in {place.path}; `swarm-client status` shows it")
-    _start_detached(place, idle=idle)
 
 
 def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
@@ -210,6 +209,7 @@ def _start_detached(place: Home, *, idle: bool) -> None:
     SwarmError with its own error message and exit code when it ends before that.
     """
     from swarm_client.control.client import is_running
+    from swarm_client.control.messages import error_with_exit_code
 
     Home.create(place.path)
     log_path = place.log_folder / "daemon.log"
@@ -230,7 +230,7 @@ def _start_detached(place: Home, *, idle: bool) -> None:
     while not is_running(place.socket_path):
         code = process.poll()
         if code is not None:
-            _raise_as(code, _last_error(log_path, began_at))
+            raise error_with_exit_code(code, _last_error(log_path, began_at))
         if time.monotonic() > deadline:
             process.terminate()
             raise DaemonError(f"the daemon did not answer in time; its log is {log_path}")
@@ -244,12 +244,6 @@ def _last_error(log_path: Path, began_at: int) -> str:
     marker = "swarm-client: error: "
     errors = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
     return errors[-1] if errors else f"the daemon ended at once; its log is {log_path}"
-
-
-def _raise_as(code: int, sentence: str) -> None:
-    from swarm_client.control.messages import error_with_exit_code
-
-    raise error_with_exit_code(code, sentence)
 
 
 def _shut_down(place: Home) -> None:

@@ -77,7 +77,7 @@ class RelayPolicy:
         self._relaying_disabled = False
         self.reachability = Reachability.UNKNOWN
         self._changed = trio.Event()
-        self._admitted = trio.Event()
+        self._is_admitted = False
         self._announced: AddressUpdate | None = None
         self._known_addresses: dict[PeerId, tuple[str, ...]] = {}
         self._p2pd_held: list[PeerId] = []
@@ -103,11 +103,8 @@ class RelayPolicy:
 
     def admitted(self) -> None:
         """Relays serve members only: from now on slots are available."""
-        self._admitted.set()
+        self._is_admitted = True
         self.wake()
-
-    async def wait_admitted(self) -> None:
-        await self._admitted.wait()
 
     def wake(self) -> None:
         """An input of the announcement may have changed: addresses, roster, carrier."""
@@ -163,7 +160,7 @@ class RelayPolicy:
             if record.offers_relay and record.peer != self._node.peer_id
         }
         relays[self._invite.coordinator] = self._invite.addresses
-        wanted = WANTED_RELAY_SLOTS if self._admitted.is_set() and not self._is_public else 0
+        wanted = WANTED_RELAY_SLOTS if self._is_admitted and not self._is_public else 0
         self._node.use_relays(relays, wanted, last=self._invite.coordinator)
         if self.reachability is not Reachability.UNKNOWN:
             # p2pd has a port of its own, which no router forwards.

@@ -237,7 +237,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
     cannot."""
     port = node.listening_port
     assert port is not None, "open_node listens on the given address"
-    await volunteer.relay_policy.wait_admitted()
+    await volunteer.admitted.wait()
     hello = volunteer.doctor_hello
     mapper = PortMapper(on_change=lambda mapping: watch.mapping_changed(mapping))
     watch = ReachabilityWatch(

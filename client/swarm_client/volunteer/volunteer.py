@@ -188,6 +188,7 @@ class Volunteer:
             await self.member.admitted_again(membership, keep=welcome.keep)
         self._directory.bootstrap_from(welcome.directory)
         self.relay_policy.admitted()
+        self.admitted.set()
         return manifest.limits
 
     def _become_member(self, membership: Membership) -> Member:
@@ -206,7 +207,6 @@ class Volunteer:
             f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
             f"{manifest.training.steps} steps"
         )
-        self.admitted.set()
         return member
 
     async def join_run(self, welcome: Welcome) -> None:
