@@ -5,7 +5,7 @@ Flags and the environment are not changed over it: they belong to the user who s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from swarm_client.preferences.file import allowed, default_of, fields_of, set_preference
 from swarm_client.preferences.hours import WEEKDAYS
-from swarm_client.preferences.layers import DEFAULT, Layered, load
-from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences
+from swarm_client.preferences.layers import DEFAULT, load
+from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences, Preferences
 
 _DAYS = {"hours_on": "hours", "network_hours_on": "network_hours"}
 """Tables by weekday, and the preference that applies on a day without an entry."""
@@ -32,11 +32,16 @@ class PreferenceStore:
         """All effective values by name, in the order of the groups, with source and meaning. Of
         tables, also the values for all days and for all GPUs."""
         layered = load(self._path, flags=self._flags())
-        preferences = {
-            name: {"value": value, "layer": layer, "where": where, **_meaning(group, field)}
-            for group in GROUPS
-            for name, value, layer, where, field in _of_group(group, layered)
-        }
+        said = {name: (value, origin) for name, value, origin in layered.values()}
+        preferences: dict[str, dict[str, object]] = {}
+        for group in GROUPS:
+            for name, field, usual, where in _names(group, layered.preferences, said):
+                value, origin = said.get(name, (usual, DEFAULT))
+                preferences[name] = {
+                    "value": value, "layer": origin.layer,
+                    "where": where if origin is DEFAULT else origin.where, "group": group,
+                    "text": field.description or "", "allowed": allowed(field),
+                }  # fmt: skip
         return {"version": VERSION, "file": str(self._path), "preferences": preferences}
 
     def set(self, name: str, text: str) -> object:
@@ -45,40 +50,20 @@ class PreferenceStore:
         return set_preference(self._path, name, text or None)
 
 
-_Row = tuple[str, object, str, str, FieldInfo]
-
-
-def _of_group(group: str, layered: Layered) -> Iterator[_Row]:
+def _names(
+    group: str, preferences: Preferences, said: Container[str]
+) -> Iterator[tuple[str, FieldInfo, object, str]]:
+    """The names of a group with what applies where nothing is said, and where that comes from."""
     if group == GPU:
-        yield from _of_gpus(layered)
+        for table in ("all", *sorted(preferences.gpu.keys() - {"all"}, key=int)):
+            for key, field in GpuPreferences.model_fields.items():
+                if table == "all" or f"gpu.{table}.{key}" in said:
+                    yield f"gpu.{table}.{key}", field, default_of(field), DEFAULT.where
         return
-    said = {name: (value, origin) for name, value, origin in layered.values()}
     for name, field in fields_of(group):
         if name not in _DAYS:
-            value, origin = said[name]
-            yield name, value, origin.layer, origin.where, field
+            yield name, field, None, DEFAULT.where
             continue
-        usual = getattr(layered.preferences, _DAYS[name])
         for day in WEEKDAYS:
-            value, origin = said.get(f"{name}.{day}", (usual, DEFAULT))
-            where = f"`{_DAYS[name]}`" if origin is DEFAULT else origin.where
-            yield f"{name}.{day}", value, origin.layer, where, field
-
-
-def _of_gpus(layered: Layered) -> Iterator[_Row]:
-    said = {
-        name: (value, origin) for name, value, origin in layered.values() if name.startswith("gpu.")
-    }
-    tables = sorted({name.split(".")[1] for name in said} - {"all"}, key=int)
-    for table in ("all", *tables):
-        for key, field in GpuPreferences.model_fields.items():
-            name = f"gpu.{table}.{key}"
-            if name in said:
-                value, origin = said[name]
-                yield name, value, origin.layer, origin.where, field
-            elif table == "all":
-                yield name, default_of(field), DEFAULT.layer, DEFAULT.where, field
-
-
-def _meaning(group: str, field: FieldInfo) -> dict[str, str]:
-    return {"group": group, "text": field.description or "", "allowed": allowed(field)}
+            usual = getattr(preferences, _DAYS[name])
+            yield f"{name}.{day}", field, usual, f"`{_DAYS[name]}`"

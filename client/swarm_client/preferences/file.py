@@ -18,6 +18,7 @@ from swarm_client.preferences.layers import (
     Origin,
     build,
     check_name,
+    flatten,
     parse_file,
     parse_value,
     read_file,
@@ -114,7 +115,7 @@ def set_preference(path: Path, name: str, text: str | None) -> object:
             f"the folder {path.parent} cannot be made: {error.strerror}; choose one with --home"
         ) from error
     write_atomically(path, content.encode(), PRIVATE_MODE)
-    return _found(preferences, name) if text is not None else None
+    return flatten(preferences.model_dump())[name] if text is not None else None
 
 
 def edited(content: str, name: str, value: object) -> str:
@@ -161,11 +162,3 @@ def _check_same(content: str, named: FlatValues, path: Path) -> None:
         raise StorageError(
             f"{path} is written in a way that this program cannot change; edit it by hand"
         )
-
-
-def _found(preferences: Preferences, name: str) -> object:
-    value: object = preferences.model_dump()
-    for part in name.split("."):
-        assert isinstance(value, dict)
-        value = value[part]
-    return value

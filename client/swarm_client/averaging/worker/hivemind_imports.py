@@ -3,25 +3,19 @@
 `import hivemind` loads torch, scipy and its whole mixture-of-experts and optimizer packages: 2.3 s
 of CPU and 290 MB per volunteer, for a process that needs its P2P client and its DHT node (0.2 s and
 50 MB). `load_hivemind` therefore puts empty packages in place of hivemind's three `__init__`
-modules and imports the modules behind them. It is tied to the version that pyproject.toml pins;
-with any other version, or on failure, the ordinary import is used.
+modules and imports the modules behind them. It is tied to the version that pyproject.toml pins.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
-import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger(__name__)
-
-_KNOWN_VERSIONS = ("1.1.12",)
 _UTILITIES = {
     "logging": ("get_logger",),
     "serializer": ("MSGPackSerializer", "SerializerBase"),
@@ -53,7 +47,7 @@ class HivemindMissingError(ImportError):
 
 
 def load_hivemind() -> Hivemind:
-    """Import the parts in use. HivemindMissingError when hivemind is not installed."""
+    """Import the parts in use, once. HivemindMissingError when hivemind is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         raise HivemindMissingError("hivemind is not installed")
@@ -61,16 +55,19 @@ def load_hivemind() -> Hivemind:
     binary = root / "hivemind_cli" / "p2pd"
     if not binary.is_file():
         raise HivemindMissingError("hivemind is installed without its daemon p2pd")
-    version = importlib.metadata.version("hivemind")
-    if version in _KNOWN_VERSIONS and "hivemind" not in sys.modules:
-        try:
-            _stub_packages(root)
-            return _names(binary)
-        except (ImportError, AttributeError):
-            logger.warning("hivemind %s cannot be imported in part", version, exc_info=True)
-            for name in [name for name in sys.modules if name.split(".")[0] == "hivemind"]:
-                del sys.modules[name]
-    return _names(binary)
+    if "hivemind" not in sys.modules:
+        _stub_packages(root)
+    p2p = importlib.import_module("hivemind.p2p")
+    node = importlib.import_module("hivemind.dht.node")
+    multiaddr = importlib.import_module("hivemind.utils.multiaddr")
+    return Hivemind(
+        p2p.P2P,
+        p2p.PeerID,
+        multiaddr.Multiaddr,
+        node.DHTNode,
+        (p2p.P2PDaemonError, p2p.P2PHandlerError, OSError, EOFError),
+        binary,
+    )
 
 
 def _stub_packages(root: Path) -> None:
@@ -89,17 +86,3 @@ def _stub_packages(root: Path) -> None:
         module = importlib.import_module(f"hivemind.utils.{module_name}")
         for name in names:
             setattr(utilities, name, getattr(module, name))
-
-
-def _names(binary: Path) -> Hivemind:
-    p2p = importlib.import_module("hivemind.p2p")
-    node = importlib.import_module("hivemind.dht.node")
-    multiaddr = importlib.import_module("hivemind.utils.multiaddr")
-    return Hivemind(
-        p2p.P2P,
-        p2p.PeerID,
-        multiaddr.Multiaddr,
-        node.DHTNode,
-        (p2p.P2PDaemonError, p2p.P2PHandlerError, OSError, EOFError),
-        binary,
-    )
