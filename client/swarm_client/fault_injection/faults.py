@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -93,6 +93,8 @@ class FaultAction(StrEnum):
 
 
 CORRUPTING_ACTIONS = frozenset({FaultAction.CORRUPT, FaultAction.NAN})
+HERE_ACTIONS = frozenset(FaultAction) - CORRUPTING_ACTIONS - {FaultAction.PARTITION}
+"""What befalls the process at the point, or the whole volunteer."""
 
 
 class Fault(FrozenModel):
@@ -128,34 +130,20 @@ class FaultInjector:
         (`swarm_client.fault_injection.network_outage`)."""
         self._reload()
 
-    def inject(self, phase: FaultPoint, step: int | None) -> None:
-        for fault in self._due(phase, step):
-            elsewhere = fault.action in CORRUPTING_ACTIONS or fault.action is FaultAction.PARTITION
-            if not elsewhere and self._claim(fault, step):
-                self._carry_out(fault)
-
-    def inject_outage(self, phase: FaultPoint, step: int | None) -> None:
-        for fault in self._due(phase, step):
-            drop = self.drop_network if fault.action is FaultAction.PARTITION else None
-            if drop is not None and self._claim(fault, step):
-                drop(fault.seconds)
-
-    def corrupt(
-        self, phase: FaultPoint, step: int | None, tensor: memoryview, *, as_float64: bool = False
-    ) -> None:
-        for fault in self._due(phase, step):
-            if fault.action in CORRUPTING_ACTIONS and tensor.nbytes and self._claim(fault, step):
-                _alter(fault.action, tensor, as_float64)
-
-    def _due(self, phase: FaultPoint, step: int | None) -> list[Fault]:
+    def claimed(
+        self, phase: FaultPoint, step: int | None, actions: Container[FaultAction]
+    ) -> Iterator[Fault]:
+        """The faults of these actions that are due here and that no other process has claimed."""
         self._reload()
-        return [
-            fault
-            for fault in self._faults
-            if fault.phase is phase
-            and fault.peer in (self._peer, ANY_PEER)
-            and (fault.step is None or fault.step == step)
-        ]
+        for fault in self._faults:
+            if (
+                fault.phase is phase
+                and fault.action in actions
+                and fault.peer in (self._peer, ANY_PEER)
+                and (fault.step is None or fault.step == step)
+                and self._claim(fault, step)
+            ):
+                yield fault
 
     def _reload(self) -> None:
         try:
@@ -191,7 +179,7 @@ class FaultInjector:
         _log(f"{fault.action} at {fault.phase} of step {step} ({fault.id})")
         return True
 
-    def _carry_out(self, fault: Fault) -> None:
+    def carry_out(self, fault: Fault) -> None:
         match fault.action:
             case FaultAction.KILL:
                 self._signal([self._daemon_pid], signal.SIGKILL)
@@ -214,11 +202,7 @@ class FaultInjector:
         """Stop the other processes first: a stopped process cannot stop others."""
         daemon = psutil.Process(self._daemon_pid)
         pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
-        command = f"sleep {seconds}; kill -CONT {' '.join(str(pid) for pid in pids)}"
-        # In a session of its own, or it would be stopped too.
-        subprocess.Popen(
-            ["/bin/sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL
-        )
+        continue_later(pids, seconds)
         self._signal([pid for pid in pids if pid != os.getpid()], signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -256,13 +240,15 @@ def activate(peer: str | None, daemon_pid: int) -> FaultInjector | None:
 def inject(phase: FaultPoint, step: int | None) -> None:
     """A point where this process may die, freeze, or lose its disk or clock."""
     if active is not None:
-        active.inject(phase, step)
+        for fault in active.claimed(phase, step, HERE_ACTIONS):
+            active.carry_out(fault)
 
 
 def inject_outage(phase: FaultPoint, step: int | None) -> None:
     """A point where the daemon may lose its network."""
-    if active is not None:
-        active.inject_outage(phase, step)
+    if active is not None and active.drop_network is not None:
+        for fault in active.claimed(phase, step, {FaultAction.PARTITION}):
+            active.drop_network(fault.seconds)
 
 
 def corrupt(
@@ -270,8 +256,9 @@ def corrupt(
 ) -> None:
     """A point where a float tensor may be altered in place; `as_float64`: its elements are
     float64."""
-    if active is not None and tensor is not None:
-        active.corrupt(phase, step, tensor, as_float64=as_float64)
+    if active is not None and tensor is not None and tensor.nbytes:
+        for fault in active.claimed(phase, step, CORRUPTING_ACTIONS):
+            _alter(fault.action, tensor, as_float64)
 
 
 def corrupt_file(phase: FaultPoint, step: int | None, path: Path) -> None:
@@ -283,7 +270,14 @@ def corrupt_file(phase: FaultPoint, step: int | None, path: Path) -> None:
             memoryview(content) as whole,
             whole[8 + int.from_bytes(whole[:8], "little") :] as numbers,
         ):
-            active.corrupt(phase, step, numbers)
+            corrupt(phase, step, numbers)
+
+
+def continue_later(pids: Iterable[int], seconds: float) -> None:
+    """Have stopped processes continue after a time."""
+    command = f"sleep {seconds}; kill -CONT {' '.join(str(pid) for pid in pids)}"
+    # In a session of its own, or it would be stopped too.
+    subprocess.Popen(["/bin/sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 def fired_path(plan: Path, fault_id: str) -> Path:

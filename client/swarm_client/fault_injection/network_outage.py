@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from typing import Any
 
 import psutil
 import trio
 
+from swarm_client.fault_injection.faults import continue_later
 from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 
@@ -31,13 +31,9 @@ class Outage:
             if child.name() == "p2pd"
         ]
         if p2pds:
-            numbers = " ".join(str(pid) for pid in p2pds)
             for pid in p2pds:
                 os.kill(pid, signal.SIGSTOP)
-            subprocess.Popen(
-                ["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {numbers}"],
-                start_new_session=True, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            continue_later(p2pds, seconds)
 
     async def over(self) -> None:
         while (left := self._ends_at - trio.current_time()) > 0:
