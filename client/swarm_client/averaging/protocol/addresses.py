@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_CIRCUIT = "/p2p-circuit"
+CIRCUIT = "/p2p-circuit"
 
 
 def is_relayed(address: str) -> bool:
-    return _CIRCUIT in address
+    return CIRCUIT in address
 
 
 def without_peer_id(address: str, owner: str) -> str:
@@ -18,4 +18,4 @@ def without_peer_id(address: str, owner: str) -> str:
 
 def relayed_addresses(relays: Sequence[str]) -> list[str]:
     """The addresses of a p2pd that holds a slot at each of these relays (…/p2p/ID)."""
-    return [f"{relay}{_CIRCUIT}" for relay in relays]
+    return [f"{relay}{CIRCUIT}" for relay in relays]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from multiaddr import Multiaddr
 
 from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStreams
 from swarm_client.averaging.all_reduce.errors import RouteAbsentError
@@ -22,7 +23,7 @@ from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault
 from swarm_client.averaging.all_reduce.stream_race import Opener, StreamRace
-from swarm_client.averaging.protocol.addresses import is_relayed, without_peer_id
+from swarm_client.averaging.protocol.addresses import CIRCUIT, is_relayed, without_peer_id
 from swarm_client.averaging.protocol.messages import Member
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.host_streams import (
@@ -30,7 +31,6 @@ from swarm_client.averaging.worker.host_streams import (
     SocketChannel,
     host_remote_name,
 )
-from swarm_client.averaging.worker.packed_address import AddressBytes
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.base.types import PeerId
 
@@ -68,10 +68,7 @@ class P2pdStreams:
         """Connect p2pd to another one unless it is connected. NetworkError on failure."""
         try:
             peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
-            targets = [
-                AddressBytes(self._hivemind, without_peer_id(text, p2pd_peer_id))
-                for text in addresses
-            ]
+            targets = [dial_target(without_peer_id(text, p2pd_peer_id)) for text in addresses]
         except ValueError as error:
             raise NetworkError(f"{p2pd_peer_id} has an address that is none: {error}") from error
         try:
@@ -184,6 +181,17 @@ class GroupCarrier:
             if self._members[peer].p2pd_peer_id:
                 names[self._members[peer].p2pd_peer_id] = peer
         return self._hub.round(tag, names)
+
+
+def dial_target(address: str) -> Multiaddr:
+    """An address for p2pd's client, which needs only `to_bytes`. ValueError if it is invalid.
+
+    Not hivemind's own class: that writes an Ed25519 peer ID inside an address as a CID, which p2pd
+    does not read ("length greater than remaining number of bytes in buffer").
+    """
+    if address.partition(CIRCUIT)[2]:
+        raise ValueError(f"{address!r} names a peer behind the relay's other end")
+    return Multiaddr(address)
 
 
 def _route(info: Any) -> Route:

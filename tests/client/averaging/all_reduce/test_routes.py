@@ -29,7 +29,7 @@ from swarm_client.averaging.all_reduce.stream_race import (
     StreamRace,
 )
 from swarm_client.averaging.protocol.addresses import relayed_addresses, without_peer_id
-from swarm_client.averaging.worker.packed_address import AddressBytes
+from swarm_client.averaging.worker.p2pd_carrier import dial_target
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
 
@@ -263,36 +263,27 @@ def test_an_opening_that_is_called_off_leaves_no_stream_behind() -> None:
 # ------------------------------------------------------------------------------------ addresses
 
 
-class Multiaddr:
-    """As much of hivemind's library as is asked for: the bytes of the plain part."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def to_bytes(self) -> bytes:
-        return self.text.encode()
-
-
-class Door:
-    Multiaddr = Multiaddr
-
-
 RELAY = "12D3KooWA13V6usryXw7tB2W5PsjH8gjc1NvWdDTBvBvkmW4zfPC"
 
 
 def test_a_relayed_address_has_the_bytes_that_p2pd_reads() -> None:
-    relayed = AddressBytes(Door, f"/ip4/127.0.0.1/tcp/44123/p2p/{RELAY}/p2p-circuit")  # type: ignore[arg-type]
+    relayed = dial_target(f"/ip4/127.0.0.1/tcp/44123/p2p/{RELAY}/p2p-circuit")
     expected = (
+        "047f00000106ac5b"
         "a5032600240801122002bc436fc51220b6161c9faff7648641086d59432f2d9fd32da79a6f555a3917a202"
     )
-    assert relayed.to_bytes() == b"/ip4/127.0.0.1/tcp/44123" + bytes.fromhex(expected)
-    assert AddressBytes(Door, "/ip4/127.0.0.1/tcp/1").to_bytes() == b"/ip4/127.0.0.1/tcp/1"  # type: ignore[arg-type]
+    assert relayed.to_bytes().hex() == expected
 
 
 @pytest.mark.parametrize("relay", ["", "0OIl", "1" * 200])
 def test_an_address_whose_relay_is_none_is_refused(relay: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (base58 has words of its own)
-        AddressBytes(Door, f"/ip4/127.0.0.1/tcp/1/p2p/{relay}/p2p-circuit")  # type: ignore[arg-type]
+    with pytest.raises(ValueError):  # noqa: PT011 (multiaddr has words of its own)
+        dial_target(f"/ip4/127.0.0.1/tcp/1/p2p/{relay}/p2p-circuit")
+
+
+def test_an_address_of_a_peer_behind_the_relays_other_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="behind the relay"):
+        dial_target(f"/ip4/127.0.0.1/tcp/1/p2p/{RELAY}/p2p-circuit/p2p/{A}")
 
 
 def test_the_owner_at_the_end_of_an_address_is_left_out_and_the_relay_stays() -> None:
