@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn
+from typing import BinaryIO, Generic, NoReturn
 
 import anyio.to_thread
 import trio
@@ -178,30 +178,9 @@ class ChildProcess(Generic[MessageT]):
             self.process.kill()
 
 
-def _spawn(
-    module: str,
-    arguments: Sequence[str],
-    descriptor: int,
-    log_path: Path,
-    environment: Mapping[str, str] | None,
-) -> subprocess.Popen[bytes]:
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        # Popen runs here and not in a helper thread (as trio.open_process does): the death
-        # signal of prctl fires when the *thread* that started the child ends.
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments, "--fd", str(descriptor)],
-            pass_fds=(descriptor,),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=None if environment is None else {**os.environ, **environment},
-            # Its own process group: a terminal's Ctrl-C reaches the daemon only.
-            process_group=0,
-        )
-    finally:
-        os.close(log)
+def _opened_log(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 @asynccontextmanager
@@ -220,12 +199,23 @@ async def start_child(
     `grace_seconds`. Its output is appended to `log_path`; `environment` is added to ours.
     """
     ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            process = _spawn(module, arguments, theirs.fileno(), log_path, environment)
-        except BaseException:
-            ours.close()
-            raise
+    try:
+        with theirs, _opened_log(log_path) as log:
+            # Popen runs here and not in a helper thread (as trio.open_process does): the death
+            # signal of prctl fires when the *thread* that started the child ends.
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--fd", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=None if environment is None else {**os.environ, **environment},
+                # Its own process group: a terminal's Ctrl-C reaches the daemon only.
+                process_group=0,
+            )
+    except BaseException:
+        ours.close()
+        raise
     child = ChildProcess(TrioLink(ours, incoming), process, log_path)
     try:
         yield child

@@ -98,11 +98,6 @@ class Downstream:
         nursery.start_soon(self._tick_when_due)
         self.roster_changed()
 
-    @property
-    def hedged(self) -> int:
-        """Microbatches sent to a second peer while the first had not answered."""
-        return self._dispatcher.hedged
-
     async def send(self, request: MicrobatchRequest) -> EdgeAnswer:
         """Send one microbatch to any peer of the stage; return its gradient.
 

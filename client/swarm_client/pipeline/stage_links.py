@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import dataclass
 
 import trio
 
@@ -24,35 +25,27 @@ from swarm_shared.scheduling.routing import StageRouting
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class StageLinks:
-    def __init__(
-        self,
-        node: Node,
-        roster: RosterView,
-        own_server: StageServer,
-        membership: CurrentMembership,
-        masks: MaskClient,
-        nursery: trio.Nursery,
-    ) -> None:
-        self._node = node
-        self._roster = roster
-        self._own_server = own_server
-        self._membership = membership
-        self._masks = masks
-        self._nursery = nursery
+    node: Node
+    roster: RosterView
+    own_server: StageServer
+    membership: CurrentMembership
+    masks: MaskClient
+    nursery: trio.Nursery
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
         """A sender to `stage` that lives as long as `nursery`."""
-        manifest = self._membership.now.manifest
+        manifest = self.membership.now.manifest
         routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
-            stage, self._roster, self.open_edge, self._masks, nursery, routing,
+            stage, self.roster, self.open_edge, self.masks, nursery, routing,
             depth=manifest.stage_count - stage,
         )  # fmt: skip
 
     async def open_edge(self, record: PeerRecord) -> Edge:
         """Open an edge to a peer, or to this volunteer's own stage."""
-        stream, member = await self._open_stream(record), self._membership.now
+        stream, member = await self._open_stream(record), self.membership.now
         try:
             return await open_edge(
                 stream, StageHello(run=member.run, certificate=member.certificate)
@@ -63,20 +56,20 @@ class StageLinks:
             raise
 
     async def _open_stream(self, record: PeerRecord) -> Stream:
-        if record.peer == self._node.peer_id:
+        if record.peer == self.node.peer_id:
             ours, served = local_pair(record.peer)
-            self._nursery.start_soon(self._serve_locally, served)
+            self.nursery.start_soon(self._serve_locally, served)
             return ours
-        return await self._node.open_stream(
+        return await self.node.open_stream(
             record.peer,
             STAGE_PROTOCOL,
-            stage_limits(self._membership.now.manifest),
+            stage_limits(self.membership.now.manifest),
             record.addresses,
         )
 
     async def _serve_locally(self, stream: LocalStream) -> None:
         try:
-            await self._own_server.handle(stream)
+            await self.own_server.handle(stream)
         except SwarmError as error:
             log.warning("this volunteer's own stage closed a link: %s", error)
         finally:

@@ -64,7 +64,7 @@ async def test_what_a_stuck_peer_holds_is_answered_by_another_and_counted_where_
             free.worker.hold.set()
         assert free.worker.forwards == [(4, True)]
         assert w.masks == [(1, 4)]
-        assert downstream.hedged == 1
+        assert downstream._dispatcher.hedged == 1
         await relieved(stuck)
         assert stuck.worker.accumulated == []
 

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -87,70 +87,61 @@ MAX_REASON_CHARACTERS = 500
 RequestT = TypeVar("RequestT", bound=Numbered)
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The objects that carry out the daemon's messages."""
+@dataclass(slots=True, eq=False)
+class Worker:
+    """Carries out the daemon's messages; each round and directory request in a task of its own."""
 
+    link: DaemonLink
     hub: IncomingHub
     p2pd: P2pdStreams
     host: HostStreams
     directory: DhtDirectory
     authorizer: RunAuthorizer
-
-
-class Worker:
-    """Carries out the daemon's messages; each round and directory request in a task of its own."""
-
-    def __init__(self, link: DaemonLink, services: Services, tasks: anyio.abc.TaskGroup) -> None:
-        self._link = link
-        self._services = services
-        self._tasks = tasks
-        self._rounds: dict[int, anyio.CancelScope] = {}
-        """Rounds under way, by request number."""
-        self._received: dict[str, ReceivedPieces] = {}
-        """Of the rounds that are done and not forgotten, by name."""
+    tasks: anyio.abc.TaskGroup
+    rounds: dict[int, anyio.CancelScope] = field(default_factory=dict)
+    """Rounds under way, by request number."""
+    received: dict[str, ReceivedPieces] = field(default_factory=dict)
+    """Of the rounds that are done and not forgotten, by name."""
 
     async def serve(self) -> None:
         """Carry out messages until the daemon ends or sends Shutdown."""
-        directory = self._services.directory
         while True:
-            message = await self._link.receive()
+            message = await self.link.receive()
             match message:
                 case None | Shutdown():
                     return
                 case StartRound():
-                    scope = self._rounds[message.request] = anyio.CancelScope()
-                    self._tasks.start_soon(self._run_round, message, scope)
+                    scope = self.rounds[message.request] = anyio.CancelScope()
+                    self.tasks.start_soon(self._run_round, message, scope)
                 case CancelRound():
-                    if message.request in self._rounds:
-                        self._rounds[message.request].cancel()
+                    if message.request in self.rounds:
+                        self.rounds[message.request].cancel()
                 case DigestReceived():
-                    self._tasks.start_soon(self._digest_received, message)
+                    self.tasks.start_soon(self._digest_received, message)
                 case ForgetRounds():
-                    self._received.clear()
+                    self.received.clear()
                 case RoundInDaemon():
                     members = {name: PeerId(name) for name in message.p2pd_peer_ids}
-                    self._services.hub.finish(round_tag(message.round_id), members, b"")
+                    self.hub.finish(round_tag(message.round_id), members, b"")
                 case SetAdmittedPeers():
                     admitted = frozenset(message.p2pd_peer_ids)
-                    self._services.hub.admits = partial(_is_admitted, admitted)
-                    self._services.hub.notify()
+                    self.hub.admits = partial(_is_admitted, admitted)
+                    self.hub.notify()
                 case SetMembership():
-                    self._services.authorizer.set_membership(message)
+                    self.authorizer.set_membership(message)
                 case Publish():
-                    self._tasks.start_soon(self._answer, message, directory.publish)
+                    self.tasks.start_soon(self._answer, message, self.directory.publish)
                 case Lookup():
-                    self._tasks.start_soon(self._answer, message, directory.lookup)
+                    self.tasks.start_soon(self._answer, message, self.directory.lookup)
                 case Bootstrap():
-                    self._tasks.start_soon(self._answer, message, directory.bootstrap)
+                    self.tasks.start_soon(self._answer, message, self.directory.bootstrap)
                 case Ping():
-                    self._link.send(Pong(request=message.request))
+                    self.link.send(Pong(request=message.request))
                 case ConfigureAveraging():
                     raise AssertionError("the worker is configured already")
 
     async def _run_round(self, message: StartRound, scope: anyio.CancelScope) -> None:
-        services = self._services
-        carrier = GroupCarrier(message.members, services.p2pd, services.host, services.hub)
+        carrier = GroupCarrier(message.members, self.p2pd, self.host, self.hub)
         answer: RoundDone | RoundFailureReport | None = None
         with scope:
             try:
@@ -166,10 +157,10 @@ class Worker:
                 )
                 answer = _stopped(f"internal error: {error!r}")
             finally:
-                del self._rounds[message.request]
+                del self.rounds[message.request]
         if answer is None:
             answer = _stopped("the round was cancelled")
-        self._link.send(answer.numbered(message.request))
+        self.link.send(answer.numbered(message.request))
         if not isinstance(answer, RoundDone):
             # The tracebacks of a failed round keep its arrays alive, which are shared memory.
             gc.collect()
@@ -193,11 +184,11 @@ class Worker:
                 received=received,
             )
         if received is not None:
-            self._received[spec.round_id] = received
+            self.received[spec.round_id] = received
         return RoundDone(links=links, faults=tuple(carrier.faults))
 
     async def _digest_received(self, message: DigestReceived) -> None:
-        received = self._received.get(message.round_id)
+        received = self.received.get(message.round_id)
         answer: ReceivedDigested | RoundFailureReport
         if received is None:
             answer = _stopped(f"round {message.round_id} is not kept here")
@@ -205,7 +196,7 @@ class Worker:
             key = DigestKey(message.seed, message.part)
             digests = await anyio.to_thread.run_sync(partial(received.digests, key))
             answer = ReceivedDigested(digests=digests)
-        self._link.send(answer.numbered(message.request))
+        self.link.send(answer.numbered(message.request))
 
     # ---------------------------------------------------------------------------- the directory
 
@@ -218,7 +209,7 @@ class Worker:
         except Exception as error:  # a supervisor: hivemind's DHT raises any kind of exception
             logger.exception("a directory request failed")
             answer = DirectoryRequestFailed(reason=f"{error!r}"[:MAX_REASON_CHARACTERS])
-        self._link.send(answer.numbered(message.request))
+        self.link.send(answer.numbered(message.request))
 
 
 def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
@@ -246,7 +237,6 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
         gc.collect()
         gc.freeze()
         status = 0
-        services = Services(hub, p2pd, host, directory, authorizer)
         async with anyio.create_task_group() as tasks:
 
             async def end_with_p2pd() -> None:
@@ -261,7 +251,7 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
 
             tasks.start_soon(end_with_p2pd)
             tasks.start_soon(watch_addresses, p2pd, settings.trusted_relays, addresses, moved)
-            await Worker(link, services, tasks).serve()
+            await Worker(link, hub, p2pd, host, directory, authorizer, tasks).serve()
             tasks.cancel_scope.cancel()
         return status
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,41 +24,39 @@ def plain_name(name: str) -> str:
     return name.strip().lower().removesuffix(".exe")
 
 
+@dataclass(slots=True)
+class _Known:
+    first_seen: float
+    read_at: float = -1e9
+    name: str = ""
+
+
 class AppProbe:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
-        self._names: dict[int, str] = {}
-        self._first_seen: dict[int, float] = {}
-        self._read_at: dict[int, float] = {}
+        self._known: dict[int, _Known] = {}
 
     def running(self, wanted: Iterable[str]) -> frozenset[str]:
         """Those of the names for which a process is running."""
         names = {plain_name(name): name for name in wanted}
         if not names:
-            self._names.clear()
-            self._first_seen.clear()
-            self._read_at.clear()
+            self._known.clear()
             return frozenset()
         self._look()
-        running = set(self._names.values())
+        running = {one.name for one in self._known.values()}
         return frozenset(name for plain, name in names.items() if plain in running)
 
     def _look(self) -> None:
         now = self._clock()
-        pids = set(psutil.pids())
-        for gone in self._names.keys() - pids:
-            for table in (self._names, self._first_seen, self._read_at):
-                table.pop(gone, None)
+        before = self._known
         # Processes older than this one are not about to exec; most are hours old.
-        born = now if self._first_seen else now - NEW_PROCESS_SECONDS
-        for pid in pids:
-            first = self._first_seen.setdefault(pid, born)
-            young = now - first < NEW_PROCESS_SECONDS
+        born = now if before else now - NEW_PROCESS_SECONDS
+        self._known = {pid: before.get(pid) or _Known(born) for pid in psutil.pids()}
+        for pid, known in self._known.items():
+            young = now - known.first_seen < NEW_PROCESS_SECONDS
             # Spread by PID, so that not all are read at the same call.
-            due = now - self._read_at.get(pid, -1e9) >= RECHECK_SECONDS + pid % 7
-            if young or due:
-                self._read_at[pid] = now
-                self._names[pid] = self._name(pid)
+            if young or now - known.read_at >= RECHECK_SECONDS + pid % 7:
+                known.read_at, known.name = now, self._name(pid)
 
     def _name(self, pid: int) -> str:
         try:
