@@ -8,27 +8,21 @@ the digests of the inputs alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from swarm_client.auditing.exchange import KeptServer, fetch_kept
-from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.coordinator_link import CoordinatorLink
-from swarm_client.membership.membership import CurrentMembership
-from swarm_client.membership.roster import RosterView
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_client.stage.protocol.messages import AuditDone
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, wire_digest
-from swarm_shared.network import Node
 from swarm_shared.protocol import Audit, AuditResult, KeptRequest, PeerRecord
 
 log = logging.getLogger(__name__)
@@ -71,32 +65,15 @@ class _Files:
 class Auditor:
     """The audits of one volunteer, as auditor and as audited peer."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        node: Node,
-        membership: CurrentMembership,
-        roster: RosterView,
-        gate: AdmissionGate,
-        pipeline: Pipeline,
-        coordinator: CoordinatorLink,
-        folder: Path,
-        nursery: trio.Nursery,
-        report: Callable[[str], None],
-    ) -> None:
-        self._identity = identity
-        self._node = node
-        self._membership = membership
-        self._roster = roster
+    def __init__(self, member: MemberContext, pipeline: Pipeline, folder: Path) -> None:
+        self._member = member
         self._pipeline = pipeline
-        self._coordinator = coordinator
         self._folder = folder
-        self._nursery = nursery
         self._in_hand = 0
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.iterdir():
             left.unlink(missing_ok=True)
-        KeptServer(node, pipeline, roster, gate, folder, report)
+        KeptServer(member, pipeline, folder)
 
     def take(self, order: Audit) -> None:
         """Carry out an order and answer it."""
@@ -104,13 +81,13 @@ class Auditor:
             self._answer(order, None, "this peer audits as much as it can")
             return
         self._in_hand += 1
-        self._nursery.start_soon(self._carry_out, order)
+        self._member.nursery.start_soon(self._carry_out, order)
 
     def _answer(self, order: Audit, statement: AuditStatement | None, reason: str = "") -> None:
         envelope = None
         if statement is not None:
-            envelope = encode_envelope(statement.sign(self._identity))
-        self._coordinator.send(
+            envelope = encode_envelope(statement.sign(self._member.identity))
+        self._member.coordinator.send(
             AuditResult(audit=order.audit, statement=envelope, reason=reason[:500])
         )
 
@@ -134,7 +111,7 @@ class Auditor:
 
     def _able(self, order: Audit) -> tuple[Holding, PeerRecord]:
         """The held stage and the audited peer, if this peer can audit it."""
-        holding, audited = self._pipeline.holding, self._roster.get(order.peer)
+        holding, audited = self._pipeline.holding, self._member.roster.get(order.peer)
         if self._pipeline.server.paused:
             raise CannotAudit("this peer is paused")
         if holding is None or holding.stage != order.stage:
@@ -168,11 +145,11 @@ class Auditor:
         return self._statement(order, done)
 
     def _statement(self, order: Audit, done: AuditDone | None) -> AuditStatement:
-        member = self._membership.now
+        member = self._member.membership.now
         return AuditStatement(
             run=member.run, generation=member.generation, audit=order.audit, step=order.step,
             microbatch=order.microbatch, stage=order.stage, peer=order.peer,
-            auditor=self._identity.peer_id,
+            auditor=self._member.identity.peer_id,
             transcript=None if done is None else done.transcript,
             loss_sum=None if done is None else done.loss_sum,
             distance=None if done is None else done.distance,
@@ -197,7 +174,7 @@ class Auditor:
             step=order.step, microbatch=order.microbatch, stage=order.stage, computed=not of_inputs
         )
         try:
-            await fetch_kept(self._node, self._membership, audited, request, total_bytes, path)
+            await fetch_kept(self._member, audited, request, total_bytes, path)
         except OSError as error:
             raise CannotAudit(f"{path} cannot be written: {error.strerror}") from error
         except SwarmError as error:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import trio
 
-from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.membership import CurrentMembership
-from swarm_client.membership.roster import RosterView
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_shared.base.errors import (
@@ -21,7 +18,7 @@ from swarm_shared.base.errors import (
     SwarmError,
 )
 from swarm_shared.base.types import PeerId
-from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
     AUDIT_PROTOCOL,
     PART_BYTES,
@@ -53,16 +50,11 @@ MAX_STREAMS_PER_PEER = 4
 class KeptServer:
     """Serves the kept tensors of the held stage to the other peers of that stage."""
 
-    def __init__(
-        self, node: Node, pipeline: Pipeline, roster: RosterView, gate: AdmissionGate, folder: Path,
-        report: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._pipeline, self._roster, self._gate = pipeline, roster, gate
-        self._folder = folder
-        self._report = report
+    def __init__(self, member: MemberContext, pipeline: Pipeline, folder: Path) -> None:
+        self._member, self._pipeline, self._folder = member, pipeline, folder
         self._numbers = itertools.count()
         self._slots = trio.Semaphore(MAX_SERVED)
-        node.serve(
+        member.node.serve(
             AUDIT_PROTOCOL, self.handle, SERVING_LIMITS, max_streams_per_peer=MAX_STREAMS_PER_PEER
         )
 
@@ -78,7 +70,7 @@ class KeptServer:
             raise
         except (SwarmError, OSError) as error:
             if isinstance(error, RequestFailed) and error.code == "not_repeatable":
-                self._report(
+                self._member.report(
                     f"{error}, so that nothing of this step counts; `swarm-client doctor "
                     "--self-test` tests this machine"
                 )
@@ -92,7 +84,7 @@ class KeptServer:
         hello = parse(audit_messages, (await stream.receive(timeout_seconds=HELLO_SECONDS)).header)
         if not isinstance(hello, TransferHello):
             raise ProtocolError(f"{stream.remote} began an audit with {hello.kind}")
-        self._gate.check_transfer(stream.remote, hello)
+        self._member.gate.check_transfer(stream.remote, hello)
         request = parse(
             audit_messages, (await stream.receive(timeout_seconds=HELLO_SECONDS)).header
         )
@@ -101,7 +93,7 @@ class KeptServer:
         return request
 
     async def _write(self, remote: PeerId, request: KeptRequest, path: Path) -> None:
-        record, holding = self._roster.get(remote), self._pipeline.holding
+        record, holding = self._member.roster.get(remote), self._pipeline.holding
         if record is None or record.stage != request.stage:
             raise AdmissionError(f"{remote} does not hold stage {request.stage}")
         if holding is None or holding.stage != request.stage:
@@ -120,19 +112,18 @@ async def _send_file(stream: FramedStream, path: Path) -> None:
 
 
 async def fetch_kept(
-    node: Node, membership: CurrentMembership, audited: PeerRecord, request: KeptRequest,
-    total_bytes: int, path: Path,
-) -> None:  # fmt: skip
+    member: MemberContext, audited: PeerRecord, request: KeptRequest, total_bytes: int, path: Path
+) -> None:
     """Fetch the tensors of a microbatch into a file of exactly this size.
 
     NetworkError, AdmissionError or ProtocolError when the audited peer does not give them.
     """
-    member = membership.now
-    stream = await node.open_stream(
+    own = member.membership.now
+    stream = await member.node.open_stream(
         audited.peer, AUDIT_PROTOCOL, FETCHING_LIMITS, audited.addresses
     )
     try:
-        hello = TransferHello(run=member.run, certificate=member.certificate)
+        hello = TransferHello(run=own.run, certificate=own.certificate)
         await stream.send(encode(hello), timeout_seconds=HELLO_SECONDS)
         await stream.send(encode(request), timeout_seconds=HELLO_SECONDS)
         received, timeout_seconds = 0, COMPUTING_SECONDS

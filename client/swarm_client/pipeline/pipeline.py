@@ -5,39 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import trio
-
-from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.coordinator_link import CoordinatorLink
-from swarm_client.membership.membership import CurrentMembership
-from swarm_client.membership.roster import RosterView
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.pipeline.trainer import Trainer
 from swarm_client.pipeline.uplink_share import UplinkShare
-from swarm_shared.network import Node
 
 
 class Pipeline:
     """The parts that carry microbatches, for the stage that is held now."""
 
-    def __init__(
-        self,
-        node: Node,
-        membership: CurrentMembership,
-        roster: RosterView,
-        gate: AdmissionGate,
-        coordinator: CoordinatorLink,
-        all_reduce_bytes: Callable[[], int],
-        nursery: trio.Nursery,
-    ) -> None:
-        self.masks = MaskClient(coordinator)
-        self.trainer = Trainer(coordinator, nursery)
-        self._uplink = UplinkShare(node.bandwidth, all_reduce_bytes)
-        self.server = StageServer(membership, gate, self._uplink, coordinator)
-        self.links = StageLinks(node, roster, self.server, membership, self.masks, nursery)
+    def __init__(self, member: MemberContext, all_reduce_bytes: Callable[[], int]) -> None:
+        self.masks = MaskClient(member.coordinator)
+        self.trainer = Trainer(member.coordinator, member.nursery)
+        self._uplink = UplinkShare(member.node.bandwidth, all_reduce_bytes)
+        self.server = StageServer(member.membership, member.gate, self._uplink, member.coordinator)
+        self.links = StageLinks(member, self.server, self.masks)
 
     @property
     def holding(self) -> Holding | None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import trio
 
-from swarm_client.membership.membership import CurrentMembership
-from swarm_client.membership.roster import RosterView
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
@@ -18,7 +17,6 @@ from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
-from swarm_shared.network import Node
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
 from swarm_shared.scheduling.routing import StageRouting
 
@@ -27,25 +25,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    node: Node
-    roster: RosterView
+    member: MemberContext
     own_server: StageServer
-    membership: CurrentMembership
     masks: MaskClient
-    nursery: trio.Nursery
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
         """A sender to `stage` that lives as long as `nursery`."""
-        manifest = self.membership.now.manifest
+        manifest = self.member.membership.now.manifest
         routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
-            stage, self.roster, self.open_edge, self.masks, nursery, routing,
+            stage, self.member.roster, self.open_edge, self.masks, nursery, routing,
             depth=manifest.stage_count - stage,
         )  # fmt: skip
 
     async def open_edge(self, record: PeerRecord) -> Edge:
         """Open an edge to a peer, or to this volunteer's own stage."""
-        stream, member = await self._open_stream(record), self.membership.now
+        stream, member = await self._open_stream(record), self.member.membership.now
         try:
             return await open_edge(
                 stream, StageHello(run=member.run, certificate=member.certificate)
@@ -56,14 +51,14 @@ class StageLinks:
             raise
 
     async def _open_stream(self, record: PeerRecord) -> Stream:
-        if record.peer == self.node.peer_id:
+        if record.peer == self.member.node.peer_id:
             ours, served = local_pair(record.peer)
-            self.nursery.start_soon(self._serve_locally, served)
+            self.member.nursery.start_soon(self._serve_locally, served)
             return ours
-        return await self.node.open_stream(
+        return await self.member.node.open_stream(
             record.peer,
             STAGE_PROTOCOL,
-            stage_limits(self.membership.now.manifest),
+            stage_limits(self.member.membership.now.manifest),
             record.addresses,
         )
 

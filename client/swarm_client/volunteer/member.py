@@ -6,6 +6,7 @@ from __future__ import annotations
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.membership.membership import CurrentMembership, Membership, renew_certificate
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.pipeline import Pipeline
@@ -68,18 +69,17 @@ class Member:
         self._roster = roster
         self._averager = averager
         self._spare = spare
-        self.pipeline = Pipeline(
-            context.node, current, roster, gate, attachment, averager.sent_bytes, context.nursery
-        )
+        shared = MemberContext(
+            context.identity, context.node, current, roster, gate, attachment, context.nursery,
+            context.report,
+        )  # fmt: skip
+        self.pipeline = Pipeline(shared, averager.sent_bytes)
         self.stages = StageManager(
             context, current, attachment, averager, snapshots, self.pipeline,
             StageLoader(context, current, snapshots, spare),
         )  # fmt: skip
-        self._auditor = Auditor(
-            context.identity, context.node, current, roster, gate, self.pipeline, attachment,
-            context.home.audit_folder(context.invite.run_id), context.nursery, context.report,
-        )  # fmt: skip
         invite = context.invite
+        self._auditor = Auditor(shared, self.pipeline, context.home.audit_folder(invite.run_id))
         self._fetcher = LeafFetcher(
             context.node, current, TransferSource(invite.coordinator, invite.addresses),
             context.data_cache, context.claim_disk,

@@ -220,7 +220,7 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         await s.script.say(CertificateRenewed(certificate=newer))
         await s.until(lambda: s.certificate == newer)
         assert s.volunteer.member is not None
-        assert s.volunteer.member.pipeline.links.membership.now.certificate == newer
+        assert s.volunteer.member.pipeline.links.member.membership.now.certificate == newer
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
         assert len(s.script.hellos) == 1
