@@ -71,33 +71,6 @@ def resume(home: Path | None, as_json: bool) -> None:
     _order(home, as_json, "resume")
 
 
-@click.command()
-@click.option("--no-wait", is_flag=True, help="Return at once, before the work is complete.")
-@home_option
-@json_option
-def finish(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """Complete work in flight, hand the stage over and stop; `resume` continues the run."""
-    _end("finish", no_wait, home, as_json)
-
-
-@click.command()
-@click.option("--no-wait", is_flag=True, help="Return at once, before the work is complete.")
-@home_option
-@json_option
-def leave(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """Finish and leave the run: the daemon does not rejoin it automatically."""
-    _end("leave", no_wait, home, as_json)
-
-
-@click.command()
-@click.option("--no-wait", is_flag=True, help="Return at once, before the daemon has exited.")
-@home_option
-@json_option
-def shutdown(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """Stop the daemon in order; the next daemon continues the run."""
-    _end("shutdown", no_wait, home, as_json)
-
-
 def _order(home: Path | None, as_json: bool, method: str, **arguments: object) -> None:
     from swarm_client.control.client import ask
 
@@ -122,6 +95,33 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
             click.echo("done")
     if as_json:
         print_answer({**answer, "done": not no_wait}, as_json)
+
+
+def _ending(method: str, before: str, text: str) -> click.Command:
+    """A command that ends something, and waits for that unless it is told not to."""
+
+    @click.command(method, help=text)
+    @click.option("--no-wait", is_flag=True, help=f"Return at once, before {before}.")
+    @home_option
+    @json_option
+    def command(no_wait: bool, home: Path | None, as_json: bool) -> None:
+        _end(method, no_wait, home, as_json)
+
+    return command
+
+
+finish = _ending(
+    "finish", "the work is complete",
+    "Complete work in flight, hand the stage over and stop; `resume` continues the run.",
+)  # fmt: skip
+leave = _ending(
+    "leave", "the work is complete",
+    "Finish and leave the run: the daemon does not rejoin it automatically.",
+)  # fmt: skip
+shutdown = _ending(
+    "shutdown", "the daemon has exited",
+    "Stop the daemon in order; the next daemon continues the run.",
+)  # fmt: skip
 
 
 @click.group(invoke_without_command=True)

@@ -85,11 +85,3 @@ def parse_duration(text: str) -> float:
     if found is None or not 0 < seconds <= 366 * 86400:
         raise UsageError(f"{text!r} is not a duration; write 30m, 2h or 1h30m, at most 366d")
     return float(seconds)
-
-
-def count_text(value: float) -> str:
-    """A count like 950, 12.3 k, 4.56 M."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swarm_client.cli.options import count_text
 from swarm_client.control.status_document import ContributionView, DeviceView, RunView, Status
 from swarm_client.control.status_sentence import clock_text
-from swarm_shared.base.text import printable
+from swarm_shared.base.text import printable, size_text
+from swarm_shared.tui.formatting import short_number
 
 REACHED = {
     "public": "other peers can connect directly",
@@ -38,8 +38,8 @@ def _lines(status: Status) -> Iterator[str]:
         reached = REACHED.get(traffic.reachability, traffic.reachability)
         yield _row(
             "network",
-            f"{reached}; {count_text(traffic.sent_bytes)}B sent, "
-            f"{count_text(traffic.received_bytes)}B received",
+            f"{reached}; {size_text(traffic.sent_bytes)} sent, "
+            f"{size_text(traffic.received_bytes)} received",
         )
     if status.away is not None:
         ended = status.away.began + status.away.seconds
@@ -75,7 +75,7 @@ def contribution_text(given: ContributionView) -> str:
         return "nothing yet"
     days = f", {given.streak_days} day(s) in a row" if given.streak_days else ""
     return (
-        f"{given.microbatches:,} microbatches, {count_text(given.tokens)} tokens in "
-        f"{given.steps:,} steps; credit {count_text(given.credit)}, recently "
-        f"{count_text(given.recent_credit)} a day{days}"
+        f"{given.microbatches:,} microbatches, {short_number(given.tokens)} tokens in "
+        f"{given.steps:,} steps; credit {short_number(given.credit)}, recently "
+        f"{short_number(given.recent_credit)} a day{days}"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
@@ -130,10 +130,7 @@ class StatusBuilder:
             pid=os.getpid(),
             time=facts.now,
             started_at=facts.started_at,
-            state=described.state,
-            reason=described.reason,
-            sentence=described.sentence,
-            until=described.until,
+            **asdict(described),
             peer=facts.peer,
             name=facts.name,
             run=run_view(reporting_device),
@@ -278,8 +275,7 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
         phase = "idle" if stage is None else "downloading" if volunteer.downloads else "loading"
     return DeviceView(
         id=device.id, label=device.label, memory_bytes=device.memory_bytes,
-        peer=volunteer.node.peer_id, state=described.state, reason=described.reason,
-        sentence=described.sentence, until=described.until,
+        peer=volunteer.node.peer_id, **asdict(described),
         stage=stage, phase=phase, downloads=volunteer.downloads,
         queued=0 if holding is None else holding.in_flight,
         microbatches_per_second=0 if holding is None else holding.meter.microbatches_per_second,

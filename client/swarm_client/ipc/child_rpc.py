@@ -21,8 +21,7 @@ from typing import Generic, TypeVar
 import trio
 
 from swarm_client.ipc.child_process import ChildProcess
-from swarm_client.ipc.errors import WorkerDied
-from swarm_client.ipc.numbered import Failure, Numbered
+from swarm_client.ipc.numbered import Failure, Numbered, WorkerDied
 from swarm_shared.base.errors import FrameError, LinkClosed
 
 EXIT_STATUS_SECONDS = 2.0

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 
 RequestNumber = Annotated[int, Field(ge=0, lt=2**53)]
@@ -25,6 +26,10 @@ class Numbered(FrozenModel):
     def numbered(self, request: int) -> Self:
         """This message under the given request number."""
         return self.model_copy(update={"request": request})
+
+
+class WorkerDied(SwarmError):
+    """A child process has ended; all its state is lost."""
 
 
 class Failure(Numbered):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.cli.options import count_text, parse_duration
+from swarm_client.cli.options import parse_duration
 from swarm_client.cli.text import status_text
 from swarm_client.control import contribution_log, known_runs
 from swarm_client.control.contribution_log import ContributionLog
@@ -291,7 +291,3 @@ def test_whatever_is_typed_is_a_time_or_a_usage_error(text: str) -> None:
     with contextlib.suppress(UsageError):
         seconds = parse_duration(text)
     assert 0 < seconds <= 366 * 86400
-
-
-def test_counts_are_short() -> None:
-    assert [count_text(n) for n in (0, 950, 12_345, 4_560_000)] == ["0", "950", "12.3 k", "4.56 M"]

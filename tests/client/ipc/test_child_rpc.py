@@ -15,8 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from swarm_client.ipc.child_process import ChildProcess, TrioLink
 from swarm_client.ipc.child_rpc import ChildRpc
-from swarm_client.ipc.errors import WorkerDied
-from swarm_client.ipc.numbered import Failure, Numbered
+from swarm_client.ipc.numbered import Failure, Numbered, WorkerDied
 from swarm_shared.base.errors import FrameError
 
 

@@ -311,28 +311,17 @@ class MemberLink:
     # -------------------------------------------------------------------------------- failures
 
     def violated(self, what: str) -> RoundFailed:
-        return RoundFailed(
-            f"member {self.peer} {what}",
-            self.peer,
-            failure=RoundFailure.PROTOCOL,
-            route=self.route,
-        )
+        return self._failed(f"member {self.peer} {what}", RoundFailure.PROTOCOL)
 
     def stalled(self, seconds: float) -> RoundFailed:
-        return RoundFailed(
-            f"member {self.peer} sent nothing for {seconds:g} s",
-            self.peer,
-            failure=RoundFailure.STALLED,
-            route=self.route,
-        )
+        reason = f"member {self.peer} sent nothing for {seconds:g} s"
+        return self._failed(reason, RoundFailure.STALLED)
 
     def _lost(self, what: str) -> RoundFailed:
         # p2pd is a separate program that can die while its member lives. The host's connections
         # belong to the member's own process.
         failure = RoundFailure.CARRIER if self.route.over_p2pd else RoundFailure.LOST
-        return RoundFailed(
-            f"the stream with member {self.peer} {what}",
-            self.peer,
-            failure=failure,
-            route=self.route,
-        )
+        return self._failed(f"the stream with member {self.peer} {what}", failure)
+
+    def _failed(self, reason: str, failure: RoundFailure) -> RoundFailed:
+        return RoundFailed(reason, self.peer, failure=failure, route=self.route)

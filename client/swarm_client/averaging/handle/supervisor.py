@@ -61,8 +61,7 @@ from swarm_client.averaging.protocol.messages import (
 )
 from swarm_client.ipc.child_process import ChildProcess, start_child
 from swarm_client.ipc.child_rpc import ChildRpc
-from swarm_client.ipc.errors import WorkerDied
-from swarm_client.ipc.numbered import Numbered
+from swarm_client.ipc.numbered import Numbered, WorkerDied
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, limit_memory
 from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, SwarmError

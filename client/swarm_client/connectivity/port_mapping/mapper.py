@@ -104,8 +104,11 @@ class PortMapper:
                 if self.mapping is None:
                     await self._mapped.wait()
                     continue
-                await trio.sleep(self._seconds_to_renewal())
-                await self._renew()
+                # Half of the remaining lifetime (RFC 6886, 3.3), repeated while renewals fail.
+                half = (self._expires - trio.current_time()) / 2
+                await trio.sleep(max(SHORTEST_RENEWAL_SECONDS, min(half, LONGEST_RENEWAL_SECONDS)))
+                if self.mapping is not None:
+                    await self.map(self.mapping.internal_port)
         finally:
             with trio.CancelScope(shield=True):
                 await self.release()
@@ -176,17 +179,6 @@ class PortMapper:
             self._mapped = trio.Event()
         if known is not None:
             self._on_change(None)
-
-    # Renewal
-
-    def _seconds_to_renewal(self) -> float:
-        """Half of the remaining lifetime (RFC 6886, 3.3), repeated while renewals fail."""
-        left = self._expires - trio.current_time()
-        return max(SHORTEST_RENEWAL_SECONDS, min(left / 2, LONGEST_RENEWAL_SECONDS))
-
-    async def _renew(self) -> None:
-        if self.mapping is not None:
-            await self.map(self.mapping.internal_port)
 
 
 async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> Router:

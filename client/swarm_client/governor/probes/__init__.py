@@ -3,13 +3,3 @@
 A probe is cheap, never raises for what the machine lacks (None: unknown), and does not depend on
 preferences. Probes are called from one thread at a time, not on the event loop.
 """
-
-from __future__ import annotations
-
-from typing import Protocol
-
-
-class IdleProbe(Protocol):
-    """Seconds since the last input of a user at this machine."""
-
-    def idle_seconds(self) -> float | None: ...

@@ -7,10 +7,9 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from swarm_client.governor.probes import IdleProbe
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
-from swarm_client.governor.probes.idle import TerminalIdle, display_idle
+from swarm_client.governor.probes.idle import IdleProbe, TerminalIdle, display_idle
 from swarm_client.governor.probes.machine import (
     MEMORY_SECONDS,
     POWER_SECONDS,

@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from swarm_client.governor.probes import IdleProbe
 from swarm_client.governor.probes.x11 import X11Idle
 from swarm_shared.base.clock import Clock, monotonic
 
@@ -39,6 +39,12 @@ GRAIN_LATE_SECONDS = 0.1
 ticks."""
 
 Run = Callable[[Sequence[str]], str | None]
+
+
+class IdleProbe(Protocol):
+    """Seconds since the last input of a user at this machine."""
+
+    def idle_seconds(self) -> float | None: ...
 
 
 def run_command(words: Sequence[str]) -> str | None:

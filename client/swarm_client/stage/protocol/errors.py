@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from swarm_client.ipc.errors import WorkerDied
+from swarm_client.ipc.numbered import WorkerDied
 from swarm_shared.base.errors import SwarmError
 
 __all__ = ["FailureCode", "RequestFailed", "WorkerDied"]
