@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
-from swarm_client.control.suspension import Suspension
 
 SENTENCES: dict[SuspendReason, str] = {
     SuspendReason.PAUSED_BY_USER: "paused by you; `swarm-client resume` continues",
@@ -31,6 +30,16 @@ SENTENCES: dict[SuspendReason, str] = {
     SuspendReason.NOT_ADMITTED: "the run has not admitted this peer",
 }
 assert SENTENCES.keys() == set(SuspendReason)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """Why nothing is computed for now (`swarm_client.volunteer.pause` carries it out)."""
+
+    reason: SuspendReason
+    until: float | None = None
+    """Unix seconds at which it ends by itself, where that is known. The caller that suspends keeps
+    the time: nothing here resumes on its own."""
 
 
 @dataclass(frozen=True, slots=True)

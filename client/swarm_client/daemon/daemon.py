@@ -32,9 +32,8 @@ from swarm_client.control.messages import (
 )
 from swarm_client.control.server import ControlSocketServer, Method, order, query
 from swarm_client.control.status_document import InterruptionView, Status, SuspendReason
-from swarm_client.control.status_sentence import SENTENCES, StopCause, clock_text
+from swarm_client.control.status_sentence import SENTENCES, StopCause, Suspension, clock_text
 from swarm_client.control.stored_file import read_document, write_document
-from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.participation import participate
 from swarm_client.daemon.sleep_watch import SleepWatch
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder, stopped_by

@@ -33,10 +33,10 @@ from swarm_client.control.status_sentence import (
     StateDescription,
     StatusFacts,
     StopCause,
+    Suspension,
     combine_devices,
     describe,
 )
-from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.sleep_watch import SHOWN_SECONDS
 from swarm_client.governor.governor import Governor
 from swarm_client.governor.policy import gpu_index

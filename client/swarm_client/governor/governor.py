@@ -17,7 +17,7 @@ from datetime import date
 import trio
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.governor.device_offer import permitted_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
 from swarm_client.governor.policy import (

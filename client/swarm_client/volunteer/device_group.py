@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 
 if TYPE_CHECKING:
     from swarm_client.volunteer.volunteer import Volunteer

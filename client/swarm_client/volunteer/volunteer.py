@@ -14,7 +14,7 @@ import trio
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.connectivity.relay_policy import RelayPolicy
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import Membership, verify_welcome
 from swarm_client.membership.roster import RosterView

@@ -59,7 +59,7 @@ async def serve_lines(
     `on_listening` is called once connections are accepted. The caller holds the folder's lock, so a
     socket that exists already was left by a process that was killed.
     """
-    listener = _listen(path)
+    listener = listen_privately(path)
     try:
         on_listening()
 
@@ -74,7 +74,9 @@ async def serve_lines(
             path.unlink()
 
 
-def _listen(path: Path) -> trio.socket.SocketType:
+def listen_privately(path: Path, backlog: int = _LISTEN_BACKLOG) -> trio.socket.SocketType:
+    """A listening socket at `path`, in the place of one left there, which only this user can open.
+    StorageError when it cannot be created."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)
@@ -82,7 +84,7 @@ def _listen(path: Path) -> trio.socket.SocketType:
             made.bind(address)
         # Before listen: no connection is possible until the permissions are set.
         path.chmod(PRIVATE_MODE)
-        made.listen(_LISTEN_BACKLOG)
+        made.listen(backlog)
     except OSError as error:
         made.close()
         raise storage_error(path, error) from error

@@ -28,11 +28,11 @@ from swarm_client.control.status_sentence import (
     SENTENCES,
     StatusFacts,
     StopCause,
+    Suspension,
     clock_text,
     describe,
 )
 from swarm_client.control.stored_file import read_document, write_document
-from swarm_client.control.suspension import Suspension
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.transfer.download_meter import DownloadProgress
 

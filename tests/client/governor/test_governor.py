@@ -13,7 +13,7 @@ import trio
 
 from kits.runs.started_program import wait_until_it_is
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
 from swarm_client.governor.disk_space import DiskAllowance
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor

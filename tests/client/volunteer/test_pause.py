@@ -11,7 +11,7 @@ from client.pipeline.test_pipeline import RUN, parcel, world
 from client.volunteer.test_volunteer_admission import scene
 from kits.tickets import ticket
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import Suspension
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.pipeline.trainer import Trainer
 from swarm_client.volunteer.pause import GRACE_SECONDS
 from swarm_shared.base.frozen_model import FrozenModel

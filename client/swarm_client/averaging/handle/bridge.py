@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -31,7 +30,8 @@ from swarm_client.averaging.protocol.bridge import (
     open_requests,
 )
 from swarm_shared.base.errors import FrameError, LinkClosed, NetworkError, ProtocolError
-from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, parse
+from swarm_shared.base.json_messages import PrefixedDecoder
+from swarm_shared.base.local_server import listen_privately
 from swarm_shared.base.types import PeerId
 
 PIECE_BYTES = 256 * 1024
@@ -69,19 +69,10 @@ class Bridge:
     @asynccontextmanager
     async def listening(self, folder: Path) -> AsyncIterator[None]:
         """Serve the worker whose sockets lie in `folder`."""
-        path = folder / DAEMON_SOCKET
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(str(path))
-            path.chmod(0o600)
-            listener.listen(_LISTEN_BACKLOG)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+        listener = listen_privately(folder / DAEMON_SOCKET, _LISTEN_BACKLOG)
         self._folder = folder
         assert self._nursery is not None, "a bridge runs before it listens"
-        ours = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+        ours = trio.SocketListener(listener)
         async with trio.open_nursery() as nursery:
             serve = partial(trio.serve_listeners, handler_nursery=self._nursery)
             nursery.start_soon(serve, self._open, [ours])
@@ -213,23 +204,17 @@ async def _pipe_to_remote(connection: trio.SocketStream, channel: Channel) -> No
 
 
 async def _read_request(connection: trio.SocketStream) -> OpenStream:
+    decoder = PrefixedDecoder(open_requests)  # nothing follows the head before its answer
     try:
         with trio.fail_after(HEAD_SECONDS):
-            prefix = await _read_exactly(connection, LENGTH_BYTES)
-            length = decode_length(prefix, MAX_HEAD_BYTES)
-            return parse(open_requests, await _read_exactly(connection, length))
+            while (request := decoder.next_message()) is None:
+                piece = await connection.receive_some(MAX_HEAD_BYTES)
+                if not piece:
+                    raise LinkClosed("it ended")
+                decoder.feed(piece)
+            return request
     except (trio.TooSlowError, trio.BrokenResourceError, FrameError) as error:
         raise LinkClosed(f"{error!r}") from error
-
-
-async def _read_exactly(connection: trio.SocketStream, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = await connection.receive_some(size - len(data))
-        if not piece:
-            raise LinkClosed("it ended")
-        data += piece
-    return bytes(data)
 
 
 async def _cancel_at_end(connection: trio.SocketStream, scope: trio.CancelScope) -> None:
