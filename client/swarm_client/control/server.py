@@ -26,8 +26,8 @@ from swarm_client.control.messages import (
     read_request,
     version_mismatch,
 )
-from swarm_client.control.status_document import Status
-from swarm_shared.base.errors import SwarmError, UsageError, VersionError
+from swarm_client.control.status_document import API_VERSION, Status
+from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.local_server import LocalServerConnection
@@ -86,6 +86,9 @@ class ControlSocketServer:
             log.exception("a request at the control socket could not be answered")
 
     async def _answer(self, lines: LocalServerConnection, line: dict[str, Any]) -> None:
+        if (asked := line.get("api")) != API_VERSION:
+            await _refuse(lines, version_mismatch(asked))
+            return
         try:
             request = read_request(line)
             if request.method == "follow":
@@ -107,9 +110,6 @@ class ControlSocketServer:
                     f"there is no method {request.method!r}; known methods: "
                     f"{', '.join(sorted(self.methods))}"
                 )
-        except VersionError as error:
-            problem = error_report_of(error)
-            await _refuse(lines, version_mismatch(line.get("api")) if "api" in line else problem)
         except SwarmError as error:
             await _refuse(lines, error_report_of(error))
 

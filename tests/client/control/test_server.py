@@ -111,6 +111,13 @@ async def test_a_question_of_another_version_is_refused_with_both_named(
         assert "swarm-client shutdown" in problem["remedy"]
 
 
+async def test_a_newer_file_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        (s.home.path / "preferences.toml").write_text("version = 99\n")
+        with pytest.raises(VersionError, match="written by a newer swarm-client"):
+            await s.ask("config_set", name="nice", text="5")
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "told"),
     [
