@@ -137,12 +137,9 @@ class AveragingWorker:
         self._callbacks: list[Callable[[], None]] = []
         self._restart_policy = RestartPolicy()
         self._round_failed_at = -math.inf
-        self._admitted = SetAdmittedPeers(p2pd_peer_ids=())
-        self._membership: SetMembership | None = None
         self._held_back = ""
-        self._rounds_in_daemon: dict[str, RoundInDaemon] = {}
-        self._bootstrap_peers: tuple[str, ...] = ()
-        """Addresses through which the directory was entered last."""
+        self._kept: dict[str, Numbered] = {}
+        """What every new worker is sent before the first request."""
         self.restarts = 0
         """Number of restarts after a death, for the status display."""
 
@@ -206,40 +203,32 @@ class AveragingWorker:
 
     def admit(self, p2pd_peer_ids: tuple[str, ...]) -> None:
         """Set the p2pds that may open streams to this one; none before the first call."""
-        if p2pd_peer_ids != self._admitted.p2pd_peer_ids:
-            self._admitted = SetAdmittedPeers(p2pd_peer_ids=p2pd_peer_ids)
-            self._send_if_running(self._admitted)
+        self._keep("admitted", SetAdmittedPeers(p2pd_peer_ids=p2pd_peer_ids))
 
     def set_membership(self, membership: SetMembership) -> None:
         """Set the proof of this peer's membership that the directory requires."""
-        if membership != self._membership:
-            self._membership = membership
-            self._send_if_running(membership)
+        self._keep("membership", membership)
 
     @contextmanager
     def round_in_daemon(self, round_id: str, p2pd_peer_ids: tuple[str, ...]) -> Iterator[None]:
         """Refuse its members' streams to p2pd while this round runs in the daemon."""
-        message = RoundInDaemon(round_id=round_id, p2pd_peer_ids=p2pd_peer_ids)
-        self._rounds_in_daemon[round_id] = message
+        name = f"round {round_id}"
         try:
-            self._send_if_running(message)
+            self._keep(name, RoundInDaemon(round_id=round_id, p2pd_peer_ids=p2pd_peer_ids))
             yield
         finally:
-            del self._rounds_in_daemon[round_id]
+            del self._kept[name]
+
+    def _keep(self, name: str, message: Numbered) -> None:
+        """Send what this and every later worker has to know, unless they know it."""
+        if self._kept.get(name) != message:
+            self._kept[name] = message
+            self._send_if_running(message)
 
     def _send_if_running(self, message: Numbered) -> None:
         """Send to the worker, if there is one; a later one is sent it at its start."""
         if self._running is not None and not self._running.stopping:
             self._running.rpc.post(message)
-
-    def _send_initial_state(self, rpc: ChildRpc[WorkerMessage]) -> None:
-        """Send what a worker needs before the first request."""
-        for message in (self._admitted, self._membership, *self._rounds_in_daemon.values()):
-            if message is not None:
-                rpc.post(message)
-        if self._bootstrap_peers:
-            # The answer is not awaited: the directory is a convenience.
-            rpc.post(Bootstrap(initial_peers=self._bootstrap_peers))
 
     # ----------------------------------------------------------------------------------- requests
 
@@ -307,8 +296,8 @@ class AveragingWorker:
 
     async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
         """Enter the directory through these (…/p2p/ID) too; returns how many of them answered."""
-        self._bootstrap_peers = initial_peers
-        request = Bootstrap(initial_peers=initial_peers)
+        # A later worker is sent it too; its answer is not awaited: the directory is a convenience.
+        request = self._kept["bootstrap"] = Bootstrap(initial_peers=initial_peers)
         return (await self._ask_directory(request, Bootstrapped)).reached
 
     async def _ask_directory(self, request: Numbered, expected: type[AnswerT]) -> AnswerT:
@@ -401,7 +390,8 @@ class AveragingWorker:
             limit_memory(child.pid, options.memory_bytes + OVERHEAD_BYTES)
         rpc = ChildRpc(child, "the averaging worker", send_seconds=SEND_SECONDS)
         running = _Running(rpc, first)
-        self._send_initial_state(rpc)
+        for message in self._kept.values():
+            rpc.post(message)
         self._running = running
         self._notify()
         try:
