@@ -72,8 +72,7 @@ async def participate(
     """Participate with every device until the run is finished or all have left; return the devices.
 
     A device that the run refuses stays out while others participate; the error of the last one is
-    raised. `begun` is called when the volunteers are made, before they attach for the first time,
-    `admitted` for each device that the run has admitted.
+    raised. `begun` is called before the volunteers attach, `admitted` for each admitted device.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await _offered_devices(join, source)
@@ -91,8 +90,7 @@ async def participate(
             listening_node(key, listen_on, own_home, bandwidth) as node,
             trio.open_nursery() as nursery,
         ):
-            held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-            worker = await start_averaging(own_home, options, report_own, nursery, held_back)
+            worker = await start_averaging(own_home, options, report_own, nursery, source)
             context = VolunteerContext(
                 key, invite, own_home, node, options, contribution,
                 data_cache, disk.claim, report_own, nursery,
@@ -254,8 +252,9 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
 
 
 async def start_averaging(
-    home: Home, options: VolunteerOptions, report: Report, nursery: trio.Nursery, held_back: str
-) -> AveragingWorker:
+    home: Home, options: VolunteerOptions, report: Report, nursery: trio.Nursery,
+    source: PreferenceSource,
+) -> AveragingWorker:  # fmt: skip
     """Start hivemind's process and wait for it, so that the first hello can name its p2pd."""
     device = options.device
     worker = AveragingWorker(
@@ -264,7 +263,7 @@ async def start_averaging(
             memory_bytes=device.memory_bytes if device.host_bytes is None else device.host_bytes,
         )
     )
-    worker.hold_back(held_back)
+    worker.hold_back(P2PD_HELD_BACK if source.current.preferences.limits_transport else "")
     nursery.start_soon(worker.run)
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()
