@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import trio
@@ -54,26 +55,19 @@ def order(kind: type[ArgumentsT], carry_out: Callable[[ArgumentsT], str]) -> Met
     return query(kind, lambda arguments: {"message": carry_out(arguments)})
 
 
+@dataclass(frozen=True, slots=True)
 class ControlSocketServer:
-    """`converse` handles one connection at the socket.
+    """`converse` handles one connection at the socket."""
 
-    `methods` are answered at once. Beside them there are `status`, `log`, and the streams of both.
-    """
-
-    def __init__(
-        self,
-        status: Callable[[], Awaitable[Status]],
-        log_buffer: LogBuffer,
-        methods: Mapping[str, Method],
-    ) -> None:
-        self._status = status
-        self._log_buffer = log_buffer
-        self._methods = methods
+    status: Callable[[], Awaitable[Status]]
+    log_buffer: LogBuffer
+    at_once: Mapping[str, Method]
+    """What is answered at once. Beside it there are `status`, `log`, and the streams of both."""
 
     @property
     def methods(self) -> frozenset[str]:
         """All method names; a test checks that the documentation names each."""
-        return frozenset(self._methods) | {"status", "follow", "log"}
+        return frozenset(self.at_once) | {"status", "follow", "log"}
 
     async def converse(self, lines: LocalServerConnection) -> None:
         """Answer requests until the client closes the connection."""
@@ -103,8 +97,8 @@ class ControlSocketServer:
             elif request.method == "log":
                 arguments = _read(LogArguments, request.arguments)
                 await _send(lines, self._log_lines(arguments.after))
-            elif request.method in self._methods:
-                await _send(lines, self._methods[request.method](request.arguments))
+            elif request.method in self.at_once:
+                await _send(lines, self.at_once[request.method](request.arguments))
             else:
                 raise UsageError(
                     f"there is no method {request.method!r}; known methods: "
@@ -145,16 +139,16 @@ class ControlSocketServer:
             if found["lines"]:
                 after = found["lines"][-1]["number"]
                 await _send(lines, found)
-            await self._log_buffer.wait_after(after)
+            await self.log_buffer.wait_after(after)
 
     # ---- answers
 
     def _log_lines(self, after: int) -> dict[str, Any]:
-        found = self._log_buffer.after(after, MAX_LOG_LINES)
+        found = self.log_buffer.after(after, MAX_LOG_LINES)
         return {"lines": [line.model_dump(mode="json") for line in found]}
 
     async def _status_document(self) -> dict[str, Any]:
-        return (await self._status()).model_dump(mode="json")
+        return (await self.status()).model_dump(mode="json")
 
 
 def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:

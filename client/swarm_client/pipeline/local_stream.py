@@ -7,6 +7,8 @@ channels, so a volunteer's own stage is reached, checked and bounded like any ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import trio
 
@@ -20,21 +22,15 @@ FRAMES_BUFFERED = 16
 Buffer = bytes | bytearray | memoryview
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalStream:
     """One end of a pair made by `local_pair`; has the methods of a FramedStream."""
 
-    superseded = False
-    """Always False: there is no better link than within one process."""
-
-    def __init__(
-        self,
-        remote: PeerId,
-        put: trio.MemorySendChannel[Frame],
-        take: trio.MemoryReceiveChannel[Frame],
-    ) -> None:
-        self.remote = remote
-        self._put = put
-        self._take = take
+    remote: PeerId
+    put: trio.MemorySendChannel[Frame]
+    take: trio.MemoryReceiveChannel[Frame]
+    superseded: ClassVar[bool] = False
+    """There is no better link than within one process."""
 
     async def send(
         self,
@@ -49,7 +45,7 @@ class LocalStream:
         frame = Frame(header, bytearray().join(parts))
         try:
             with trio.fail_after(min(_limit(timeout_seconds), _limit(stall_seconds))):
-                await self._put.send(frame)
+                await self.put.send(frame)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the local link is closed") from error
         except trio.TooSlowError as error:
@@ -58,7 +54,7 @@ class LocalStream:
     async def receive(self, timeout_seconds: float | None = None) -> Frame:
         try:
             with trio.fail_after(_limit(timeout_seconds)):
-                return await self._take.receive()
+                return await self.take.receive()
         except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the local link is closed") from error
         except trio.TooSlowError as error:
@@ -68,11 +64,11 @@ class LocalStream:
         """Does nothing: both ends are this process."""
 
     async def close(self) -> None:
-        self._put.close()
+        self.put.close()
 
     async def reset(self) -> None:
-        self._put.close()
-        self._take.close()
+        self.put.close()
+        self.take.close()
 
 
 def local_pair(peer: PeerId) -> tuple[LocalStream, LocalStream]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
@@ -34,22 +36,16 @@ def inject_faults(phase: FaultPoint, version: int) -> None:
     faults.inject(phase, version + 1)
 
 
+@dataclass(slots=True, eq=False)
 class StageLoader:
     """Takes `spare` for the next worker; a new process takes seconds to start."""
 
-    def __init__(
-        self,
-        context: VolunteerContext,
-        membership: CurrentMembership,
-        snapshots: SnapshotStore,
-        spare: WarmWorker,
-    ) -> None:
-        self._context = context
-        self._membership = membership
-        self._snapshots = snapshots
-        self._spare = spare
-        self._numbers = itertools.count(1)
-        self._download: DownloadMeter | None = None
+    context: VolunteerContext
+    membership: CurrentMembership
+    snapshots: SnapshotStore
+    spare: WarmWorker
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _download: DownloadMeter | None = field(default=None, init=False)
 
     @property
     def download(self) -> DownloadProgress | None:
@@ -59,17 +55,17 @@ class StageLoader:
     def open_worker(self, stage: StageIndex) -> AbstractAsyncContextManager[StageWorker]:
         """A worker of the stage, with parameters from the manifest's seed. CapacityError when the
         stage needs more memory than is offered."""
-        options, manifest = self._context.options, self._membership.now.manifest
+        options, manifest = self.context.options, self.membership.now.manifest
         offer = options.device.memory
         allowance = worker_allowance(manifest, stage, offer, options.threads)
         return open_worker(
             manifest, stage, options.device.name, options.threads,
             graph_budget(manifest, stage, offer),
-            f"swarm-{self._context.node.peer_id[-8:]}-{next(self._numbers)}",
-            self._context.home.log_folder / "worker.log",
+            f"swarm-{self.context.node.peer_id[-8:]}-{next(self._numbers)}",
+            self.context.home.log_folder / "worker.log",
             # A GPU's driver maps memory of the host as it likes.
             private_bytes=allowance if options.device.name == "cpu" else None,
-            process=self._spare.process(),
+            process=self.spare.process(),
         )  # fmt: skip
 
     async def load(self, worker: StageWorker, assignment: AssignStage, *, is_fresh: bool) -> str:
@@ -90,7 +86,7 @@ class StageLoader:
 
     async def _fetch(self, assignment: AssignStage) -> Path:
         """Download the assigned state, with its progress as lines for people."""
-        context, member = self._context, self._membership.now
+        context, member = self.context, self.membership.now
         check_file_size(member.manifest, assignment)
         context.claim_disk(assignment.bytes)
         meter = self._download = DownloadMeter(f"stage {assignment.stage}", trio.current_time)
@@ -102,7 +98,7 @@ class StageLoader:
                 context.report(due)
 
         try:
-            path = await self._snapshots.fetch(
+            path = await self.snapshots.fetch(
                 context.node, assignment, member.certificate, member.run, progress
             )
         finally:
@@ -116,8 +112,8 @@ class StageLoader:
 
     def loaded_stage(self, worker: StageWorker, version: Version) -> LoadedStage:
         """The worker's stage with a new account."""
-        sign = receipt_signer(self._context.identity, self._membership, worker.stage)
-        staleness = self._membership.now.manifest.training.staleness
+        sign = receipt_signer(self.context.identity, self.membership, worker.stage)
+        staleness = self.membership.now.manifest.training.staleness
         return LoadedStage(worker, StageAccount(worker.stage, version, staleness, sign))
 
 

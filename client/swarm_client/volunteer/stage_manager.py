@@ -119,7 +119,10 @@ class StageManager:
     async def _take_out(self, holding: Holding, order: Drop) -> None:
         account, worker = holding.account, holding.worker
         try:
-            if not await self._uncommitted(worker, order):
+            done = False
+            with contextlib.suppress(RequestFailed):  # a failed computation has taken out none
+                done = await worker.uncommit(order.step, order.microbatches)
+            if not done:
                 account.emptied(order.step)
                 await worker.reset_accumulator(order.step)
                 account.emptied(order.step)
@@ -131,14 +134,6 @@ class StageManager:
         # What was computed meanwhile was of an accumulator that still had them.
         account.removed(order.step, order.microbatches)
         self._dropped(order)
-
-    @staticmethod
-    async def _uncommitted(worker: StageWorker, order: Drop) -> bool:
-        """Whether the worker could take them out. A failed computation has taken out none."""
-        try:
-            return await worker.uncommit(order.step, order.microbatches)
-        except RequestFailed:
-            return False
 
     def _dropped(self, order: Drop) -> None:
         self._attachment.send(

@@ -34,7 +34,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
     TrainingSection,
 )
-from swarm_shared.run.model_config import ModelConfig, Preset, preset
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset, preset
 from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "run.toml"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -58,6 +59,7 @@ def run_command(words: Sequence[str]) -> str | None:
     return done.stdout
 
 
+@dataclass(frozen=True, slots=True)
 class TerminalIdle:
     """Time of the last key in any terminal, from the access times of the terminal devices.
 
@@ -66,24 +68,18 @@ class TerminalIdle:
     next key is seen at once.
     """
 
-    def __init__(
-        self,
-        places: Sequence[tuple[Path, re.Pattern[str]]] = TERMINALS,
-        wall: Clock = time.time,
-        grain_seconds: int = GRAIN_SECONDS,
-    ) -> None:
-        self._places = places
-        self._wall = wall
-        self._grain_seconds = grain_seconds
+    places: Sequence[tuple[Path, re.Pattern[str]]] = TERMINALS
+    wall: Clock = time.time
+    grain_seconds: int = GRAIN_SECONDS
 
     def idle_seconds(self) -> float | None:
-        newest = max((read_at for place in self._places for read_at in _read_at(*place)), default=0)
+        newest = max((read_at for place in self.places for read_at in _read_at(*place)), default=0)
         if newest <= 0:
             return None
-        if self._grain_seconds:
-            newest = (newest // self._grain_seconds + 1) * self._grain_seconds
+        if self.grain_seconds:
+            newest = (newest // self.grain_seconds + 1) * self.grain_seconds
             newest += GRAIN_LATE_SECONDS
-        return max(0.0, self._wall() - newest)
+        return max(0.0, self.wall() - newest)
 
 
 def _read_at(folder: Path, names: re.Pattern[str]) -> Iterator[float]:
