@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,33 +71,22 @@ class P2pdStreams:
             targets = [dial_target(without_peer_id(text, p2pd_peer_id)) for text in addresses]
         except ValueError as error:
             raise NetworkError(f"{p2pd_peer_id} has an address that is none: {error}") from error
-        try:
-            with anyio.fail_after(OPEN_SECONDS):
-                await self._p2p._client.connect(peer, targets)
-        except TimeoutError as error:
-            raise LinkTimeout(f"p2pd {p2pd_peer_id} did not answer") from error
-        except self._hivemind.daemon_errors as error:
-            raise NetworkError(f"p2pd {p2pd_peer_id} cannot be reached: {error}") from error
+        name = f"p2pd {p2pd_peer_id}"
+        with self._errors(f"{name} did not answer", f"{name} cannot be reached"):
+            await self._p2p._client.connect(peer, targets)
 
     async def listen_addresses(self) -> list[str]:
         """Those that p2pd reports, without its peer ID. NetworkError if it has ended."""
-        try:
+        with self._errors("p2pd does not answer", "p2pd does not report its addresses"):
             _, own = await self._p2p._client.identify()
-        except self._hivemind.daemon_errors as error:
-            raise NetworkError(f"p2pd does not report its addresses: {error}") from error
         return [str(address) for address in own]
 
     async def connected(self) -> dict[str, list[str]]:
         """The peer IDs to which p2pd is connected, with the remote addresses of the connections."""
         found: dict[str, list[str]] = {}
-        try:
-            with anyio.fail_after(OPEN_SECONDS):
-                for info in await self._p2p._client.list_peers():
-                    found.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
-        except TimeoutError as error:
-            raise LinkTimeout("p2pd does not answer") from error
-        except self._hivemind.daemon_errors as error:
-            raise NetworkError(f"p2pd does not answer: {error}") from error
+        with self._errors("p2pd does not answer", "p2pd does not answer"):
+            for info in await self._p2p._client.list_peers():
+                found.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
         return found
 
     async def open(
@@ -111,19 +100,26 @@ class P2pdStreams:
         if usable and (relayed or not await self._was_dialled(p2pd_peer_id)):
             await self.connect(p2pd_peer_id, usable)
         peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
-        try:
-            with anyio.fail_after(OPEN_SECONDS):
-                stream = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
-        except TimeoutError as error:
-            raise LinkTimeout(f"p2pd {p2pd_peer_id} opened no stream in time") from error
-        except self._hivemind.daemon_errors as error:
-            raise NetworkError(f"p2pd {p2pd_peer_id} opened no stream: {error}") from error
+        failed = f"p2pd {p2pd_peer_id} opened no stream"
+        with self._errors(f"{failed} in time", failed):
+            stream = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
         info, reader, writer = stream
         channel = SocketChannel(reader, writer, _route(info))
         if channel.route is Route.P2PD_RELAYED and not relayed:
             await channel.abort()
             raise RouteAbsentError("p2pd is connected through a relay, and keeps to that")
         return channel
+
+    @contextmanager
+    def _errors(self, silent: str, failed: str) -> Iterator[None]:
+        """Raise LinkTimeout or NetworkError for what p2pd's client raises."""
+        try:
+            with anyio.fail_after(OPEN_SECONDS):
+                yield
+        except TimeoutError as error:
+            raise LinkTimeout(silent) from error
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"{failed}: {error}") from error
 
     async def _was_dialled(self, p2pd_peer_id: str) -> bool:
         """Whether a direct connection exists, once the other end has had its turn to make one.
