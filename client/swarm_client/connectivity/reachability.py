@@ -294,29 +294,20 @@ def _short(peer: PeerId) -> str:
     return f"…{peer[-8:]}"
 
 
+@dataclass(slots=True, eq=False)
 class ReachabilityWatch:
     """Checks at the start, after every network change, and about every ten minutes."""
 
-    def __init__(
-        self,
-        port: int,
-        first: PeerObserver,
-        others: Callable[[], Sequence[PeerObserver]],
-        mapper: PortMapper | None,
-        on_change: Callable[[ReachabilityFinding], None],
-        check_seconds: float = CHECK_INTERVAL_SECONDS,
-        settle_seconds: float = SETTLE_SECONDS,
-    ) -> None:
-        self.finding = ReachabilityFinding()
-        self._port = port
-        self._first = first
-        self._others = others
-        self._mapper = mapper
-        self._on_change = on_change
-        self._check_seconds = check_seconds
-        self._settle_seconds = settle_seconds
-        self._examining = False
-        self._changed = trio.Event()
+    port: int
+    first: PeerObserver
+    others: Callable[[], Sequence[PeerObserver]]
+    mapper: PortMapper | None
+    on_change: Callable[[ReachabilityFinding], None]
+    check_seconds: float = CHECK_INTERVAL_SECONDS
+    settle_seconds: float = SETTLE_SECONDS
+    finding: ReachabilityFinding = field(default=ReachabilityFinding(), init=False)
+    _examining: bool = field(default=False, init=False)
+    _changed: trio.Event = field(default_factory=trio.Event, init=False)
 
     def network_changed(self) -> None:
         """Check again soon: the last finding may not hold any more."""
@@ -329,14 +320,14 @@ class ReachabilityWatch:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        retry = Backoff(FIRST_RETRY_SECONDS, self._check_seconds)
+        retry = Backoff(FIRST_RETRY_SECONDS, self.check_seconds)
         while True:
             self._changed = trio.Event()
             found = await self._examine()
             if found != self.finding:
                 self.finding = found
-                self._on_change(found)
-            pause_seconds = with_jitter(self._check_seconds, 0.1)
+                self.on_change(found)
+            pause_seconds = with_jitter(self.check_seconds, 0.1)
             if found.reachability is Reachability.UNKNOWN and found.observed is None:
                 pause_seconds = min(retry.next(), pause_seconds)
             else:
@@ -344,11 +335,11 @@ class ReachabilityWatch:
             with trio.move_on_after(pause_seconds):
                 await self._changed.wait()
                 retry.reset()
-                await trio.sleep(self._settle_seconds)
+                await trio.sleep(self.settle_seconds)
 
     async def _examine(self) -> ReachabilityFinding:
         self._examining = True
         try:
-            return await examine(self._port, self._first, self._others, self._mapper)
+            return await examine(self.port, self.first, self.others, self.mapper)
         finally:
             self._examining = False

@@ -3,6 +3,7 @@ decides)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import trio
@@ -79,61 +80,54 @@ class CloseListener(Protocol):
     ) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class StepCloser:
     """Lives as long as `nursery`, in which the work of the held stage is done."""
 
-    def __init__(
-        self,
-        holding: Holding,
-        step_tokens: int,
-        averager: Averager,
-        sums: SumStatements,
-        snapshots: Snapshots,
-        listener: CloseListener,
-        nursery: trio.Nursery,
-    ) -> None:
-        self.holding = holding
-        self._rules = holding.close
-        self._step_tokens = step_tokens
-        self._averager = averager
-        self._sums = sums
-        self._snapshots = snapshots
-        self._listener = listener
-        self._nursery = nursery
-        self._workers = {Lane.HELD: holding.worker}
-        self._running: dict[WorkNumber, trio.CancelScope] = {}
+    holding: Holding
+    step_tokens: int
+    averager: Averager
+    sums: SumStatements
+    snapshots: Snapshots
+    listener: CloseListener
+    nursery: trio.Nursery
+    _workers: dict[Lane, StageWorker] = field(default_factory=dict, init=False)
+    _running: dict[WorkNumber, trio.CancelScope] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._workers[Lane.HELD] = self.holding.worker
 
     def put(self, message: CloseOrder) -> None:
         """Accept an order. ProtocolError when too many wait already."""
         if isinstance(message, AbortRound | Apply):
-            self._averager.attempt_over(message.step, message.attempt)
-        self._rules.order(message)
+            self.averager.attempt_over(message.step, message.attempt)
+        self.holding.close.order(message)
         self._carry_out()
 
     def session_lost(self) -> None:
-        self._rules.session_lost()
+        self.holding.close.session_lost()
         self._carry_out()
 
     def stage_prepared(self, stage: LoadedStage) -> None:
         self._workers[Lane.PREPARED] = stage.worker
-        self._rules.stage_prepared(stage.account)
+        self.holding.close.stage_prepared(stage.account)
         self._carry_out()
 
     def prepared_lost(self) -> None:
-        self._rules.prepared_lost()
+        self.holding.close.prepared_lost()
         self._carry_out()
 
     def _carry_out(self) -> None:
-        for action in self._rules.take_actions():
+        for action in self.holding.close.take_actions():
             match action:
                 case CancelWork():
                     self._running.pop(action.work).cancel()
                 case Send() | StepApplied() | Rejoin() | SwitchToPrepared() | DropPrepared():
-                    self._listener.close_decided(action)
+                    self.listener.close_decided(action)
                 case _:
                     worker, scope = self._workers[action.lane], trio.CancelScope()
                     self._running[action.work] = scope
-                    self._nursery.start_soon(self._work, action, worker, scope)
+                    self.nursery.start_soon(self._work, action, worker, scope)
 
     async def _work(self, work: Work, worker: StageWorker, scope: trio.CancelScope) -> None:
         with scope:
@@ -141,7 +135,7 @@ class StepCloser:
             try:
                 await self._perform(work, worker)
             except RoundFailed as error:
-                self._rules.averaging_failed(
+                self.holding.close.averaging_failed(
                     work.work, f"all-reduce: {error}", error.culprit,
                     carrier_failed=error.failure is RoundFailure.CARRIER,
                     aborted_by=error.aborted_by,
@@ -150,14 +144,14 @@ class StepCloser:
                 died = isinstance(error, WorkerDied) and worker is self.holding.worker
                 if died and not isinstance(work, SaveState):
                     return  # its tenure waits for the same death, and reports it
-                self._rules.failed(work.work, str(error))
+                self.holding.close.failed(work.work, str(error))
         if not scope.cancelled_caught:
             self._running.pop(work.work, None)
             self._carry_out()
 
     async def _perform(self, work: Work, worker: StageWorker) -> None:
         """Do the work and give its result to the rules."""
-        rules, number = self._rules, work.work
+        rules, number = self.holding.close, work.work
         match work:
             case PrepareRound():
                 prepared = await worker.prepare_round(work.step)
@@ -171,27 +165,27 @@ class StepCloser:
             case Reduce():
                 if work.lane is Lane.HELD and work.reduction.part == "own":
                     faults.inject_outage(FaultPoint.ALL_REDUCE, work.step)
-                await self._averager.reduce(worker, work.step, work.attempt, work.reduction)
+                await self.averager.reduce(worker, work.step, work.attempt, work.reduction)
                 rules.averaged(number)
             case ComputeNorm():
                 if work.lane is Lane.HELD:
                     faults.inject_outage(FaultPoint.NORM, work.step)
-                norm = await worker.norm(work.step, self._step_tokens)
+                norm = await worker.norm(work.step, self.step_tokens)
                 rules.norm_computed(
                     number, own_squared=norm.own_squared, tied_squared=norm.tied_squared,
                     finite=norm.finite,
                 )  # fmt: skip
             case StateSums():
                 next_worker = self._workers.get(Lane.PREPARED)
-                answer = await self._sums.state(work.order, work.close, worker, next_worker)
+                answer = await self.sums.state(work.order, work.close, worker, next_worker)
                 rules.answered(number, answer)
             case ApplyStep():
                 order = work.order
                 if work.lane is Lane.HELD:
                     faults.inject_outage(FaultPoint.APPLY, order.step)
                 done_apply = await worker.apply(
-                    order.step, self._step_tokens, order.global_norm, order.learning_rate
+                    order.step, self.step_tokens, order.global_norm, order.learning_rate
                 )
                 rules.applied(number, digest=done_apply.digest, norm=done_apply.norm)
             case SaveState():
-                rules.answered(number, await self._snapshots.save(self.holding, work.request))
+                rules.answered(number, await self.snapshots.save(self.holding, work.request))

@@ -63,39 +63,29 @@ class _Waiting:
             self.done.set()
 
 
+@dataclass(eq=False, slots=True)
 class LeafFetcher:
     """Fetches for one volunteer as long as `run` runs. Without requests it sends nothing."""
 
-    def __init__(
-        self,
-        node: Node,
-        membership: CurrentMembership,
-        coordinator: TransferSource,
-        cache: LeafCache,
-        claim_disk: Callable[[int], None],
-        mirrors: Mirrors,
-        report: Callable[[str], None],
-    ) -> None:
-        self._node = node
-        self._membership = membership
-        self._manifest = membership.now.manifest
-        self._coordinator = coordinator
-        self._cache = cache
-        self._claim_disk = claim_disk
-        self._mirrors = mirrors
-        self._report = report
-        self.use_mirrors = True
-        """False while only this peer's own transport may be used, where bytes are counted."""
-        self._queue = LeafQueue()
-        self._waiting: dict[LeafId, list[_Waiting]] = {}
-        self._work = trio.Event()
-        self._failure = "no answer so far"
-        self._meter: DownloadMeter | None = None
-        """Since something was waited for; None while nothing is."""
-        self._metered_bytes = 0
+    node: Node
+    membership: CurrentMembership
+    coordinator: TransferSource
+    cache: LeafCache
+    claim_disk: Callable[[int], None]
+    mirrors: Mirrors
+    report: Callable[[str], None]
+    use_mirrors: bool = field(default=True, init=False)
+    """False while only this peer's own transport may be used, where bytes are counted."""
+    _queue: LeafQueue = field(default_factory=LeafQueue, init=False)
+    _waiting: dict[LeafId, list[_Waiting]] = field(default_factory=dict, init=False)
+    _work: trio.Event = field(default_factory=trio.Event, init=False)
+    _failure: str = field(default="no answer so far", init=False)
+    _meter: DownloadMeter | None = field(default=None, init=False)
+    """Since something was waited for; None while nothing is."""
+    _metered_bytes: int = field(default=0, init=False)
 
     def _hello(self) -> TransferHello:
-        membership = self._membership.now
+        membership = self.membership.now
         return TransferHello(run=membership.run, certificate=membership.certificate)
 
     # ---- requests
@@ -104,9 +94,9 @@ class LeafFetcher:
         """Return these leaves, verified, from the disk or fetched. NetworkError when they cannot be
         had in PATIENCE_SECONDS."""
         wanted = list(dict.fromkeys(leaves))
-        found = await in_thread(self._cache.read, wanted)
-        if written := [one for one in wanted if one not in found and self._cache.holds(one)]:
-            found |= await in_thread(self._cache.read, written)  # meanwhile
+        found = await in_thread(self.cache.read, wanted)
+        if written := [one for one in wanted if one not in found and self.cache.holds(one)]:
+            found |= await in_thread(self.cache.read, written)  # meanwhile
         missing = {leaf for leaf in wanted if leaf not in found}
         if not missing:
             return found
@@ -129,7 +119,7 @@ class LeafFetcher:
 
     def ahead(self, leaves: Iterable[LeafId]) -> None:
         """Fetch these leaves to the disk when nothing more urgent is wanted."""
-        self._want((leaf for leaf in leaves if not self._cache.holds(leaf)), Need.AHEAD)
+        self._want((leaf for leaf in leaves if not self.cache.holds(leaf)), Need.AHEAD)
 
     def withdraw_ahead(self) -> None:
         """Forget what was to be fetched ahead and is not being fetched."""
@@ -169,19 +159,19 @@ class LeafFetcher:
         missing_bytes = self._queue.outstanding * LEAF_BYTES
         self._meter.record(self._metered_bytes, self._metered_bytes + missing_bytes)
         if (due := self._meter.due_line()) is not None:
-            self._report(due)
+            self.report(due)
 
     @property
     def kept_leaves(self) -> int:
         """Most leaves that the disk may hold."""
-        return self._cache.capacity
+        return self.cache.capacity
 
     async def _open(self) -> None:
         try:
-            await in_thread(self._cache.open)
+            await in_thread(self.cache.open)
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
-            self._cache.stop_growing()
+            self.cache.stop_growing()
 
     # ---- fetching
 
@@ -203,7 +193,7 @@ class LeafFetcher:
             try:
                 if stream is None:
                     stream = await LeafStream.open(
-                        self._node, self._coordinator, self._hello(), self._manifest
+                        self.node, self.coordinator, self._hello(), self.membership.now.manifest
                     )
                 await self._fetch(stream, leaves)
                 pause.reset()
@@ -219,7 +209,7 @@ class LeafFetcher:
     def _taken(self) -> list[LeafId]:
         """The next leaves, without those that were to be fetched ahead and are there already."""
         leaves = self._queue.take(MAX_LEAVES_ASKED)
-        there = {leaf for leaf in leaves if leaf not in self._waiting and self._cache.holds(leaf)}
+        there = {leaf for leaf in leaves if leaf not in self._waiting and self.cache.holds(leaf)}
         for leaf in there:
             self._queue.arrived(leaf)
         return [leaf for leaf in leaves if leaf not in there]
@@ -241,18 +231,18 @@ class LeafFetcher:
             self._queue.put_back([leaf], Need.WAITED_FOR if waited_for else Need.AHEAD)
 
     async def _fetch(self, stream: LeafStream, leaves: Sequence[LeafId]) -> None:
-        mirror = self._mirrors.pick(trio.current_time()) if self.use_mirrors else None
+        mirror = self.mirrors.pick(trio.current_time()) if self.use_mirrors else None
         if mirror is None:
             await self._deliver(await stream.ask(leaves, content=True))
             return
         proofs = {one.leaf: one.proof for one in await stream.ask(leaves, content=False)}
-        contents = await self._mirrors.read(mirror, leaves)
+        contents = await self.mirrors.read(mirror, leaves)
         right = [FetchedLeaf(leaf, proofs[leaf], contents[leaf]) for leaf in contents]
         for one in right:
             try:
-                check_leaf(self._manifest, one.leaf, one.content, one.proof)
+                check_leaf(self.membership.now.manifest, one.leaf, one.content, one.proof)
             except ProtocolError as error:
-                self._mirrors.ban(mirror, str(error))
+                self.mirrors.ban(mirror, str(error))
         if mirror.banned:
             # Which of both is wrong, proof or bytes, is seen when the coordinator sends both.
             right = []
@@ -266,13 +256,13 @@ class LeafFetcher:
         """Check leaves, and give them to the disk and then to what waits for them: a request in
         between finds them on their way."""
         for one in fetched:
-            check_leaf(self._manifest, one.leaf, one.content, one.proof)
+            check_leaf(self.membership.now.manifest, one.leaf, one.content, one.proof)
         try:
             self._make_room()
-            await in_thread(self._cache.write, [(one.leaf, one.content) for one in fetched])
+            await in_thread(self.cache.write, [(one.leaf, one.content) for one in fetched])
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
-            self._cache.stop_growing()
+            self.cache.stop_growing()
         for one in fetched:
             self._queue.arrived(one.leaf)
             for waiting in self._waiting.pop(one.leaf, ()):
@@ -280,13 +270,13 @@ class LeafFetcher:
         self._measure(sum(len(one.content) for one in fetched))
 
     def _make_room(self) -> None:
-        more_bytes = self._cache.growth_bytes()
+        more_bytes = self.cache.growth_bytes()
         if more_bytes == 0:
             return
         try:
-            self._claim_disk(more_bytes)
+            self.claim_disk(more_bytes)
         except StorageError as error:
             log.info("the cache of training data grows no more: %s", error)
-            self._cache.stop_growing()
+            self.cache.stop_growing()
         else:
-            self._cache.grow(more_bytes)
+            self.cache.grow(more_bytes)

@@ -242,7 +242,7 @@ async def test_a_disk_without_room_keeps_nothing_and_the_volunteer_trains(tmp_pa
         def refuse(size_bytes: int) -> None:
             raise StorageError("the disk has no room")
 
-        fetcher._claim_disk = refuse
+        fetcher.claim_disk = refuse
         samples = RunSamples(w.manifest, fetcher)
         assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
         assert fetcher.kept_leaves == 0
@@ -309,7 +309,7 @@ async def test_a_cut_connection_is_opened_again_and_nothing_that_arrived_is_fetc
         samples = RunSamples(w.manifest, fetcher)
         await samples.drawn(Step(1), MicrobatchIndex(0))
         before = set(w.organiser.contents)
-        await fetcher._node.disconnect(w.holder.peer_id)
+        await fetcher.node.disconnect(w.holder.peer_id)
         assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
         assert set(w.organiser.contents) == before
         assert same(await samples.drawn(Step(2), MicrobatchIndex(1)), w.expected(2, 1))

@@ -37,7 +37,7 @@ ENTER_SECONDS = 5.0
 
 
 class DhtDirectory:
-    """A DHT node. Made by `start`."""
+    """A DHT node; `bootstrap` joins it to other nodes."""
 
     def __init__(
         self, hivemind: Hivemind, node: Any, streams: P2pdStreams, authorizer: RunAuthorizer
@@ -46,16 +46,6 @@ class DhtDirectory:
         self._authorizer = authorizer
         self._node = node
         self._streams = streams
-
-    @classmethod
-    async def start(
-        cls, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, authorizer: RunAuthorizer
-    ) -> DhtDirectory:
-        """Start a node of its own; `bootstrap` joins it to other nodes."""
-        node = await hivemind.DHTNode.create(
-            p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
-        )
-        return cls(hivemind, node, streams, authorizer)
 
     async def bootstrap(self, request: Bootstrap) -> Bootstrapped:
         """Enter the directory through peers too."""

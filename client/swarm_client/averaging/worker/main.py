@@ -231,7 +231,10 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAverag
         host = HostStreams(Path(settings.socket_folder), hub)
         await host.serve()
         await p2pd.serve()
-        directory = await DhtDirectory.start(hivemind, p2p, p2pd, authorizer)
+        node = await hivemind.DHTNode.create(
+            p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
+        )
+        directory = DhtDirectory(hivemind, node, p2pd, authorizer)
         addresses = await current_addresses(p2pd, settings.trusted_relays)
         link.send(Started(p2pd_peer_id=p2p.peer_id.to_base58(), addresses=addresses))
         gc.collect()
