@@ -390,8 +390,8 @@ class AveragingWorker:
             limit_memory(child.pid, options.memory_bytes + OVERHEAD_BYTES)
         rpc = ChildRpc(child, "the averaging worker", send_seconds=SEND_SECONDS)
         running = _Running(rpc, first)
-        for message in self._kept.values():
-            rpc.post(message)
+        for kept in self._kept.values():
+            rpc.post(kept)
         self._running = running
         self._notify()
         try:
