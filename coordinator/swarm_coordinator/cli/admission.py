@@ -117,7 +117,12 @@ async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any
     store = open_store(database_location(folder))
     try:
         administration = Administration(
-            folder, settings.admission.mode, organiser, store.admission(), store.write, wall
+            folder,
+            settings.admission.mode,
+            organiser,
+            store.read(read_admission),
+            store.write,
+            wall,
         )
         change, concerned = await administration.carry_out(request)
     finally:

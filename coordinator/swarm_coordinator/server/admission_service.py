@@ -37,6 +37,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.status.document import AdmissionStatus
+from swarm_coordinator.storage.admission_rows import read_seen_since
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
@@ -85,7 +86,8 @@ class AdmissionService:
         Covers changes made while no coordinator ran, and another mode in run.toml.
         """
         now, wall_now = self.clock(), self.admission.clock()
-        seen = self.store.seen_since(wall_now - REVOKED_SECONDS)
+        since = wall_now - REVOKED_SECONDS
+        seen = self.store.read(lambda connection: read_seen_since(connection, since))
         return {
             peer: now + last_seen + REVOKED_SECONDS - wall_now
             for peer, last_seen in seen.items()

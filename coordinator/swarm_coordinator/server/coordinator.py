@@ -58,6 +58,8 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import CoordinatorContext, begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
+from swarm_coordinator.storage.admission_rows import read_admission, read_owners
+from swarm_coordinator.storage.contributions import read_contributions
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.error_groups import leaves
@@ -154,8 +156,8 @@ class Coordinator:
         await self._count_contributions()
         self._admission = AdmissionAuthority(
             service.identity, self._run_id, Generation(restored.generation),
-            service.settings.admission.mode, service.store.admission(), service.store.write,
-            service.wall_clock, DeviceOwners(service.store.owners()),
+            service.settings.admission.mode, service.store.read(read_admission),
+            service.store.write, service.wall_clock, DeviceOwners(service.store.read(read_owners)),
         )  # fmt: skip
         self._admission_service = AdmissionService(
             service.folder, self._admission, service.store, self._sessions,
@@ -259,8 +261,8 @@ class Coordinator:
         """Begin the leaderboard with the database's sums. Read in a thread: a run may be long."""
         store = self._service.store
         self._news.leaderboard.begin(
-            await anyio.to_thread.run_sync(store.contributions),
-            await anyio.to_thread.run_sync(store.owners),
+            await anyio.to_thread.run_sync(store.read, read_contributions),
+            await anyio.to_thread.run_sync(store.read, read_owners),
         )
 
     # ------------------------------------------------------------ events and commands

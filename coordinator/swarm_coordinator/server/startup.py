@@ -22,7 +22,7 @@ from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
-from swarm_coordinator.storage.records import generation_floor
+from swarm_coordinator.storage.records import generation_floor, read_checkpoints
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import NetworkError
@@ -71,7 +71,7 @@ async def restore(
 ) -> Restored:
     """Restore the run from the store, with the newest checkpoint whose files are complete."""
     before = service.store.restore()
-    known = service.store.checkpoints()
+    known = service.store.read(read_checkpoints)
     lost = before.generation == 0 and bool(checkpoints.versions())
     service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
     restored = service.store.restore()

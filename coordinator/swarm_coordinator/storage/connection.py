@@ -8,7 +8,7 @@ in an upsert the old row's columns qualified with the table's name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,19 +30,10 @@ DatabaseLocation = Path | PostgresqlLocation
 """A file in the run folder, or a server named in run.toml."""
 
 
-class Rows(Protocol):
-    """The result of a statement."""
-
-    def fetchone(self) -> Any: ...
-
-    def fetchall(self) -> list[Any]: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 class Connection(Protocol):
     """An open database; `storage.sqlite` and `storage.postgresql` each provide one."""
 
-    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Rows: ...
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
+        """Execute a statement; return the database's own cursor with its rows."""
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...

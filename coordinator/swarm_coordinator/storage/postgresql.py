@@ -18,7 +18,7 @@ import psycopg
 from psycopg import errors
 
 from swarm_coordinator.storage import sqlite
-from swarm_coordinator.storage.connection import Connection, PostgresqlLocation, Rows
+from swarm_coordinator.storage.connection import Connection, PostgresqlLocation
 from swarm_coordinator.storage.schema import (
     SCHEMA,
     SCHEMA_VERSION,
@@ -55,7 +55,7 @@ class PostgresqlConnection:
     def __init__(self, raw: psycopg.Connection[tuple[Any, ...]]) -> None:
         self.raw = raw
 
-    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Rows:
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
         return self.raw.execute(_to_psycopg(sql), parameters or None)
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:

@@ -82,7 +82,7 @@ class PostgresqlStore(Store):
             )
             return generation
 
-        self._generation = self._call(lead)
+        self._generation = self.read(lead)
         self._leads_until = requested_at + self._location.lease_seconds
         return self._generation
 

@@ -26,24 +26,19 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import trio
 
-from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.core.events import CheckpointRecord, Restored
-from swarm_coordinator.storage.admission_rows import read_admission, read_owners, read_seen_since
+from swarm_coordinator.core.events import Restored
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation, PostgresqlLocation
-from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.records import (
     Record,
     insert,
     insert_generation,
-    read_checkpoints,
     read_held_time,
     read_restored,
 )
 from swarm_coordinator.storage.sqlite import open_for_writing, translate
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import StorageError, SwarmError
-from swarm_shared.base.types import PeerId, Version
 
 log = logging.getLogger(__name__)
 
@@ -98,37 +93,21 @@ class Store(ABC):
         """Write and return the generation of this start: above all earlier ones and above
         `above`."""
         now = self._clock()
-        self._generation = self._call(lambda connection: insert_generation(connection, now, above))
+        self._generation = self.read(lambda connection: insert_generation(connection, now, above))
         return self._generation
 
     def restore(self) -> Restored:
         """Return the progress of the run, from which the pure core begins."""
         now = self._clock()
-        return self._call(
+        return self.read(
             lambda connection: replace(
                 read_restored(connection), held_time=read_held_time(connection, now)
             )
         )
 
-    def checkpoints(self) -> dict[Version, CheckpointRecord]:
-        """Return the checkpoints of the run's history, the newest first."""
-        return self._call(read_checkpoints)
-
-    def admission(self) -> AdmissionBook:
-        """Return tokens, members, the allow-list and bans."""
-        return self._call(read_admission)
-
-    def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
-        """Return the peers admitted at that time or later, with the time of the last admission."""
-        return self._call(lambda connection: read_seen_since(connection, unix_seconds))
-
-    def contributions(self) -> tuple[StageContribution, ...]:
-        """Sum the contributions over all steps of the run's history; takes long in a long run."""
-        return self._call(read_contributions)
-
-    def owners(self) -> dict[PeerId, PeerId]:
-        """Return the owner of each device that is bound to one."""
-        return self._call(read_owners)
+    def read(self, read: Callable[[Connection], _T]) -> _T:
+        """Read what the store has now, in the writer's thread."""
+        return self._submit(read).result()
 
     async def write(self, record: Record) -> None:
         """Return when the record is durable; StorageError when it cannot be written."""
@@ -174,9 +153,6 @@ class Store(ABC):
         answer: Future[_T] = Future()
         self._jobs.put(_Job(work, answer))
         return answer
-
-    def _call(self, work: Callable[[Connection], _T]) -> _T:
-        return self._submit(work).result()
 
     async def _call_async(self, work: Callable[[Connection], _T]) -> _T:
         token = trio.lowlevel.current_trio_token()

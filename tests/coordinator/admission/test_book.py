@@ -255,7 +255,7 @@ def test_what_was_decided_survives_the_coordinator(tmp_path: Path) -> None:
     trio.run(main)
     store.close()
     store = SqliteStore.open(path)
-    book = store.admission()
+    book = store.read(read_admission)
     store.close()
     assert book.tokens[1].note == "for Anna"
     assert book.uses_left(book.tokens[1]) == 0
@@ -288,7 +288,7 @@ def test_those_seen_lately_are_those_that_can_have_a_certificate(tmp_path: Path)
         await store.write(PeerSeen(BERT))
 
     trio.run(main)
-    assert store.seen_since(NOW + 50) == {BERT: NOW + 100}
+    assert store.read(lambda c: read_seen_since(c, NOW + 50)) == {BERT: NOW + 100}
     store.close()
     connection = sqlite3.connect(tmp_path / "run.sqlite3")
     assert read_seen_since(connection, 0.0) == {ANNA: NOW, BERT: NOW + 100}

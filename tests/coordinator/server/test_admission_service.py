@@ -32,6 +32,7 @@ from swarm_coordinator.cli.admission import submit_request
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.admin_socket import send_request
+from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_shared.base.errors import AdmissionError, NetworkError, StorageError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.data.sample_ranges import LeafId
@@ -156,7 +157,7 @@ async def test_a_used_token_is_marked_before_the_peer_is_welcomed(token_run: Run
         identity = Identity.generate()
         async with client(run.invite, identity) as one:
             assert isinstance(await say_hello(one, run.invite, token=secret), Welcome)
-            book = run.store.admission()
+            book = run.store.read(read_admission)
             assert book.is_member(identity.peer_id)
 
 
@@ -202,7 +203,7 @@ async def test_a_run_of_the_last_release_keeps_its_invite(token_run: RunFolder) 
     async with served(token_run) as run:
         assert run.invite.token == secret
         assert await tries(run.invite, Identity.generate(), secret) == "welcome"
-        [standing] = run.store.admission().tokens.values()
+        [standing] = run.store.read(read_admission).tokens.values()
         assert (standing.token, standing.note) == (1, "the run's standing invite")
 
 
@@ -344,7 +345,7 @@ async def test_a_coordinator_with_a_full_disk_reports_that_the_ban_is_not_writte
     open_run: RunFolder,
 ) -> None:
     async with served(open_run) as run:
-        run.store._call(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
+        run.store.read(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
         with pytest.raises(StorageError, match="the disk is full"):
             await ban_many(open_run, 300)
         assert await tries(run.invite, Identity.generate()) == "welcome"

@@ -44,6 +44,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol, coordinator
 from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, UsageError
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
@@ -229,7 +230,7 @@ async def test_a_peer_on_whose_message_the_core_fails_is_banned_and_the_run_ends
         return sound(run, event, now)
 
     async def attack(step: Step) -> None:
-        if step == 2 and not run.store.admission().bans:
+        if step == 2 and not run.store.read(read_admission).bans:
             async with client(run.invite, attacker) as one:
                 await one.send(hello_for(run.invite))
                 with pytest.raises(LinkClosed):
@@ -246,7 +247,7 @@ async def test_a_peer_on_whose_message_the_core_fails_is_banned_and_the_run_ends
                 nursery.start_soon(volunteer.come_back)
         await run.ended.wait()
         assert [line for line in run.lines if f"{attacker.peer_id} is banned" in line]
-        assert list(run.store.admission().bans) == [attacker.peer_id]
+        assert list(run.store.read(read_admission).bans) == [attacker.peer_id]
     found = history(folder.database)
     assert [(s.step, s.loss) for s in found.steps] == [(n, loss_of(n)) for n in range(1, 5)]
     assert found.restored.finished

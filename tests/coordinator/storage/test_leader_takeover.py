@@ -19,6 +19,7 @@ from swarm_coordinator.durability.journal_audit import check_database
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage import postgresql as postgresql_module
+from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
@@ -190,7 +191,7 @@ def test_a_command_writes_without_a_leader_and_not_beside_one(run: PostgresqlLoc
     leader.next_generation()
     with pytest.raises(UsageError, match="give the command there"):
         trio.run(command.write, PeerBanned(PeerId("12D3KooWAnna"), "noise"))
-    assert set(leader.admission().bans) == {"12D3KooWBert"}
+    assert set(leader.read(read_admission).bans) == {"12D3KooWBert"}
     leader.close()
     command.close()
 

@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_sentence_and_earlier_steps_stay(tmp_path: Path) -> N
     store = SqliteStore.open(path)
     store.next_generation()
     # SQLite's own limit gives the same SQLITE_FULL as a disk without space.
-    store._call(lambda connection: connection.execute("PRAGMA max_page_count = 40").fetchall())
+    store.read(lambda connection: connection.execute("PRAGMA max_page_count = 40").fetchall())
 
     written = 0
 

@@ -17,6 +17,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     VerdictRecord,
 )
+from swarm_coordinator.storage.contributions import read_contributions
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.records import read_verdicts
 from swarm_coordinator.storage.store import SqliteStore
@@ -73,5 +74,5 @@ async def test_a_verdict_about_an_average_names_no_microbatch(
 async def test_credit_since_the_last_passed_audit_is_void(store: SqliteStore) -> None:
     await apply(store, 1, 2, 3, 4, 5, 6)
     await store.write(verdict(5, 2))
-    counted = {c.peer: c.microbatches for c in store.contributions()}
+    counted = {c.peer: c.microbatches for c in store.read(read_contributions)}
     assert counted == {HONEST: 12, LIAR: 6}
