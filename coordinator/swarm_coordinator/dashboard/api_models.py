@@ -86,9 +86,14 @@ class PublicPeer(PeerSummary):
     """The end of its peer ID."""
 
 
-class Peers(ApiModel):
+class Page(ApiModel):
+    """A part of a list: of `total` rows those from `offset` on."""
+
     total: int
     offset: int
+
+
+class Peers(Page):
     peers: tuple[PublicPeer, ...]
 
 
@@ -131,9 +136,7 @@ class ContributionRow(ApiModel):
     credit_per_day: float = Field(description="Recent average, with a half-life of 7 days.")
 
 
-class Contributions(ApiModel):
-    total: int
-    offset: int
+class Contributions(Page):
     contributions: tuple[ContributionRow, ...]
 
 
@@ -146,9 +149,7 @@ class Team(ApiModel):
     credit_per_day: float
 
 
-class Teams(ApiModel):
-    total: int
-    offset: int
+class Teams(Page):
     teams: tuple[Team, ...]
 
 
@@ -190,10 +191,8 @@ class FullPeer(PeerRow):
     paths: tuple[PathRow, ...]
 
 
-class FullPeers(ApiModel):
+class FullPeers(Page):
     coordinator: str = Field(description="The coordinator's peer ID, which paths may name.")
-    total: int
-    offset: int
     peers: tuple[FullPeer, ...]
 
 

@@ -8,8 +8,9 @@ document are disabled because they load scripts from elsewhere.
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
@@ -30,6 +31,7 @@ from swarm_coordinator.dashboard.api_models import (
     FullPeers,
     Health,
     HealthState,
+    Page,
     Peers,
     RunStatus,
     Stages,
@@ -94,6 +96,13 @@ def answer(document: BaseModel, status: int = 200) -> Response:
     return Response(document.model_dump_json(), status, media_type="application/json")
 
 
+def _page(kind: Callable[..., Page], offset: int, limit: int, **lists: Sequence[Any]) -> Response:
+    """Answer with a page of the one list, under its name."""
+    [(name, rows)] = lists.items()
+    part = {name: rows[offset : offset + limit]}
+    return answer(kind(total=len(rows), offset=offset, **part))
+
+
 def _current_snapshot(context: AppContext) -> Snapshot:
     if context.snapshot_loop.snapshot is None:
         raise HTTPException(503, "the coordinator has written no status yet; try again")
@@ -149,8 +158,7 @@ def _add_public_paths(app: FastAPI, context: AppContext) -> None:
     @app.get("/api/v1/peers", response_model=Peers, responses=_INVALID_PARAMETER)
     async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """The attached peers, without addresses."""
-        found = _current_snapshot(context).peers
-        return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
+        return _page(Peers, offset, limit, peers=_current_snapshot(context).peers)
 
     async def room_for_a_reader() -> None:
         _current_snapshot(context)
@@ -196,15 +204,12 @@ def _add_history_paths(app: FastAPI, context: AppContext) -> None:
     async def contributions(offset: Offset = 0, limit: Limit = 100) -> Response:
         """The contributions by owner, the most credit first."""
         found = _current_snapshot(context).database.contributions
-        part = found[offset : offset + limit]
-        return answer(Contributions(total=len(found), offset=offset, contributions=part))
+        return _page(Contributions, offset, limit, contributions=found)
 
     @app.get("/api/v1/teams", response_model=Teams, responses=_INVALID_PARAMETER)
     async def teams(offset: Offset = 0, limit: Limit = 100) -> Response:
         """The contributions by team, the most credit first."""
-        found = _current_snapshot(context).database.teams
-        part = found[offset : offset + limit]
-        return answer(Teams(total=len(found), offset=offset, teams=part))
+        return _page(Teams, offset, limit, teams=_current_snapshot(context).database.teams)
 
     @app.get("/api/v1/events", response_model=Events, responses=_INVALID_PARAMETER)
     async def events(after: After = 0, limit: Limit = 100) -> Response:
@@ -239,15 +244,8 @@ def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
     async def full_peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """The attached peers, with all that is known of them."""
         snapshot = _current_snapshot(context)
-        found = snapshot.full_peers
-        return answer(
-            FullPeers(
-                coordinator=snapshot.status.coordinator,
-                total=len(found),
-                offset=offset,
-                peers=found[offset : offset + limit],
-            )
-        )
+        own = partial(FullPeers, coordinator=snapshot.status.coordinator)
+        return _page(own, offset, limit, peers=snapshot.full_peers)
 
     @app.get(
         "/api/v1/organiser/bans",

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 
 import anyio
 import anyio.to_thread
 
-from swarm_coordinator.dashboard.api_models import EventRow
-from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.status.document import StatusDocument
 from swarm_coordinator.status.status_file import read_status
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import SwarmError
@@ -63,11 +60,10 @@ class SnapshotLoop:
 
     async def refresh(self) -> None:
         now = self.clock()
-        read_all = partial(_read_all, self.folder, self.reader, now)
-        found = await anyio.to_thread.run_sync(read_all)
-        if found is None:
+        status = await anyio.to_thread.run_sync(read_status, self.folder.status)
+        if status is None:
             return
-        status, read = found
+        read = await anyio.to_thread.run_sync(self.reader.refresh, now)
         before = self.snapshot
         self.snapshot = snapshot = Snapshot(status, read, self.manifest, now)
         if before is not None:
@@ -87,18 +83,7 @@ class SnapshotLoop:
         first = max(before.database.step_count, after.database.step_count - MAX_STEPS_PUBLISHED)
         for index in range(first, after.database.step_count):
             self.hub.publish(encode_event("step", after.database.steps.row(index)))
-        for event in _new_events(before, after):
-            self.hub.publish(encode_event("event", event))
-
-
-def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:
-    last = before.events[-1].id if before.events else 0
-    return [event for event in after.events if event.id > last]
-
-
-def _read_all(
-    folder: RunFolder, reader: DatabaseReader, now: float
-) -> tuple[StatusDocument, DatabaseView] | None:
-    """Read the status and the database, in a thread. None before the first status."""
-    status = read_status(folder.status)
-    return None if status is None else (status, reader.refresh(now))
+        last = before.events[-1].id if before.events else 0
+        for event in after.events:
+            if event.id > last:
+                self.hub.publish(encode_event("event", event))

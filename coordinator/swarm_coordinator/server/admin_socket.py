@@ -16,11 +16,11 @@ import trio
 
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.local_server import LocalServerConnection, serve_lines
-from swarm_shared.base.local_socket import MAX_LINE_BYTES, connect
+from swarm_shared.base.local_socket import connect
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = MAX_LINE_BYTES
+
 ANSWER_SECONDS = 30.0
 """Seconds for a reply. A ban takes milliseconds; a machine that swaps may take far longer."""
 
@@ -31,25 +31,21 @@ async def serve(path: Path, answer: Answer) -> None:
     """Answer requests at `path` until cancelled. StorageError when the socket cannot be made."""
 
     async def handle(lines: LocalServerConnection) -> None:
-        await _handle_connection(lines, answer)
+        try:
+            with trio.fail_after(ANSWER_SECONDS):
+                question = await lines.receive()
+            if question is None:
+                return
+            # Without a timeout: a change must not be left half done.
+            reply = await answer(question)
+            with trio.fail_after(ANSWER_SECONDS):
+                await lines.send(reply)
+        except (ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            log.info("a question at the local socket was not answered: %s", error)
+        except Exception:  # a supervisor: one command's trouble must not end the run
+            log.exception("a question at the local socket could not be answered")
 
     await serve_lines(path, handle)
-
-
-async def _handle_connection(lines: LocalServerConnection, answer: Answer) -> None:
-    try:
-        with trio.fail_after(ANSWER_SECONDS):
-            question = await lines.receive()
-        if question is None:
-            return
-        # Without a timeout: a change must not be left half done.
-        reply = await answer(question)
-        with trio.fail_after(ANSWER_SECONDS):
-            await lines.send(reply)
-    except (ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
-        log.info("a question at the local socket was not answered: %s", error)
-    except Exception:  # a supervisor: one command's trouble must not end the run
-        log.exception("a question at the local socket could not be answered")
 
 
 def send_request(path: Path, question: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import pytest
 import trio
 
 from swarm_coordinator.server import admin_socket
-from swarm_coordinator.server.admin_socket import MAX_MESSAGE_BYTES, send_request, serve
+from swarm_coordinator.server.admin_socket import send_request, serve
 from swarm_shared.base.errors import NetworkError, StorageError
+from swarm_shared.base.local_socket import MAX_LINE_BYTES
 
 
 async def echo(question: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +110,7 @@ async def test_nonsense_gets_no_answer_and_does_no_harm(tmp_path: Path, content:
 async def test_a_question_without_end_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "s"
     async with serving(path):
-        assert await raw(path, b"x" * (3 * MAX_MESSAGE_BYTES)) == b""
+        assert await raw(path, b"x" * (3 * MAX_LINE_BYTES)) == b""
         assert await asked(path, {"a": 1}) == {"you asked": {"a": 1}}
 
 
