@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from swarm_client.cli.options import home_option as _home
-from swarm_client.preferences.control import PreferenceStore
+from swarm_client.preferences.control import shown
 from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
@@ -61,8 +61,8 @@ def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
         raise UsageError("give either a VALUE or --default")
     path = preferences_path(home)
     understood = set_preference(path, name, value)
-    shown = "its default" if reset else toml_value(understood)
-    click.echo(f"{name} is {shown} now, in {path}", err=True)
+    now = "its default" if reset else toml_value(understood)
+    click.echo(f"{name} is {now} now, in {path}", err=True)
     origin = load(path).origin(name)
     if origin.layer == "environment":
         click.echo(f"note: {origin.where} in the environment overrides the file", err=True)
@@ -101,7 +101,7 @@ def _value_of(preferences: Preferences, name: str) -> object:
 
 
 def _json(path: Path) -> str:
-    return json.dumps(PreferenceStore(path, tuple).show(), indent=2)
+    return json.dumps(shown(path, ()), indent=2)
 
 
 def _table(path: Path, layered: Layered) -> str:

@@ -44,7 +44,8 @@ from swarm_client.machine.home import Home
 from swarm_client.machine.log_file import write_log
 from swarm_client.machine.sd_notify import Notifier
 from swarm_client.membership.membership import Membership
-from swarm_client.preferences.control import PreferenceStore
+from swarm_client.preferences.control import shown
+from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
@@ -118,10 +119,7 @@ class Daemon:
         self.home = home
         self.identity = Identity.load_or_create(home.identity_path)
         self.log_buffer = LogBuffer(wall_clock)
-        self.preferences = PreferenceStore(
-            preferences_path(home.path),
-            lambda: () if self._target is None else self._target.preferences,
-        )
+        self._preferences_path = preferences_path(home.path)
         self.device_group: DeviceGroup | None = None
         self.governor: Governor | None = None
         self._report = report
@@ -336,11 +334,18 @@ class Daemon:
             ),
             "choose_run": order(RunArguments, lambda wanted: self.choose_run(wanted.run)),
             "forget_run": order(RunArguments, lambda wanted: self.forget_run(wanted.run)),
-            "config_show": query(NoArguments, lambda _: self.preferences.show()),
-            "config_set": query(
-                ConfigArguments, lambda one: {"value": self.preferences.set(one.name, one.text)}
-            ),
+            "config_show": query(NoArguments, self._show_preferences),
+            "config_set": query(ConfigArguments, self._set_preference),
         }
+
+    def _show_preferences(self, _: NoArguments) -> dict[str, Any]:
+        flags = () if self._target is None else self._target.preferences
+        return shown(self._preferences_path, flags)
+
+    def _set_preference(self, wanted: ConfigArguments) -> dict[str, Any]:
+        """Change the file, where a running governor finds it at its next tick. Flags and the
+        environment are not changed: they belong to the user who started the program."""
+        return {"value": set_preference(self._preferences_path, wanted.name, wanted.text or None)}
 
     def _failure_report(self, _: NoArguments) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -38,21 +39,18 @@ def clock_through_sleep() -> float:
     return wall()
 
 
+@dataclass(slots=True, eq=False)
 class SleepWatch:
     """Run `run` beside the code that may be interrupted."""
 
-    def __init__(
-        self,
-        on_return: Callable[[InterruptionView], None],
-        calendar: Clock = wall,
-        awake: Clock = monotonic,
-        always: Clock = clock_through_sleep,
-    ) -> None:
-        self._on_return = on_return
-        self._calendar = calendar
-        self._awake = awake
-        self._always = always
-        self._last = (awake(), always())
+    on_return: Callable[[InterruptionView], None]
+    calendar: Clock = wall
+    awake: Clock = monotonic
+    always: Clock = clock_through_sleep
+    _last: tuple[float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = (self.awake(), self.always())
 
     async def run(self) -> None:
         while True:
@@ -61,7 +59,7 @@ class SleepWatch:
 
     def check(self) -> None:
         """Called every CHECK_SECONDS; a longer gap between two calls is an interruption."""
-        awake, always = self._awake(), self._always()
+        awake, always = self.awake(), self.always()
         before, self._last = self._last, (awake, always)
         asleep = max(0.0, (always - before[1]) - (awake - before[0]))
         stopped = max(0.0, awake - before[0] - CHECK_SECONDS)
@@ -69,9 +67,9 @@ class SleepWatch:
             seconds = asleep + stopped
             slept = asleep >= stopped
             what = "this machine slept" if slept else "this program was stopped"
-            self._on_return(
+            self.on_return(
                 InterruptionView(
-                    began=self._calendar() - seconds, seconds=seconds, slept=slept,
+                    began=self.calendar() - seconds, seconds=seconds, slept=slept,
                     sentence=f"{what} for {duration_text(seconds)}",
                 )
             )  # fmt: skip

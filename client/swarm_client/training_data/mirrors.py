@@ -15,7 +15,7 @@ import anyio.to_thread
 import trio
 
 from swarm_client.connectivity.web_download import WebClient
-from swarm_shared.base.backoff import backoff_seconds
+from swarm_shared.base.backoff import Backoff
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, leaf_shape
 from swarm_shared.run.manifest import Manifest
@@ -59,8 +59,9 @@ class Mirror:
     """One web folder, and what was experienced with it."""
 
     url: str
-    failures: int = 0
-    """In a row."""
+    rests: Backoff = field(
+        default_factory=lambda: Backoff(FIRST_REST_SECONDS, LONGEST_REST_SECONDS)
+    )
     rests_until: float = 0.0
     banned: bool = False
     slots: anyio.CapacityLimiter = field(
@@ -120,9 +121,8 @@ class Mirrors:
 
     def _experienced(self, mirror: Mirror, problems: list[str]) -> None:
         if not problems:
-            mirror.failures = 0
+            mirror.rests.reset()
             return
-        seconds = backoff_seconds(mirror.failures, FIRST_REST_SECONDS, LONGEST_REST_SECONDS)
-        mirror.failures += 1
+        seconds = mirror.rests.next()
         mirror.rests_until = trio.current_time() + seconds
         log.warning("%s is not asked for %.0f s: %s", mirror.url, seconds, problems[0])

@@ -59,34 +59,24 @@ class _RunningTenure:
     """The loaded stage and the nursery of what is done for it, while the worker lives."""
 
 
+@dataclass(slots=True, eq=False)
 class StageManager:
     """The stage that an admitted volunteer holds, if any, and the one that it prepares for a
     move."""
 
-    def __init__(
-        self,
-        context: VolunteerContext,
-        membership: CurrentMembership,
-        attachment: Attachment,
-        averager: GroupAverager,
-        snapshots: SnapshotStore,
-        pipeline: Pipeline,
-        loader: StageLoader,
-    ) -> None:
-        self._context = context
-        self._membership = membership
-        self._attachment = attachment
-        self._averager = averager
-        self._sums = SumSigner(context.identity, membership, averager)
-        self._snapshots = snapshots
-        self._pipeline = pipeline
-        self._loader = loader
-        self._rules = StageTenures()
-        self._running: dict[TenureNumber, _RunningTenure] = {}
-        self._held: StepCloser | None = None
-        """The step closer of the stage that is served."""
-        self._tenure_ended = trio.Event()
-        self._limits = WorkerLimits()
+    context: VolunteerContext
+    membership: CurrentMembership
+    attachment: Attachment
+    averager: GroupAverager
+    snapshots: SnapshotStore
+    pipeline: Pipeline
+    loader: StageLoader
+    _rules: StageTenures = field(default_factory=StageTenures, init=False)
+    _running: dict[TenureNumber, _RunningTenure] = field(default_factory=dict, init=False)
+    _held: StepCloser | None = field(default=None, init=False)
+    """The step closer of the stage that is served."""
+    _tenure_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _limits: WorkerLimits = field(default=WorkerLimits(), init=False)
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -96,7 +86,7 @@ class StageManager:
     @property
     def download(self) -> DownloadProgress | None:
         """The download of a stage's state that is in progress."""
-        return self._loader.download
+        return self.loader.download
 
     def take(self, assignment: AssignStage) -> None:
         """Start on the assignment, beside the held stage or in its place."""
@@ -114,7 +104,7 @@ class StageManager:
             self._dropped(order)
         else:
             held.holding.account.removed(order.step, order.microbatches)
-            self._context.nursery.start_soon(self._take_out, held.holding, order)
+            self.context.nursery.start_soon(self._take_out, held.holding, order)
 
     async def _take_out(self, holding: Holding, order: Drop) -> None:
         account, worker = holding.account, holding.worker
@@ -130,13 +120,13 @@ class StageManager:
             return  # its tenure ends, and the coordinator forgets what it had counted
         except RequestFailed as error:
             # The step is over, and its accumulator empty.
-            self._context.report(f"step {order.step} is over: {error}")
+            self.context.report(f"step {order.step} is over: {error}")
         # What was computed meanwhile was of an accumulator that still had them.
         account.removed(order.step, order.microbatches)
         self._dropped(order)
 
     def _dropped(self, order: Drop) -> None:
-        self._attachment.send(
+        self.attachment.send(
             Dropped(step=order.step, stage=order.stage, microbatches=order.microbatches)
         )
 
@@ -159,7 +149,7 @@ class StageManager:
             self._limits = limits
             for tenure in self._running.values():
                 if tenure.worker is not None:
-                    self._context.nursery.start_soon(self._limit, tenure.worker)
+                    self.context.nursery.start_soon(self._limit, tenure.worker)
 
     async def _limit(self, worker: StageWorker) -> None:
         limits = self._limits
@@ -179,7 +169,7 @@ class StageManager:
                 if action.replaces_held:
                     inject_faults(FaultPoint.STAGE_MIGRATION, action.load.assignment.version)
                 tenure = self._running[action.load.tenure] = _RunningTenure(action.load)
-                self._context.nursery.start_soon(self._run_tenure, tenure)
+                self.context.nursery.start_soon(self._run_tenure, tenure)
             case stage_tenure.Reload():
                 self._hold(None)
                 tenure = self._running[action.load.tenure]
@@ -200,11 +190,11 @@ class StageManager:
                 if self._held is not None:
                     self._held.prepared_lost()
             case stage_tenure.ForgetSnapshots():
-                self._snapshots.forget()
+                self.snapshots.forget()
             case stage_tenure.Send():
-                self._attachment.send(action.message)
+                self.attachment.send(action.message)
             case stage_tenure.RejoinAfter():
-                self._context.nursery.start_soon(self._rejoin_after, action)
+                self.context.nursery.start_soon(self._rejoin_after, action)
 
     def _loaded(self, number: TenureNumber) -> tuple[LoadedStage, trio.Nursery] | None:
         tenure = self._running.get(number)
@@ -215,28 +205,29 @@ class StageManager:
         if switched:
             # Snapshots of the stage that is left stay served: other peers may be fetching them.
             inject_faults(FaultPoint.STAGE_MIGRATION, stage.account.version)
-        manifest, number = self._membership.now.manifest, stage.account.stage
+        manifest, number = self.membership.now.manifest, stage.account.stage
         is_last = number == manifest.stage_count - 1
         next_stage = (
-            None if is_last else self._pipeline.links.downstream(StageIndex(number + 1), nursery)
+            None if is_last else self.pipeline.links.downstream(StageIndex(number + 1), nursery)
         )
         holding = Holding(stage.worker, stage.account, next_stage)
         closer = StepCloser(
-            holding, manifest.tokens_per_step, self._averager, self._sums, self._snapshots, self,
+            holding, manifest.tokens_per_step, self.averager,
+            SumSigner(self.context.identity, self.membership, self.averager), self.snapshots, self,
             nursery,
         )  # fmt: skip
         self._hold(closer)
         if switched:
-            self._context.report(f"moved to stage {number}")
+            self.context.report(f"moved to stage {number}")
 
     def _hold(self, held: StepCloser | None) -> None:
         self._held = held
-        self._pipeline.hold(None if held is None else held.holding)
+        self.pipeline.hold(None if held is None else held.holding)
 
     async def _rejoin_after(self, lost: stage_tenure.RejoinAfter) -> None:
-        self._context.report(f"{lost.reason}; joining again in {lost.seconds:.0f} s")
+        self.context.report(f"{lost.reason}; joining again in {lost.seconds:.0f} s")
         await trio.sleep(lost.seconds)
-        self._attachment.restart()
+        self.attachment.restart()
 
     # ---- decisions of the step close (`swarm_client.pipeline.step_close.CloseListener`)
 
@@ -250,11 +241,11 @@ class StageManager:
     ) -> None:
         match decision:
             case step_close.Send():
-                self._attachment.send(decision.message)
+                self.attachment.send(decision.message)
             case step_close.StepApplied():
                 self._step_applied(decision)
             case step_close.Rejoin():
-                self._attachment.restart()
+                self.attachment.restart()
             case step_close.SwitchToPrepared():
                 self._rules.switched()
             case step_close.DropPrepared():
@@ -262,9 +253,9 @@ class StageManager:
         self._carry_out()
 
     def _step_applied(self, applied: step_close.StepApplied) -> None:
-        context, manifest = self._context, self._membership.now.manifest
+        context, manifest = self.context, self.membership.now.manifest
         self._rules.step_applied()
-        self._pipeline.step_applied()
+        self.pipeline.step_applied()
         context.contribution.add_step(
             applied.step, applied.counted, manifest.tokens_per_microbatch,
             manifest.work_share(applied.stage),
@@ -282,7 +273,7 @@ class StageManager:
             with tenure.scope:
                 died = await self._run_worker(tenure)
         except SwarmError as error:
-            self._context.report(
+            self.context.report(
                 f"stage {tenure.load.assignment.stage} could not be loaded: {error}"
             )
             self._rules.load_failed(number, str(error))
@@ -299,7 +290,7 @@ class StageManager:
     async def _run_worker(self, tenure: _RunningTenure) -> WorkerDied | None:
         """Serve the assigned stage, and again when it is assigned again, until its worker dies."""
         is_fresh = True
-        async with self._loader.open_worker(tenure.load.assignment.stage) as worker:
+        async with self.loader.open_worker(tenure.load.assignment.stage) as worker:
             tenure.worker = worker
             try:
                 if self._limits != WorkerLimits():
@@ -315,17 +306,17 @@ class StageManager:
     async def _serve(
         self, worker: StageWorker, tenure: _RunningTenure, *, is_fresh: bool
     ) -> WorkerDied:
-        load, report = tenure.load, self._context.report
+        load, report = tenure.load, self.context.report
         where = f"stage {load.assignment.stage} at version {load.assignment.version}"
         if load.assignment.prepare:
             where += " beside the held one"
         report(f"taking {where}")
         try:
-            digest = await self._loader.load(worker, load.assignment, is_fresh=is_fresh)
+            digest = await self.loader.load(worker, load.assignment, is_fresh=is_fresh)
         except WorkerDied as error:
             return error
         async with trio.open_nursery() as nursery:
-            stage = self._loader.loaded_stage(worker, load.assignment.version)
+            stage = self.loader.loaded_stage(worker, load.assignment.version)
             tenure.loaded = stage, nursery
             self._rules.loaded(load, digest)
             self._carry_out()

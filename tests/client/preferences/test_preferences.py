@@ -10,7 +10,7 @@ import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.preferences.control import PreferenceStore
+from swarm_client.preferences.control import shown
 from swarm_client.preferences.file import edited, set_preference, template
 from swarm_client.preferences.hours import WEEKDAYS
 from swarm_client.preferences.layers import (
@@ -226,19 +226,19 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
 
 
 def test_the_control_socket_shows_and_changes_what_is_in_the_file(tmp_path: Path) -> None:
-    desk = PreferenceStore(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
-    assert desk.set("cpu_percent", "50") == 50
-    shown = desk.show()["preferences"]
-    assert shown["cpu_percent"]["value"] == 50
-    assert shown["max_cores"] == {
+    path, flags = tmp_path / "preferences.toml", ["max_cores=2"]
+    assert set_preference(path, "cpu_percent", "50") == 50
+    found = shown(path, flags)["preferences"]
+    assert found["cpu_percent"]["value"] == 50
+    assert found["max_cores"] == {
         "value": 2, "layer": "flag", "where": "max_cores=2", "group": "Processor",
         "text": "Maximum number of processor cores to use; 0: all.", "allowed": "from 0 to 4096",
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
-        desk.set("cpu_procent", "50")
-    desk.set("cpu_percent", "")
-    assert desk.show()["preferences"]["cpu_percent"]["layer"] == "default"
-    json.dumps(desk.show())
+        set_preference(path, "cpu_procent", "50")
+    set_preference(path, "cpu_percent", None)
+    assert shown(path, flags)["preferences"]["cpu_percent"]["layer"] == "default"
+    json.dumps(shown(path, flags))
 
 
 def test_what_is_shown_is_all_that_can_be_set_group_by_group_and_each_can_be_set_as_shown(
@@ -248,26 +248,27 @@ def test_what_is_shown_is_all_that_can_be_set_group_by_group_and_each_can_be_set
     set_preference(path, "hours", "22:00-06:30")
     set_preference(path, "hours_on.sunday", "always")
     set_preference(path, "gpu.1.vram_gib", "3")
-    desk = PreferenceStore(path, tuple)
-    shown = desk.show()["preferences"]
-    groups = [row["group"] for row in shown.values()]
+    found = shown(path, ())["preferences"]
+    groups = [row["group"] for row in found.values()]
     assert list(dict.fromkeys(groups)) == list(GROUPS)
     assert groups == sorted(groups, key=GROUPS.index)
-    assert all(row["text"] for row in shown.values())
+    assert all(row["text"] for row in found.values())
     tables = ("hours_on", "network_hours_on")
     patterns = {name for name in Preferences.model_fields if name not in (*tables, "gpu")}
     patterns |= {f"{table}.{day}" for table in tables for day in WEEKDAYS}
     patterns |= {f"gpu.all.{name}" for name in GpuPreferences.model_fields}
-    assert set(shown) == patterns | {"gpu.1.vram_gib"}
-    assert (shown["hours_on.monday"]["value"], shown["hours_on.monday"]["where"]) == (
+    assert set(found) == patterns | {"gpu.1.vram_gib"}
+    assert (found["hours_on.monday"]["value"], found["hours_on.monday"]["where"]) == (
         "22:00-06:30", "`hours`",
     )  # fmt: skip
-    assert (shown["hours_on.sunday"]["value"], shown["hours_on.sunday"]["layer"]) == (
+    assert (found["hours_on.sunday"]["value"], found["hours_on.sunday"]["layer"]) == (
         "always", "file",
     )  # fmt: skip
-    for name, row in shown.items():
+    for name, row in found.items():
         # An empty text is taken out, and nothing is what holds then.
-        assert (desk.set(name, value_text(row["value"])) or ()) == (row["value"] or ()), name
+        assert (set_preference(path, name, value_text(row["value"]) or None) or ()) == (
+            row["value"] or ()
+        ), name
 
 
 def test_preferences_lie_in_the_home_that_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from swarm_client.control.status_document import (
     Status,
     SuspendReason,
 )
-from swarm_client.preferences.control import PreferenceStore
+from swarm_client.preferences.control import shown
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientApp
 from swarm_shared.base.errors import ConfigurationError, DataError
@@ -446,7 +446,7 @@ def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it
     tmp_path: Path,
 ) -> None:
     script = running()
-    told = PreferenceStore(tmp_path / "preferences.toml", tuple).show()
+    told = shown(tmp_path / "preferences.toml", ())
     script.answers["config_show"] = told
     names = list(told["preferences"])
 
