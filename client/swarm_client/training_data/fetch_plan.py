@@ -14,10 +14,10 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain, islice
 
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.data.sample_ranges import LeafId
@@ -31,47 +31,37 @@ class Need(IntEnum):
 
 
 class LeafQueue:
-    """The leaves to fetch."""
+    """The leaves to fetch: of each need in the order in which they were wanted."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[Need, int], LeafId]] = []
-        self._queued: dict[LeafId, tuple[Need, int]] = {}
+        self._queued: dict[Need, dict[LeafId, None]] = {need: {} for need in Need}
         self._taken: set[LeafId] = set()
-        self._sequence = 0
 
     def __len__(self) -> int:
         """Leaves that wait to be taken."""
-        return len(self._queued)
+        return sum(map(len, self._queued.values()))
 
     @property
     def outstanding(self) -> int:
         """Leaves that are wanted and have not arrived."""
-        return len(self._queued) + len(self._taken)
+        return len(self) + len(self._taken)
 
     def want(self, leaf: LeafId, need: Need) -> None:
         """Queue a leaf, or move it up if it is queued as less urgent."""
-        known = self._queued.get(leaf)
-        if leaf in self._taken or (known is not None and known[0] <= need):
-            return
-        self._sequence += 1
-        rank = self._queued[leaf] = (need, self._sequence)
-        heapq.heappush(self._heap, (rank, leaf))
+        if leaf not in self._taken and all(leaf not in self._queued[n] for n in Need if n <= need):
+            self.withdraw([leaf])
+            self._queued[need][leaf] = None
 
     def take(self, limit: int) -> list[LeafId]:
         """Return the most urgent leaves; each ends with `arrived` or `put_back`."""
-        found: list[LeafId] = []
-        while self._heap and len(found) < limit:
-            rank, leaf = heapq.heappop(self._heap)
-            # An entry that was withdrawn or moved up stays in the heap until it comes to the top.
-            if self._queued.get(leaf) == rank:
-                del self._queued[leaf]
-                self._taken.add(leaf)
-                found.append(leaf)
+        found = list(islice(chain.from_iterable(self._queued.values()), limit))
+        self.withdraw(found)
+        self._taken.update(found)
         return found
 
     def arrived(self, leaf: LeafId) -> None:
         self._taken.discard(leaf)
-        self._queued.pop(leaf, None)
+        self.withdraw([leaf])
 
     def put_back(self, leaves: Iterable[LeafId], needs: Need) -> None:
         """Queue leaves again that a source failed to give."""
@@ -83,11 +73,12 @@ class LeafQueue:
     def withdraw(self, leaves: Iterable[LeafId]) -> None:
         """Forget leaves that are not taken so far."""
         for leaf in leaves:
-            self._queued.pop(leaf, None)
+            for queued in self._queued.values():
+                queued.pop(leaf, None)
 
     def withdraw_all(self, need: Need) -> None:
         """Forget all leaves of this need that are not taken so far."""
-        self.withdraw([leaf for leaf, rank in self._queued.items() if rank[0] is need])
+        self._queued[need].clear()
 
 
 @dataclass(frozen=True, slots=True, order=True)
