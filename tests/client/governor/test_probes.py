@@ -40,6 +40,7 @@ from swarm_client.governor.probes.machine import (
 )
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences
+from swarm_shared.base.clock import monotonic
 
 
 class Time:
@@ -112,25 +113,24 @@ def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
 
 def test_what_children_compute_counts_as_this_programs_own() -> None:
     time = Time()
-    process_tree = ProcessTree(clock=time)
-    probe = CpuProbe(process_tree, time)
+    probe = CpuProbe(ProcessTree(clock=time))
     assert probe.shares() == (None, None)
     busy = [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"]
     with subprocess.Popen(busy, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         time.now += PROCESS_TREE_SECONDS
-        before = psutil.Process(child.pid).cpu_times().user
+        before, began = psutil.Process(child.pid).cpu_times().user, monotonic()
         probe.shares()
         while psutil.Process(child.pid).cpu_times().user < before + 0.3:
             pass
-        time.now += 1
         share, own = probe.shares()
+        seconds = monotonic() - began
         child.kill()
     assert share is not None
     assert own is not None
-    # The child's three tenths of a second, and this process's waiting, of all cores' one second.
-    assert own >= 0.3 / (psutil.cpu_count() or 1) * 0.9
+    # The child's three tenths of a second, and this process's waiting, of all cores' seconds.
+    assert own >= 0.3 / seconds / (psutil.cpu_count() or 1) * 0.9
     assert 0 < share <= 1
 
 

@@ -38,7 +38,7 @@ class SystemProbes:
         self.process_tree = ProcessTree(clock)
         self.disk = DiskProbe(home, clock)
         self._clock = clock
-        self._cpu = CpuProbe(self.process_tree, clock)
+        self._cpu = CpuProbe(self.process_tree)
         self._own_memory = CachedReading(self.process_tree.memory_bytes, MEMORY_SECONDS, clock)
         self._on_batteries = CachedReading(on_batteries, POWER_SECONDS, clock)
         self._last = Readings()

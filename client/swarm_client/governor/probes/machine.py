@@ -70,40 +70,26 @@ def _same(old: psutil.Process | None, new: psutil.Process) -> psutil.Process:
 class CpuProbe:
     """Shares of all cores since the previous call; None at the first."""
 
-    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
+    def __init__(self, process_tree: ProcessTree) -> None:
         self._process_tree = process_tree
-        self._clock = clock
         self._cores = psutil.cpu_count() or 1
         self._all: tuple[float, float] | None = None
-        self._own: dict[psutil.Process, float] = {}
-        self._at = 0.0
 
     def shares(self) -> tuple[float | None, float | None]:
         """By all programs, and by this one with its children."""
-        now = self._clock()
         times = psutil.cpu_times()
         # Guest times are part of user's; waiting for a disk counts as idle.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         busy = total - times.idle - getattr(times, "iowait", 0.0)
-        own = self._own_seconds()
+        own_percent = 0.0  # of one core; each process remembers its previous reading
+        for process in self._process_tree.members():
+            with contextlib.suppress(psutil.Error):
+                own_percent += process.cpu_percent()
         before, self._all = self._all, (busy, total)
-        spent = sum(max(0.0, value - self._own.get(process, value)) for process, value in own)
-        elapsed, self._at = now - self._at, now
-        self._own = dict(own)
-        if before is None or total <= before[1] or elapsed <= 0:
+        if before is None or total <= before[1]:
             return None, None
         share = (busy - before[0]) / (total - before[1])
-        return min(1.0, max(0.0, share)), min(1.0, spent / (elapsed * self._cores))
-
-    def _own_seconds(self) -> list[tuple[psutil.Process, float]]:
-        found: list[tuple[psutil.Process, float]] = []
-        for process in self._process_tree.members():
-            try:
-                times = process.cpu_times()
-            except psutil.Error:
-                continue
-            found.append((process, times.user + times.system))
-        return found
+        return min(1.0, max(0.0, share)), min(1.0, own_percent / 100 / self._cores)
 
 
 class CachedReading(Generic[T]):
