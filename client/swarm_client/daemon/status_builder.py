@@ -12,6 +12,7 @@ import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
@@ -123,7 +124,14 @@ class StatusBuilder:
             described = describe(stopped, facts.now)
         else:
             described = combine_devices(devices)
-        reporting_device = None if device_group is None else device_group.reporting_device
+        of_run: dict[str, Any] = {}
+        if device_group is not None:
+            reporting_device = device_group.reporting_device
+            of_run = {
+                "run": run_view(reporting_device), "stages": stage_views(reporting_device),
+                "peers": peer_views(device_group), "leaderboard": leaderboard(device_group),
+                "audits": audits(device_group),
+            }  # fmt: skip
         today = datetime.datetime.fromtimestamp(facts.now).date()
         return Status(
             software=SOFTWARE_VERSION,
@@ -133,7 +141,6 @@ class StatusBuilder:
             **asdict(described),
             peer=facts.peer,
             name=facts.name,
-            run=run_view(reporting_device),
             runs=facts.runs,
             devices=devices,
             machine=machine_view(
@@ -141,11 +148,8 @@ class StatusBuilder:
             ),
             traffic=self._traffic_view(device_group, governor, facts.moment),
             contribution=facts.contribution_log.view(today),
-            stages=() if reporting_device is None else stage_views(reporting_device),
-            peers=() if device_group is None else peer_views(device_group),
-            leaderboard=() if device_group is None else leaderboard(device_group),
-            audits=None if device_group is None else audits(device_group),
             away=facts.interruption,
+            **of_run,
         )
 
     def _devices(
@@ -241,9 +245,7 @@ def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
     return view.model_copy(update=known)
 
 
-def run_view(volunteer: Volunteer | None) -> RunView | None:
-    if volunteer is None:
-        return None
+def run_view(volunteer: Volunteer) -> RunView:
     membership, news, holding = volunteer.membership, volunteer.news, volunteer.holding
     version = 0 if holding is None else holding.version
     return RunView(
