@@ -38,7 +38,7 @@ def status(home: Path | None, as_json: bool) -> None:
     from swarm_client.cli.text import status_text
     from swarm_client.control.client import ask
     from swarm_client.control.status_document import Status
-    from swarm_shared.base.version import SOFTWARE_VERSION
+    from swarm_shared import SOFTWARE_VERSION
 
     document = ask(socket_of(home), "status")
     if document.get("software") != SOFTWARE_VERSION:

@@ -11,8 +11,8 @@ import sys
 
 import click
 
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import LazyGroup, run_command_line
-from swarm_shared.base.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-client"
 

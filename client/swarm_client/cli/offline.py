@@ -12,7 +12,7 @@ import click
 
 from swarm_client.cli.options import home_option, invite_argument, json_option, print_json
 from swarm_client.machine.home import Home
-from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared import SOFTWARE_VERSION
 
 PROGRAM = "swarm-client"
 

@@ -44,10 +44,10 @@ from swarm_client.governor.policy import gpu_index
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.errors import AdmissionError, SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
-from swarm_shared.base.version import SOFTWARE_VERSION
 
 MAX_LISTED_PEERS = 1000
 """Maximum number of peers listed. Of a larger run: those with a link to this peer, then those of

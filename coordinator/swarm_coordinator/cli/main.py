@@ -14,9 +14,9 @@ from pathlib import Path
 
 import click
 
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import LazyGroup, run_command_line
 from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-coordinator"
 _COMMANDS = {

@@ -31,8 +31,8 @@ new protocol version (`swarm_shared.protocol.versions`).
 
 from __future__ import annotations
 
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.json_messages import encode, parse
-from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol.audit import (
     AUDIT_PROTOCOL,
     PART_BYTES,

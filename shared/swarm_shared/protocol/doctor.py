@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import (
@@ -27,7 +28,6 @@ from swarm_shared.base.types import (
     Token,
     UnixSeconds,
 )
-from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol.versions import PROTOCOL_VERSIONS, VersionRange
 
 DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"

@@ -12,10 +12,10 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.errors import VersionError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import SoftwareVersion, Text
-from swarm_shared.base.version import SOFTWARE_VERSION
 
 ProtocolVersion = Annotated[int, Field(ge=0, le=10_000)]
 

@@ -23,6 +23,7 @@ from client.cli.test_main import invite
 from swarm_client.control.client import ask, is_running
 from swarm_client.control.messages import API_VERSION, Refusal, version_mismatch
 from swarm_client.machine.home import Home
+from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.errors import (
     ConfigurationError,
     DaemonError,
@@ -31,7 +32,6 @@ from swarm_shared.base.errors import (
     UsageError,
     VersionError,
 )
-from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.identity.keys import Identity
 
 pytestmark = pytest.mark.process
