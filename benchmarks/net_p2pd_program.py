@@ -19,9 +19,8 @@ from kits.network_lab.commanded_process import obey, say
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
 from swarm_client.averaging.worker.hivemind_imports import Hivemind, load_hivemind
-from swarm_client.averaging.worker.location import current_addresses
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
-from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams, current_addresses
 from swarm_shared.base.errors import SwarmError
 
 SINK = "/lab/sink/1"

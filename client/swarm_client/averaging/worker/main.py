@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from swarm_client.averaging.protocol.messages import (
     Bootstrap,
     CancelRound,
     ConfigureAveraging,
+    DaemonMessage,
     DigestReceived,
     DirectoryRequestFailed,
     ForgetRounds,
@@ -56,9 +59,9 @@ from swarm_client.averaging.protocol.messages import (
     Started,
     StartRound,
     Unavailable,
+    daemon_messages,
 )
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
-from swarm_client.averaging.worker.daemon_link import DaemonLink
 from swarm_client.averaging.worker.dht import DhtDirectory
 from swarm_client.averaging.worker.hivemind_imports import (
     Hivemind,
@@ -66,13 +69,19 @@ from swarm_client.averaging.worker.hivemind_imports import (
     load_hivemind,
 )
 from swarm_client.averaging.worker.host_streams import HOST_PREFIX, HostStreams
-from swarm_client.averaging.worker.location import current_addresses, watch_addresses
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
-from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
+from swarm_client.averaging.worker.p2pd_carrier import (
+    GroupCarrier,
+    P2pdStreams,
+    current_addresses,
+    watch_addresses,
+)
 from swarm_client.fault_injection import faults
 from swarm_client.ipc import shared_memory
 from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.linear_digest import DigestKey
 
@@ -85,6 +94,37 @@ MAX_REASON_CHARACTERS = 500
 """Bound on an exception's text in an answer."""
 
 RequestT = TypeVar("RequestT", bound=Numbered)
+
+
+class DaemonLink:
+    """This process's end of the link to the daemon."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def inherit(cls, descriptor: int) -> DaemonLink:
+        """Open the link over the socket that the daemon passed as `--fd`."""
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+        return cls(reader, writer)
+
+    async def receive(self) -> DaemonMessage | None:
+        """Wait for the next message; None when the daemon has ended."""
+        try:
+            length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+            return parse(daemon_messages, await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def send(self, message: FrozenModel) -> None:
+        self._writer.write(encode_prefixed(message))
+
+    async def flush(self) -> None:
+        """Send what is queued and close the link."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +182,7 @@ class Worker:
 
     async def _run_round(self, message: StartRound, scope: anyio.CancelScope) -> None:
         carrier = GroupCarrier(message.members, self.p2pd, self.host, self.hub)
-        answer: RoundDone | RoundFailureReport | None = None
+        answer: RoundDone | RoundFailureReport = _stopped("the round was cancelled")
         with scope:
             try:
                 answer = await self._reduce(message, carrier)
@@ -158,8 +198,6 @@ class Worker:
                 answer = _stopped(f"internal error: {error!r}")
             finally:
                 del self.rounds[message.request]
-        if answer is None:
-            answer = _stopped("the round was cancelled")
         self.link.send(answer.numbered(message.request))
         if not isinstance(answer, RoundDone):
             # The tracebacks of a failed round keep its arrays alive, which are shared memory.

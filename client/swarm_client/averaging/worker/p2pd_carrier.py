@@ -1,4 +1,5 @@
-"""The carriers of a round in the averaging worker: p2pd's streams, and those of the daemon's host.
+"""The carriers of a round in the averaging worker: p2pd's streams, and those of the daemon's host;
+and the addresses at which other peers reach this p2pd, as they change.
 
 p2pd authenticates the remote of every stream (Noise or TLS 1.3) and reports its peer ID before the
 stream's first byte. That ID is p2pd's own; the daemon has checked the certificate that binds it to
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +24,12 @@ from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault
 from swarm_client.averaging.all_reduce.stream_race import Opener, StreamRace
-from swarm_client.averaging.protocol.addresses import CIRCUIT, is_relayed, without_peer_id
+from swarm_client.averaging.protocol.addresses import (
+    CIRCUIT,
+    is_relayed,
+    relayed_addresses,
+    without_peer_id,
+)
 from swarm_client.averaging.protocol.messages import Member
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.host_streams import (
@@ -40,6 +46,10 @@ DIAL_TURN_SECONDS = 0.4
 """Seconds that the other end has to dial where it is its turn: enough for its first packet over any
 path. A longer wait would also wait for an end whose p2pd is being restarted."""
 _LOOK_SECONDS = 0.05
+CHECK_SECONDS = 5.0
+FAST_CHECK_SECONDS = 0.5
+"""Seconds between two checks while a relay has not been reached, which takes about a second."""
+FAST_CHECKS = 20
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +153,41 @@ class P2pdStreams:
     async def _is_connected(self, p2pd_peer_id: str, *, relayed: bool) -> bool:
         known = (await self.connected()).get(p2pd_peer_id, [])
         return any(is_relayed(address) == relayed for address in known)
+
+
+async def current_addresses(streams: P2pdStreams, relays: Sequence[str]) -> tuple[str, ...]:
+    """The addresses without p2pd's peer ID, direct ones first. NetworkError if p2pd has ended.
+
+    p2pd announces a relay only if it takes the relay's address for a public one, which it does not
+    on a local network; therefore the relays to which p2pd is connected are counted here.
+    """
+    own = await streams.listen_addresses()
+    connected = await streams.connected() if relays else {}
+    reached = [relay for relay in relays if relay.rpartition("/p2p/")[2] in connected]
+    return (*(text for text in own if not is_relayed(text)), *relayed_addresses(reached))
+
+
+async def watch_addresses(
+    streams: P2pdStreams,
+    relays: Sequence[str],
+    known: tuple[str, ...],
+    moved: Callable[[tuple[str, ...]], None],
+) -> None:
+    """Call `moved` whenever the addresses change."""
+    checks = 0
+    while True:
+        waits_for_relay = len(known) == 0 or sum(map(is_relayed, known)) < len(relays)
+        early = waits_for_relay and checks < FAST_CHECKS
+        await anyio.sleep(FAST_CHECK_SECONDS if early else CHECK_SECONDS)
+        checks += 1
+        try:
+            now = await current_addresses(streams, relays)
+        except NetworkError as error:
+            logger.info("%s", error)
+            continue
+        if now != known:
+            known = now
+            moved(now)
 
 
 class GroupCarrier:
