@@ -2,7 +2,7 @@
 
 Credit is tokens times the stage's share of the model's work, counted in applied steps. The recent
 average decays with a half-life of seven days, as BOINC's does, so it is the current credit per day.
-Values only. Authoritative is the run's ledger; this is what this machine
+Authoritative is the run's ledger; this is what this machine
 observed.
 """
 
@@ -13,6 +13,7 @@ import datetime
 from pydantic import Field
 
 from swarm_client.control.status_document import ContributionView
+from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.frozen_model import FrozenModel
 
 FORMAT = 1
@@ -71,3 +72,36 @@ def streak(days: dict[datetime.date, float], today: datetime.date) -> int:
     while day in days:
         count, day = count + 1, day - one
     return count
+
+
+class ContributionCounter:
+    """Counts what all devices of the machine do, on top of the log of earlier starts."""
+
+    def __init__(self, log: ContributionLog, wall_clock: Clock = wall) -> None:
+        self.log = log
+        self._before = log
+        self._wall = wall_clock
+        self._last_step: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Applied steps since the start."""
+        return self.log.steps - self._before.steps
+
+    def add_step(
+        self, step: int, microbatches: int, tokens_per_microbatch: int, work_share: float
+    ) -> None:
+        """Add what one device contributed to an applied step. A step that several devices report is
+        counted once."""
+        tokens = microbatches * tokens_per_microbatch
+        today = datetime.datetime.fromtimestamp(self._wall()).date()
+        self.log = self.log.with_step(
+            today, microbatches, tokens, tokens * work_share, int(step != self._last_step)
+        )
+        self._last_step = step
+
+    def __str__(self) -> str:
+        return (
+            f"contributed {self.log.microbatches - self._before.microbatches} microbatches "
+            f"({self.log.tokens - self._before.tokens} tokens) in {self.steps} steps"
+        )

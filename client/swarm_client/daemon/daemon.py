@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 from swarm_client.control import known_runs
-from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import (
@@ -47,7 +47,6 @@ from swarm_client.membership.membership import Membership
 from swarm_client.preferences.control import shown
 from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import preferences_path
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.error_groups import expected_error

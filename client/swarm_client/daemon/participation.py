@@ -21,6 +21,7 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.connectivity.listening import listen
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
+from swarm_client.control.contribution_log import ContributionCounter
 from swarm_client.control.messages import JoinArguments
 from swarm_client.governor.device_offer import usable_devices
 from swarm_client.governor.disk_space import DiskAllowance, data_budget_bytes
@@ -34,7 +35,6 @@ from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.error_groups import expected_error

@@ -16,6 +16,7 @@ import trio
 
 from swarm_client.pipeline.errors import EdgeRefused
 from swarm_client.pipeline.local_stream import LocalStream
+from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
@@ -34,8 +35,6 @@ from swarm_shared.protocol import (
 
 HELLO_SECONDS = 10.0
 """Timeout of the answer to a stage hello."""
-
-Buffer = bytes | bytearray | memoryview
 
 Stream = FramedStream | LocalStream
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from swarm_client.membership.membership import CurrentMembership
+from swarm_client.stage.handle.slots import Buffer
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.types import PeerId
@@ -18,8 +19,6 @@ from swarm_shared.protocol import Forward
 
 VERIFIED_TICKETS = 4096
 """Tickets whose signatures are remembered: a microbatch may come several times."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class TicketCheck:

@@ -8,10 +8,10 @@ from typing import Final
 
 import trio
 
+from swarm_client.control.contribution_log import ContributionCounter
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.training_data.leaf_cache import LeafCache
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity

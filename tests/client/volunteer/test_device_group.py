@@ -6,12 +6,11 @@ import base64
 from pathlib import Path
 
 from kits.memory import offers
-from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import combine_devices
 from swarm_client.daemon.participation import listen_address, owner_binding
 from swarm_client.machine.home import Home
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_shared.base.types import RunId
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity

@@ -16,10 +16,9 @@ import trio.testing
 
 from kits.client.held_stage import count
 from kits.transcripts import TRANSCRIPT
-from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (

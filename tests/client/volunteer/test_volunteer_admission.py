@@ -17,13 +17,12 @@ import trio
 
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
-from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
-from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.memory import StageMemory

@@ -62,10 +62,8 @@ class NvmlGpus:
         limit = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return GpuReading(
             index=index,
-            name=self._ask(nvml.nvmlDeviceGetName, handle) or "",
             temperature_celsius=None if temperature is None else float(temperature),
             utilization=None if rates is None else rates.gpu / 100,
-            memory_total_bytes=None if memory is None else int(memory.total),
             memory_used_bytes=None if memory is None else int(memory.used),
             power_limit_watts=None if limit is None else limit / 1000,
         )

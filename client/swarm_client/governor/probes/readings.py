@@ -10,11 +10,9 @@ from datetime import date
 @dataclass(frozen=True, slots=True)
 class GpuReading:
     index: int
-    name: str = ""
     temperature_celsius: float | None = None
     utilization: float | None = None
     """0 to 1."""
-    memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     power_limit_watts: float | None = None
 
