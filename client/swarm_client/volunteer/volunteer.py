@@ -21,7 +21,6 @@ from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.self_test import fault_error, passed_text, run_self_test
 from swarm_client.stage.handle.warm_worker import WarmWorker
-from swarm_client.volunteer import hello as self_report
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.member import Member
@@ -33,9 +32,10 @@ from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import duration_text
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.probe.server import answer_members_only, serve_probe
 from swarm_shared.protocol import (
+    SOFTWARE_VERSION,
     CoordinatorMessage,
     DoctorHello,
     Heartbeat,
@@ -47,10 +47,11 @@ from swarm_shared.protocol import (
     RunNews,
     Welcome,
 )
+from swarm_shared.protocol.versions import PROTOCOL_VERSIONS
 from swarm_shared.run.manifest import LimitsConfig
 from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.transfer import serve_transfers
-from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta
+from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,13 @@ class Volunteer:
         return self_report.directory_record(holding, self.node, membership, carrier)
 
     def doctor_hello(self) -> DoctorHello:
-        return self_report.doctor_hello(self.context.invite, self.membership)
+        """The hello to a peer that is asked to probe this one from outside."""
+        invite, membership = self.context.invite, self.membership
+        return DoctorHello(
+            run=invite.run_id, software=SOFTWARE_VERSION, protocols=PROTOCOL_VERSIONS,
+            token=None if membership is not None else invite.token,
+            certificate=None if membership is None else membership.certificate,
+        )  # fmt: skip
 
     # ---- a session (`swarm_client.volunteer.reconnect`)
 
@@ -169,9 +176,20 @@ class Volunteer:
         return True
 
     def hello(self) -> Hello:
-        return self_report.hello(
-            self.context.invite, self.context.options, self.relay_policy.announcement(),
-            self.holding,
+        invite, options, holding = self.context.invite, self.context.options, self.holding
+        announced = self.relay_policy.announcement()
+        return Hello(
+            run=invite.run_id, software=SOFTWARE_VERSION, protocols=PROTOCOL_VERSIONS,
+            token=invite.token, name=options.name, team=options.team, owner=options.owner,
+            addresses=announced.addresses, carrier=announced.carrier,
+            reachability=announced.reachability, offers_relay=announced.offers_relay,
+            device=options.device.label, memory=options.device.memory,
+            wanted_stage=options.wanted_stage,
+            stage=holding.stage if holding is not None else None,
+            version=holding.version if holding is not None else Version(0),
+            digest=holding.worker.digest if holding is not None else "",
+            averaged_attempt=holding.close.averaged_attempt if holding is not None else None,
+            receipts=holding.account.receipts() if holding is not None else (),
         )  # fmt: skip
 
     async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
@@ -215,15 +233,18 @@ class Volunteer:
             await self.member.join_run(welcome)
 
     def heartbeat(self) -> Heartbeat:
-        paused = self.suspended is not None
-        return self_report.heartbeat(
-            self._heartbeat_delta,
+        holding = self.holding
+        computed, busy_seconds = holding.meter.take_work() if holding else (0, 0.0)
+        return self._heartbeat_delta.heartbeat(
+            HeartbeatSnapshot(
+                microbatches_per_second=holding.meter.microbatches_per_second if holding else 0.0,
+                queued=holding.in_flight if holding else 0,
+                up_bytes_per_second=self.node.bandwidth.own_up_bytes_per_second,
+                links=self.links(), paths=tuple(self.node.paths()),
+                paused=self.suspended is not None, computed=computed, busy_seconds=busy_seconds,
+            ),
             len(self.roster),
-            self.holding,
-            self.node,
-            self.links(),
-            paused=paused,
-        )
+        )  # fmt: skip
 
     def take_receipts(self) -> tuple[str, ...]:
         """Receipts that have not been sent to the coordinator yet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from swarm_client.cli.main import main
-from swarm_client.volunteer import hello
+from swarm_client.volunteer import volunteer
 from swarm_shared.protocol import Hello
 from swarm_shared.protocol.versions import VersionRange
 
@@ -22,6 +22,6 @@ class OtherHello(Hello):
 if __name__ == "__main__":
     oldest, newest = map(int, sys.argv[1:3])
     del sys.argv[1:3]
-    hello.PROTOCOL_VERSIONS = VersionRange(oldest=oldest, newest=newest)  # type: ignore[misc]
-    hello.Hello = OtherHello  # type: ignore[misc]
+    volunteer.PROTOCOL_VERSIONS = VersionRange(oldest=oldest, newest=newest)  # type: ignore[misc]
+    volunteer.Hello = OtherHello  # type: ignore[misc]
     main()

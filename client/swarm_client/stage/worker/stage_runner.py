@@ -150,7 +150,7 @@ class StageRunner:
         self.copier = device_copier(device, largest_bytes)
         self.graph_sizes: GraphSizes | None = None
         """Known after the first computation with a graph."""
-        self._graph_budget_bytes = graph_budget_bytes
+        self.graph_budget_bytes = graph_budget_bytes
         self._in_flight: dict[int, _InFlight] = {}
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
         """Inputs of queued forwards that are copied, or being copied, to the device."""
@@ -425,7 +425,7 @@ class StageRunner:
         does."""
         if self.graph_sizes is None:
             graph = self._run_measured(parameter_set, inputs, entry)
-            fits = self._sizes.working_bytes(graph.recomputed_layers) <= self._graph_budget_bytes
+            fits = self._sizes.working_bytes(graph.recomputed_layers) <= self.graph_budget_bytes
             return graph if fits else None
         recomputed = self._sizes.fewest_recomputed(self._room_bytes())
         return None if recomputed is None else self._run(parameter_set, inputs, recomputed, entry)
@@ -477,7 +477,7 @@ class StageRunner:
 
     def _room_bytes(self) -> int:
         """Return the bytes that the graphs in flight leave of the budget."""
-        return self._graph_budget_bytes - sum(
+        return self.graph_budget_bytes - sum(
             self._sizes.graph_bytes(flight.graph.recomputed_layers)
             for flight in self._in_flight.values()
             if flight.graph is not None
