@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer
-from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
+from swarm_client.pipeline.edge import Edge, EdgeAnswer, EdgeRefused
 from swarm_client.pipeline.mask_client import MaskClient
-from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
+from swarm_client.stage.handle.slots import Buffer
+from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Forward, PeerRecord
 from swarm_shared.scheduling.routing import StageRouting
@@ -33,6 +33,10 @@ from swarm_shared.volunteer_rules.delivery import (
     Transmit,
 )
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
+
+
+class MicrobatchAbandoned(SwarmError):
+    """The sender has given this microbatch up; the coordinator leases it again if needed."""
 
 
 @dataclass(frozen=True, slots=True)

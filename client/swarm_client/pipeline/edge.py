@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
-from swarm_client.pipeline.errors import EdgeRefused
 from swarm_client.pipeline.local_stream import LocalStream
 from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, ProtocolError, SwarmError
@@ -39,19 +38,21 @@ HELLO_SECONDS = 10.0
 Stream = FramedStream | LocalStream
 
 
+class EdgeRefused(SwarmError):
+    """The receiver refused; `reason` shows whether another peer may serve."""
+
+    def __init__(self, reason: RefusalReason, detail: str) -> None:
+        super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
+        self.reason = reason
+        self.detail = detail
+
+
 @dataclass(slots=True, eq=False)
 class EdgeAnswer:
     """The gradient of what was sent (empty for a trainer), with its header."""
 
     header: Backward
     payload: Buffer
-
-
-@dataclass(slots=True, eq=False)
-class _PendingRequest:
-    event: trio.Event = field(default_factory=trio.Event)
-    answer: EdgeAnswer | None = None
-    error: SwarmError | None = None
 
 
 class Edge:
@@ -64,7 +65,7 @@ class Edge:
         self.credits = hello.credits
         """Requests at a time that the receiver granted."""
         self._numbers = itertools.count(1)
-        self._pending: dict[int, _PendingRequest] = {}
+        self._pending: dict[int, trio.MemorySendChannel[EdgeAnswer | SwarmError]] = {}
         self._idle = trio.Event()
 
     @property
@@ -92,12 +93,12 @@ class Edge:
         if self.closed:
             raise LinkClosed(f"the link to {self.peer} is closed")
         number = next(self._numbers)
-        pending = self._pending[number] = _PendingRequest()
+        self._pending[number], results = trio.open_memory_channel[EdgeAnswer | SwarmError](1)
         try:
             await self._stream.send(
                 encode(header.model_copy(update={"request": number})), tuple(parts)
             )
-            await pending.event.wait()
+            result = await results.receive()
         except trio.Cancelled:
             with trio.CancelScope(shield=True), trio.move_on_after(1.0):
                 await self._cancel_at_receiver(number)
@@ -105,10 +106,9 @@ class Edge:
         finally:
             self._pending.pop(number, None)
             self._idle.set()
-        if pending.error is not None:
-            raise pending.error
-        assert pending.answer is not None
-        return pending.answer
+        if isinstance(result, SwarmError):
+            raise result
+        return result
 
     async def _cancel_at_receiver(self, number: int) -> None:
         with suppress(LinkClosed):
@@ -141,19 +141,19 @@ class Edge:
         pending = self._pending.get(message.request)
         if pending is None:
             return  # cancelled meanwhile
-        if isinstance(message, StageRefused):
-            pending.error = EdgeRefused(message.reason, message.detail)
-        else:
-            pending.answer = EdgeAnswer(message, payload)
-        pending.event.set()
+        with suppress(trio.WouldBlock):  # it has its result already
+            pending.send_nowait(
+                EdgeRefused(message.reason, message.detail)
+                if isinstance(message, StageRefused)
+                else EdgeAnswer(message, payload)
+            )
 
     def fail(self, error: SwarmError) -> None:
         self.closed = True
         self._idle.set()
         for pending in self._pending.values():
-            if not pending.event.is_set():
-                pending.error = error
-                pending.event.set()
+            with suppress(trio.WouldBlock):
+                pending.send_nowait(error)
 
 
 async def open_edge(stream: Stream, hello: StageHello) -> Edge:

@@ -20,13 +20,12 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.coordinator_link import CoordinatorLink
 from swarm_client.membership.membership import CurrentMembership
-from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
-from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, EdgeAnswer, Stream
-from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
+from swarm_client.pipeline.edge import HELLO_SECONDS, EdgeAnswer, Stream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
-from swarm_client.stage.handle.slots import Output
+from swarm_client.stage.handle.slots import Buffer, Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId, StageIndex

@@ -15,8 +15,7 @@ import numpy as np
 import trio
 
 from swarm_client.membership.coordinator_link import CoordinatorLink
-from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
-from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult

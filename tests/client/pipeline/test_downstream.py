@@ -13,8 +13,8 @@ import trio.testing
 
 from client.pipeline.test_pipeline import RUN, Peer, parcel, world
 from kits.tickets import ticket
+from swarm_client.pipeline.downstream import MicrobatchAbandoned
 from swarm_client.pipeline.edge import Stream
-from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.trainer import Trainer
 from swarm_shared.base.errors import NetworkError

@@ -24,9 +24,8 @@ from kits.transcripts import TRANSCRIPT
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
+from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
 from swarm_client.pipeline.edge import Edge, Stream, open_edge
-from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer
