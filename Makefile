@@ -23,7 +23,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
         bench-trust-honest bench-strangers \
-        bench-counts bench-bytes bench-copies bench-gpu clean
+        bench-counts bench-bytes bench-copies bench-gpu bench-memory clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -64,6 +64,7 @@ help:
 	@echo "make bench-lateness cost in loss of staleness 1"
 	@echo "make bench-bottlenecks cost in loss of bottlenecks at stage boundaries"
 	@echo "make bench-agreement distance of a real run with a codec from one process"
+	@echo "make bench-memory speed and peak memory of a stage under budgets of device memory"
 	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
@@ -199,6 +200,9 @@ bench-lateness: setup-dev
 
 bench-bottlenecks: setup-dev
 	@$(PY) -m benchmarks.bottlenecks $(ARGS)
+
+bench-memory: setup-dev
+	@$(PY) -m benchmarks.stage_memory $(ARGS)
 
 bench-gpu: setup-dev
 	@$(PY) -m benchmarks.gpu $(ARGS)

@@ -58,7 +58,7 @@ def main(steps: int, seeds: int, out: Path) -> None:
 
 
 def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, train, heldout = opened(run_dir)
+    manifest, data = opened(run_dir)
     began, load_before = time.monotonic(), os.getloadavg()[0]
     losses: dict[tuple[int, ActivationCodec], list[float]] = {way: [] for way in WAYS}
     bytes_of: dict[tuple[int, ActivationCodec], int] = {}
@@ -67,7 +67,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
             model = manifest.model.model_copy(update={"bottleneck_size": size})
             model = with_bottlenecks(model, manifest.stages)
             one = one_of(manifest.model_copy(update={"model": model}), seed, codec, codec)
-            losses[size, codec].append(final_loss(one, train, heldout))
+            losses[size, codec].append(final_loss(one, data))
             bytes_of[size, codec] = one.activation_bytes + one.gradient_bytes
             click.echo(
                 f"seed {seed}, width {size or model.hidden_size}, {codec}: "

@@ -53,7 +53,7 @@ def main(steps: int, seeds: int, out: Path) -> None:
 
 
 def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, train, heldout = opened(run_dir)
+    manifest, data = opened(run_dir)
     began, load_before = time.monotonic(), os.getloadavg()[0]
     steps = manifest.training.steps
     kinds = {"prompt": (0, steps), "late": (1, steps), "longer": (1, round(TIMES_AS_MANY * steps))}
@@ -62,7 +62,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
         for rate in RATES:
             for kind, (staleness, taken) in kinds.items():
                 one = _one_of(manifest, seed, rate, staleness, taken)
-                found = final_loss(one, train, heldout)
+                found = final_loss(one, data)
                 losses.setdefault((rate, kind), []).append(found)
                 click.echo(f"seed {seed}, rate {rate:g}, {kind}: {found:.4f}", err=True)
     return {

@@ -27,6 +27,7 @@ from benchmarks.lateness import lateness_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.routing.__main__ import routing_markdown
+from benchmarks.stage_memory import memory_markdown
 from benchmarks.strangers_page import strangers_markdown
 from benchmarks.summary import summary_markdown
 from benchmarks.trust_detection import detection_markdown
@@ -108,6 +109,7 @@ GENERATED = (
     GeneratedTable("docs/benchmarks.md", "average figures", ("codecs",), averages_markdown),
     GeneratedTable("docs/benchmarks.md", "agreement figures", ("agreement",), agreement_markdown),
     GeneratedTable("docs/benchmarks.md", "wire figures", ("wire-bytes",), wire_bytes_markdown),
+    GeneratedTable("docs/benchmarks.md", "memory figures", ("stage-memory",), memory_markdown),
     GeneratedTable("docs/simulator.md", "routing figures", ("routing",), routing_markdown),
     GeneratedTable(
         "docs/simulator.md", "rebalancing figures", ("rebalancing",), rebalancing_markdown

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ from swarm_shared.codecs import quality as shipped
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, choose
 from swarm_shared.codecs.choice import pair_name as name_of
 from swarm_shared.codecs.quality import QualityTable
-from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
-from swarm_shared.data.shards import TokenStream, open_shards
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 from swarm_shared.run.manifest import CodecsConfig, Manifest
 
@@ -122,12 +120,12 @@ def small_run(steps: int) -> Iterator[Path]:
 
 
 def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, train, heldout = opened(run_dir)
+    manifest, data = opened(run_dir)
     losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
     began, load = time.monotonic(), os.getloadavg()[0]
     for seed in seeds:
         for pair in PAIRS:
-            losses[name_of(*pair)].append(final_loss(one_of(manifest, seed, *pair), train, heldout))
+            losses[name_of(*pair)].append(final_loss(one_of(manifest, seed, *pair), data))
             click.echo(
                 f"seed {seed} {name_of(*pair)}: {losses[name_of(*pair)][-1]:.4f} "
                 f"({time.monotonic() - began:.0f} s)",
@@ -146,12 +144,9 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def opened(run_dir: Path) -> tuple[Manifest, TokenStream, TokenStream]:
-    """Return a run's manifest, its training tokens and its held-out tokens."""
-    manifest = RunData(run_dir).manifest
-    data = RunFolder.open(run_dir).data
-    train, heldout = (open_shards(data, manifest.data, split) for split in ("train", "heldout"))
-    return manifest, train, heldout
+def opened(run_dir: Path) -> tuple[Manifest, Path]:
+    """Return a run's manifest and the folder of its shards."""
+    return RunData(run_dir).manifest, RunFolder.open(run_dir).data
 
 
 def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]:
@@ -212,17 +207,14 @@ def one_of(
     return manifest.model_copy(update={"codecs": codecs, "training": training})
 
 
-def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> float:
+def final_loss(manifest: Manifest, data: Path) -> float:
     """Return the held-out loss in nats per token after the last step, with the codecs applied."""
+    samples = ShardSamples(data, manifest)
     records: list[StepRecord] = []
     stage = train_reference(
-        manifest,
-        partial(step_microbatches, train, manifest),
-        manifest.training.steps,
-        records.append,
-        threads=1,
+        manifest, samples.of_step, manifest.training.steps, records.append, threads=1
     )
-    return evaluate(stage, evaluation_microbatches(heldout, manifest))
+    return evaluate(stage, samples.of_evaluation())
 
 
 def quality_markdown(document: Mapping[str, Any], codecs: Mapping[str, Any]) -> str:

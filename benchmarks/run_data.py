@@ -12,8 +12,8 @@ from pathlib import Path
 
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_shared.data.sampler import Int64, step_microbatches
-from swarm_shared.data.shards import open_shards
+from swarm_shared.data.leaf_files import ShardSamples
+from swarm_shared.data.sampler import Int64
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import preset
 
@@ -49,10 +49,10 @@ class RunData:
     def __init__(self, run_dir: Path) -> None:
         folder = RunFolder.open(run_dir)
         self.manifest: Manifest = load_manifest(folder)
-        self._train = open_shards(folder.data, self.manifest.data, "train")
+        self._samples = ShardSamples(folder.data, self.manifest)
 
     def microbatches(self, step: int) -> list[tuple[Int64, Int64]]:
-        return step_microbatches(self._train, self.manifest, step)
+        return self._samples.of_step(step)
 
 
 LOSS_TOLERANCE = 1e-4

@@ -128,8 +128,11 @@ class Volunteer:
         holding, membership = self.holding, self.membership
         if holding is None or membership is None:
             return None
-        carrier = self.averager.carrier_address()
-        return self_report.directory_record(holding, self.node, membership, carrier)
+        return PeerRecord(
+            peer=self.node.peer_id, stage=holding.stage, addresses=self.node.addresses,
+            certificate=membership.certificate, carrier=self.averager.carrier_address(),
+            microbatches_per_second=holding.meter.microbatches_per_second,
+        )  # fmt: skip
 
     def doctor_hello(self) -> DoctorHello:
         """The hello to a peer that is asked to probe this one from outside."""

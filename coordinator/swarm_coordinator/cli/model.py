@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +136,9 @@ def _train(
     folder: RunFolder, manifest: Manifest, steps: int, threads: int | None, done: list[HistoryStep]
 ) -> float | None:
     from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
-    from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
-    from swarm_shared.data.shards import open_shards
+    from swarm_shared.data.leaf_files import ShardSamples
 
-    stream = open_shards(folder.data, manifest.data, "train")
+    samples = ShardSamples(folder.data, manifest)
 
     def on_step(record: StepRecord) -> None:
         done.append(
@@ -150,12 +148,10 @@ def _train(
         )
         click.echo(f"step {record.step} loss {record.loss:.4f} {record.seconds:.2f} s")
 
-    samples = partial(step_microbatches, stream, manifest)
-    stage = train_reference(manifest, samples, steps, on_step, threads=threads)
+    stage = train_reference(manifest, samples.of_step, steps, on_step, threads=threads)
     if steps < manifest.training.steps or not manifest.training.evaluation_microbatches:
         return None
-    heldout = open_shards(folder.data, manifest.data, "heldout")
-    return evaluate(stage, evaluation_microbatches(heldout, manifest))
+    return evaluate(stage, samples.of_evaluation())
 
 
 def _write_steps(path: Path, steps: list[HistoryStep]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from swarm_coordinator.demo.churn import Kill
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
@@ -56,10 +55,9 @@ def compare_with_reference(
     """Train the first `steps` steps in this process, with the number of threads that each volunteer
     has, and compare each with the run's."""
     from swarm_coordinator.offline.reference import StepRecord, train_reference
-    from swarm_shared.data.sampler import step_microbatches
-    from swarm_shared.data.shards import open_shards
+    from swarm_shared.data.leaf_files import ShardSamples
 
-    stream = open_shards(folder.data, manifest.data, "train")
+    samples = ShardSamples(folder.data, manifest)
     of_run = {int(step.step): step.loss for step in finished.steps}
     compared: list[ComparedStep] = []
 
@@ -67,8 +65,7 @@ def compare_with_reference(
         compared.append(ComparedStep(record.step, of_run[record.step], record.loss))
         on_step(compared[-1])
 
-    samples = partial(step_microbatches, stream, manifest)
-    train_reference(manifest, samples, steps, keep, threads=threads)
+    train_reference(manifest, samples.of_step, steps, keep, threads=threads)
     return compared
 
 

@@ -33,7 +33,6 @@ from swarm_shared.data.shards import (
     Split,
     TokenBytes,
     Tokens,
-    open_shards,
     token_bytes_for,
     tree_path,
     unigram_entropy_nats,
@@ -247,6 +246,6 @@ def _data_config(
         tokenizer_sha256=tokenizer_sha256,
         unigram_entropy_nats=0.0,
     )
-    heldout = open_shards(folder.data, data, "heldout")
-    entropy_nats = unigram_entropy_nats(heldout, settings.model.config.vocabulary_size)
+    vocabulary_size = settings.model.config.vocabulary_size
+    entropy_nats = unigram_entropy_nats(folder.data, data, "heldout", vocabulary_size)
     return data.model_copy(update={"unigram_entropy_nats": entropy_nats})

@@ -9,8 +9,7 @@ import numpy as np
 
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_shared.base.types import MicrobatchIndex, Step
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
-from swarm_shared.data.shards import open_shards
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.run.manifest import Manifest
 
@@ -22,18 +21,15 @@ class RunTokens:
     """What the sampler draws, as digests of the bytes that cross the wire."""
 
     def __init__(self, manifest: Manifest, folder: Path) -> None:
-        self._manifest = manifest
-        self._train = open_shards(folder, manifest.data, "train")
-        self._heldout = open_shards(folder, manifest.data, "heldout")
+        self._heldout = manifest.training.heldout_microbatches
+        self._samples = ShardSamples(folder, manifest)
         self.drawn = lru_cache(REMEMBERED)(self._drawn)
         """The digests of a microbatch by its step and number, held-out ones included."""
 
     def _drawn(self, step: Step, index: MicrobatchIndex) -> SampledTokens:
-        heldout = self._manifest.training.heldout_microbatches
-        if index in heldout:
-            place = MicrobatchIndex(index - heldout.start)
-            return _digests(*heldout_microbatch(self._heldout, self._manifest, place))
-        return _digests(*microbatch(self._train, self._manifest, step, index))
+        if index in self._heldout:
+            return _digests(*self._samples.heldout(index - self._heldout.start))
+        return _digests(*self._samples.training(step, index))
 
 
 def _digests(inputs_BT: np.ndarray, targets_BT: np.ndarray) -> SampledTokens:

@@ -1,7 +1,7 @@
 """The bytes behind a microbatch: which leaves of which shards hold its sequences.
 
-The same slots as `swarm_shared.data.sampler` draws, as ranges of bytes instead of mapped files, so
-that a trainer needs no shard on its machine. Pure: numbers in, numbers out.
+The slots that `swarm_shared.data.sampler` draws, as ranges of bytes, so that a trainer needs no
+shard on its machine. Pure: numbers in, numbers out.
 
 Shape suffixes: B sequences of a microbatch, T tokens of a sequence, S tokens of a slot (T + 1).
 """
@@ -86,7 +86,7 @@ class SampleRanges:
         )
 
     def arrays(self, sequences: Sequence[bytes]) -> tuple[Int64, Int64]:
-        """Return (inputs_BT, targets_BT) of a microbatch, as the sampler does from shards."""
+        """Return (inputs_BT, targets_BT) of a microbatch; targets are the inputs shifted by one."""
         dtype: np.dtype[Any] = token_dtype(self._manifest.data.token_bytes)
         rows = [np.frombuffer(sequence, dtype=dtype) for sequence in sequences]
         tokens_BS = np.stack(rows).astype(np.int64)

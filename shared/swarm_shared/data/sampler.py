@@ -1,14 +1,17 @@
 """The sequences that make up a microbatch: a pure function of the manifest and the index.
 
-Owns the order of the training data. Any trainer, and the reference, make the same arrays from the
-same (seed, step, microbatch index), with nothing shared but the manifest and the shards.
+Owns the order of the training data. Any trainer, and the reference, draw the same slots from the
+same (seed, step, microbatch index), with nothing shared but the manifest. A slot is
+`sequence_length` inputs and the token after them; neighbouring slots share that one token (the last
+target of one is the first input of the next). No slot crosses a shard. Where slots lie in the files
+is in `swarm_shared.data.sample_ranges`.
 
 Every epoch visits every slot once, in an order of its own, without holding a permutation in memory:
 a keyed Feistel network (Luby & Rackoff 1988) over the next even power of two, walked along its
 cycle until it lands inside the range (Black & Rogaway 2002). It need not resist an attacker; it
 only has to be a permutation and look unordered.
 
-Shape suffixes: B sequences of a microbatch, T tokens of a sequence, S tokens of a slot (T + 1).
+Shape suffix: B sequences of a microbatch.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm_shared.base.errors import DataError, ProtocolError
-from swarm_shared.data.shards import Split, TokenStream, slots_in
+from swarm_shared.data.shards import Split, slots_in
 from swarm_shared.run.manifest import DataConfig, Manifest
 
 Int64 = npt.NDArray[np.int64]
@@ -28,38 +31,9 @@ Uint64 = npt.NDArray[np.uint64]
 _ROUNDS = 6
 
 
-def microbatch(
-    stream: TokenStream, manifest: Manifest, step: int, index: int
-) -> tuple[Int64, Int64]:
-    """Return (inputs_BT, targets_BT) of one microbatch; targets are the inputs shifted by one."""
-    return _arrays(stream, manifest, "train", training_slots(manifest, step, index))
-
-
-def step_microbatches(
-    stream: TokenStream, manifest: Manifest, step: int
-) -> list[tuple[Int64, Int64]]:
-    """Return all microbatches of a step, in order."""
-    count = manifest.training.microbatches_per_step
-    return [microbatch(stream, manifest, step, index) for index in range(count)]
-
-
-def evaluation_microbatches(stream: TokenStream, manifest: Manifest) -> list[tuple[Int64, Int64]]:
-    """Return all held-out microbatches that are measured after the last step, in order."""
-    count = manifest.training.evaluation_microbatches
-    return [heldout_microbatch(stream, manifest, index) for index in range(count)]
-
-
-def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> tuple[Int64, Int64]:
-    """Return the held-out sequences in order; after the last one they start again.
-
-    `stream` is the held-out split, whose files hold no training token.
-    """
-    return _arrays(stream, manifest, "heldout", heldout_slots(manifest, index))
-
-
 def heldout_slots(manifest: Manifest, index: int) -> Int64:
-    """Return the slots of the held-out split that make up one microbatch; needs no shard on this
-    machine."""
+    """Return the slots of the held-out split that make up one microbatch, in order; after the last
+    one they start again."""
     if index < 0:
         raise ProtocolError(f"there is no held-out microbatch {index}; they count from 0")
     count = split_slots(manifest.data, "heldout", manifest.model.sequence_length)
@@ -68,8 +42,7 @@ def heldout_slots(manifest: Manifest, index: int) -> Int64:
 
 
 def training_slots(manifest: Manifest, step: int, index: int) -> Int64:
-    """Return the slots of the training split that make up one microbatch; needs no shard on this
-    machine."""
+    """Return the slots of the training split that make up one microbatch."""
     training = manifest.training
     if step < 1 or not 0 <= index < training.microbatches_per_step:
         raise ProtocolError(
@@ -133,12 +106,3 @@ def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
         np.uint64(int.from_bytes(digest[start : start + 8], "little"))
         for start in range(0, 8 * _ROUNDS, 8)
     ]
-
-
-def _arrays(
-    stream: TokenStream, manifest: Manifest, split: Split, slots_B: Int64
-) -> tuple[Int64, Int64]:
-    length = manifest.model.sequence_length
-    assert stream.slots(length) == split_slots(manifest.data, split, length), "another split"
-    tokens_BS = stream.sequences(slots_B, length)
-    return np.ascontiguousarray(tokens_BS[:, :-1]), np.ascontiguousarray(tokens_BS[:, 1:])

@@ -1,4 +1,4 @@
-"""Files of token ids: written once, hashed, memory-mapped.
+"""Files of token ids: written once, hashed.
 
 Owns the shard file (`<name>.tokens`: little-endian unsigned integers of 1, 2 or 4 bytes and nothing
 else; `ShardInfo` in the manifest describes it) and the tree file beside it (`<name>.tree`, which
@@ -8,9 +8,7 @@ proves ranges of it). Does not decide which tokens make up a microbatch
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,36 +115,6 @@ class _Pieces:
             yield piece
 
 
-@dataclass(frozen=True, slots=True)
-class TokenStream:
-    """The memory-mapped shards of one split, as slots of one sequence each.
-
-    A slot is `sequence_length` inputs and the token after them; neighbouring slots share that one
-    token (the last target of one is the first input of the next). No slot crosses a shard, so a
-    sequence needs one file only.
-    """
-
-    shards: tuple[Tokens, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.size for shard in self.shards)
-
-    def slots(self, sequence_length: int) -> int:
-        return sum(slots_in(shard.size, sequence_length) for shard in self.shards)
-
-    def sequences(
-        self, slots_B: npt.NDArray[np.int64], sequence_length: int
-    ) -> npt.NDArray[np.int64]:
-        """Return the tokens of the slots, shape (B, sequence_length + 1)."""
-        sizes = np.array([shard.size for shard in self.shards], dtype=np.int64)
-        owners_B, starts_B = slot_starts(sizes, slots_B, sequence_length)
-        tokens_BS = np.empty((len(slots_B), sequence_length + 1), dtype=np.int64)
-        for row, (owner, start) in enumerate(zip(owners_B, starts_B, strict=True)):
-            tokens_BS[row] = self.shards[owner][start : start + sequence_length + 1]
-        return tokens_BS
-
-
 def slot_starts(
     sizes: npt.NDArray[np.int64], slots_B: npt.NDArray[np.int64], sequence_length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -163,19 +131,10 @@ def slots_in(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
-def open_shards(folder: Path, data: DataConfig, split: Split) -> TokenStream:
-    """Map every shard of a split; refuses one that is missing or not of its stated size."""
-    dtype = token_dtype(data.token_bytes)
-    shards: list[Tokens] = []
-    for info in data.split(split):
-        path = folder / info.name
-        _check_size(path, info, data.token_bytes)
-        mapped = np.memmap(path, dtype=dtype, mode="r", shape=(info.tokens,))
-        _advise_random(mapped)
-        shards.append(mapped)
-    if not shards:
-        raise DataError(f"the manifest names no {split} shard; the run has to be made anew")
-    return TokenStream(tuple(shards))
+def check_shards(folder: Path, data: DataConfig) -> None:
+    """DataError if a shard is missing or not of its stated size."""
+    for info in data.shards:
+        _check_size(folder / info.name, info, data.token_bytes)
 
 
 def verify_shard(
@@ -215,12 +174,16 @@ def write_missing_trees(folder: Path, data: DataConfig, report: Callable[[str], 
         write_atomically(path, tree)
 
 
-def unigram_entropy_nats(stream: TokenStream, vocabulary_size: int) -> float:
-    """Return the entropy of the stream's own token distribution."""
+def unigram_entropy_nats(
+    folder: Path, data: DataConfig, split: Split, vocabulary_size: int
+) -> float:
+    """Return the entropy of the split's own token distribution."""
     counts = np.zeros(vocabulary_size, dtype=np.int64)
-    for shard in stream.shards:
-        for start in range(0, shard.size, _READ_TOKENS):
-            counts += np.bincount(shard[start : start + _READ_TOKENS], minlength=vocabulary_size)
+    for info in data.split(split):
+        with (folder / info.name).open("rb") as file:
+            while content := file.read(_READ_TOKENS * data.token_bytes):
+                ids = np.frombuffer(content, dtype=token_dtype(data.token_bytes))
+                counts += np.bincount(ids, minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(max(0.0, -(shares * np.log(shares)).sum()))
 
@@ -270,10 +233,3 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"cannot read the data shard {path} ({error.strerror}); restore it from a copy"
     )
-
-
-def _advise_random(mapped: Tokens) -> None:
-    """Samples are scattered, so reading ahead would only fill memory with what is not wanted."""
-    held = getattr(mapped, "_mmap", None)
-    if isinstance(held, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
-        held.madvise(mmap.MADV_RANDOM)

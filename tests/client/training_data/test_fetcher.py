@@ -26,11 +26,9 @@ from swarm_client.training_data.mirrors import Mirrors
 from swarm_client.training_data.run_samples import RunSamples, leaves_of
 from swarm_shared.base.errors import NetworkError, StorageError
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, Step
-from swarm_shared.data.leaf_files import LeafFiles
+from swarm_shared.data.leaf_files import LeafFiles, ShardSamples
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, SampleRanges
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
-from swarm_shared.data.shards import open_shards
 from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
@@ -95,9 +93,7 @@ class World:
         return RunSamples(self.manifest, await self.fetcher(home, budget_leaves))
 
     def expected(self, step: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return microbatch(
-            open_shards(self.folder, self.manifest.data, "train"), self.manifest, step, index
-        )
+        return ShardSamples(self.folder, self.manifest).training(step, index)
 
     async def until(self, true: Callable[[], bool]) -> None:
         with trio.fail_after(20):
@@ -154,11 +150,10 @@ async def test_a_microbatch_has_the_tokens_of_the_shards_and_fetches_its_own_lea
         needed = leaves_of(SampleRanges(w.manifest).training(1, 0))
         assert sorted(w.organiser.contents) == sorted(needed)
         assert not (tmp_path / "home" / "leaves").stat().st_size > 5 * LEAF_BYTES
-        heldout = open_shards(w.folder, w.manifest.data, "heldout")
         found = await samples.drawn(
             Step(1), MicrobatchIndex(w.manifest.training.heldout_microbatches.start + 1)
         )
-        assert same(found, heldout_microbatch(heldout, w.manifest, 1))
+        assert same(found, ShardSamples(w.folder, w.manifest).heldout(1))
 
 
 async def test_a_lease_is_fetched_ahead_with_the_forecast_of_the_next_step_and_kept_for_a_restart(

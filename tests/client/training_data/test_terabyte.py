@@ -24,10 +24,10 @@ from swarm_coordinator.durability.run_files import load_identity, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.merkle import LEAF_BYTES, hash_leaf, root_of, tree_of
 from swarm_shared.data.sample_ranges import SampleRange, SampleRanges
-from swarm_shared.data.sampler import microbatch
-from swarm_shared.data.shards import SHARD_TOKENS, open_shards, tree_path
+from swarm_shared.data.shards import SHARD_TOKENS, tree_path
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.protocol import Lease, LeasedMicrobatch, Welcome
@@ -140,9 +140,9 @@ async def test_a_terabyte_starts_at_once_with_the_bytes_of_its_first_microbatche
             ]
             received = sum(link.received for link in one.node.link_bytes()) - before
             nursery.cancel_scope.cancel()
-    stream = open_shards(folder.data, manifest.data, "train")
+    from_shards = ShardSamples(folder.data, manifest)
     for index, arrays in enumerate(found):
-        expected = microbatch(stream, manifest, 1, index)
+        expected = from_shards.training(1, index)
         assert all(np.array_equal(*pair) for pair in zip(arrays, expected, strict=True))
         assert arrays[0].any()
     disk_bytes = sum(path.stat().st_blocks * 512 for path in home.iterdir())

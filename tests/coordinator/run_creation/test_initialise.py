@@ -23,8 +23,8 @@ from swarm_coordinator.run_creation.shards import Progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import read_shard_index
 from swarm_shared.base.errors import ConfigurationError, DataError, StorageError, UsageError
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
-from swarm_shared.data.shards import open_shards, verify_shard
+from swarm_shared.data.leaf_files import ShardSamples
+from swarm_shared.data.shards import verify_shard
 from swarm_shared.data.tokenizer import END_OF_TEXT, load_tokenizer
 from swarm_shared.run.manifest import Manifest
 
@@ -98,12 +98,11 @@ def test_a_bottleneck_size_puts_one_at_each_border(tmp_path: Path, text: Path):
 
 def test_the_shards_hold_the_text_and_no_sequence_is_on_both_sides(tmp_path: Path, text: Path):
     folder, manifest = initialised(tmp_path / "run", text)
-    streams = {
-        split: open_shards(folder.data, manifest.data, split) for split in ("train", "heldout")
-    }
+    samples = ShardSamples(folder.data, manifest)
     documents: dict[str, set[bytes]] = {}
-    for split, stream in streams.items():
-        content = b"".join(np.asarray(shard).tobytes() for shard in stream.shards)
+    for split in ("train", "heldout"):
+        shards = manifest.data.split(split)
+        content = b"".join((folder.data / info.name).read_bytes() for info in shards)
         assert content[0] == END_OF_TEXT
         documents[split] = set(content.split(bytes([END_OF_TEXT]))[1:])
     originals = {file.read_bytes() for file in text.iterdir()}
@@ -114,10 +113,10 @@ def test_the_shards_hold_the_text_and_no_sequence_is_on_both_sides(tmp_path: Pat
         found = set()
         for index in range(count):
             if heldout:
-                inputs_BT, _ = heldout_microbatch(streams["heldout"], manifest, index)
+                inputs_BT, _ = samples.heldout(index)
             else:
                 step, place = divmod(index, manifest.training.microbatches_per_step)
-                inputs_BT, _ = microbatch(streams["train"], manifest, step + 1, place)
+                inputs_BT, _ = samples.training(step + 1, place)
             found |= {row.tobytes() for row in inputs_BT}
         return found
 
@@ -144,9 +143,7 @@ def test_bpe_trains_its_tokenizer_and_writes_ids_below_the_vocabulary(tmp_path: 
     tokenizer = load_tokenizer("bpe", folder.tokenizer, manifest.data.tokenizer_sha256)
     assert tokenizer.vocabulary_size == 300
     assert manifest.data.token_bytes == 2
-    inputs_BT, _ = heldout_microbatch(
-        open_shards(folder.data, manifest.data, "heldout"), manifest, 0
-    )
+    inputs_BT, _ = ShardSamples(folder.data, manifest).heldout(0)
     assert tokenizer.decode(inputs_BT[0]).startswith("word ü ")
     assert manifest.data.unigram_entropy_nats < np.log(300)
 

@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import History, history
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.data.sampler import evaluation_microbatches, step_microbatches
-from swarm_shared.data.shards import open_shards
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import CodecsConfig, Manifest
@@ -254,11 +252,11 @@ def _shared_file(key: str) -> Iterator[Path | None]:
 
 
 def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
-    stream = open_shards(data_folder, manifest.data, "train")
+    samples = ShardSamples(data_folder, manifest)
     records: list[StepRecord] = []
     stage = train_reference(
         manifest,
-        partial(step_microbatches, stream, manifest),
+        samples.of_step,
         steps,
         records.append,
         threads=1,
@@ -275,8 +273,7 @@ def _heldout_loss(manifest: Manifest, data_folder: Path, stage: Stage) -> float 
     count = manifest.training.evaluation_microbatches
     if not count:
         return None
-    stream = open_shards(data_folder, manifest.data, "heldout")
-    return evaluate(stage, evaluation_microbatches(stream, manifest))
+    return evaluate(stage, ShardSamples(data_folder, manifest).of_evaluation())
 
 
 def corpus_sources() -> tuple[Path, ...]:

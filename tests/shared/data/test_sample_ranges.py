@@ -1,4 +1,4 @@
-"""A microbatch from ranges of bytes has the token ids that mapped shards give."""
+"""A microbatch from ranges of bytes has the token ids of its slots in the shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from shared.data.test_sampler import manifest_of
 from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data import merkle
-from swarm_shared.data.leaf_files import LeafFiles
-from swarm_shared.data.sample_ranges import LeafId, SampleRanges, check_leaf, leaf_shape
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
+from swarm_shared.data.leaf_files import LeafFiles, ShardSamples
+from swarm_shared.data.sample_ranges import Int64, LeafId, SampleRanges, check_leaf, leaf_shape
+from swarm_shared.data.sampler import heldout_slots, training_slots
 from swarm_shared.data.shards import (
+    Split,
     TokenBytes,
-    open_shards,
+    token_dtype,
     tree_path,
     write_missing_trees,
     write_shards,
@@ -47,6 +48,18 @@ def written(
     return base.model_copy(update={"data": data, "model": model})
 
 
+def tokens_of(folder: Path, manifest: Manifest, split: Split, slots_B: Int64) -> Int64:
+    """The tokens of the slots, out of all slots of the split."""
+    dtype = token_dtype(manifest.data.token_bytes)
+    shards = [np.fromfile(folder / info.name, dtype) for info in manifest.data.split(split)]
+    rows = [
+        ids[start : start + LENGTH + 1]
+        for ids in shards
+        for start in range(0, ids.size - LENGTH, LENGTH)
+    ]
+    return np.stack(rows)[slots_B].astype(np.int64)
+
+
 @given(
     st.lists(st.integers(1, 60_000), min_size=1, max_size=4),
     st.sampled_from([1, 2, 4]),
@@ -60,10 +73,12 @@ def test_ranges_give_the_samples_of_the_shards(
 ) -> None:
     manifest = written(tmp_path, (2 * LENGTH, LENGTH + 1, *sizes), token_bytes)
     files, ranges = LeafFiles(tmp_path, manifest.data), SampleRanges(manifest)
-    train, heldout = (open_shards(tmp_path, manifest.data, one) for one in ("train", "heldout"))
-    for found, expected in (
-        (ranges.training(step, 1), microbatch(train, manifest, step, 1)),
-        (ranges.heldout(step), heldout_microbatch(heldout, manifest, step)),
+    samples = ShardSamples(tmp_path, manifest)
+    of_training = tokens_of(tmp_path, manifest, "train", training_slots(manifest, step, 1))
+    of_heldout = tokens_of(tmp_path, manifest, "heldout", heldout_slots(manifest, step))
+    for found, from_shards, tokens_BS in (
+        (ranges.training(step, 1), samples.training(step, 1), of_training),
+        (ranges.heldout(step), samples.heldout(step), of_heldout),
     ):
         contents = {leaf: files.content(leaf) for one in found for leaf in one.leaves}
         for leaf, content in contents.items():
@@ -71,9 +86,12 @@ def test_ranges_give_the_samples_of_the_shards(
             assert len(content) == leaf_shape(manifest, leaf).size_bytes
             assert len(files.proof(leaf)) == leaf_shape(manifest, leaf).proof_bytes
         arrays = ranges.arrays([one.cut(contents) for one in found])
-        for mine, theirs in zip(arrays, expected, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-            assert mine.dtype == theirs.dtype
+        for given_arrays in (arrays, from_shards):
+            for mine, expected in zip(
+                given_arrays, (tokens_BS[:, :-1], tokens_BS[:, 1:]), strict=True
+            ):
+                np.testing.assert_array_equal(mine, expected)
+                assert mine.dtype == np.int64
 
 
 def test_a_changed_bit_of_a_range_is_found_by_its_proof(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +12,8 @@ from hypothesis import strategies as st
 
 from kits.peer_names import named
 from swarm_shared.base.errors import DataError, ProtocolError
-from swarm_shared.data.sampler import (
-    heldout_microbatch,
-    microbatch,
-    permuted,
-    training_slots,
-)
-from swarm_shared.data.shards import TokenStream
+from swarm_shared.data.leaf_files import ShardSamples
+from swarm_shared.data.sampler import heldout_slots, permuted, training_slots
 from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
@@ -58,8 +54,12 @@ def manifest_of(
     )  # fmt: skip
 
 
-def train_stream() -> TokenStream:
-    return TokenStream((np.arange(41), np.arange(100, 122)))
+@pytest.fixture
+def samples(tmp_path: Path) -> ShardSamples:
+    """Those of `manifest_of()`, from shards in the test's folder."""
+    for name, start, end in (("train-0", 0, 41), ("train-1", 100, 122), ("heldout-0", 200, 225)):
+        (tmp_path / f"{name}.tokens").write_bytes(bytes(range(start, end)))
+    return ShardSamples(tmp_path, manifest_of())
 
 
 SLOTS = 10 + 5
@@ -107,8 +107,8 @@ def test_an_epoch_visits_every_sequence_once_then_the_next_begins_in_another_ord
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_targets_are_the_inputs_shifted_by_one():
-    inputs_BT, targets_BT = microbatch(train_stream(), manifest_of(), 1, 0)
+def test_targets_are_the_inputs_shifted_by_one(samples: ShardSamples):
+    inputs_BT, targets_BT = samples.training(1, 0)
     assert inputs_BT.shape == targets_BT.shape == (2, T)
     assert inputs_BT.dtype == targets_BT.dtype == np.int64
     assert inputs_BT.flags.c_contiguous
@@ -117,32 +117,29 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 
 _PROGRAM = """
-import hashlib, json, sys
-import numpy as np
-from swarm_shared.data.sampler import microbatch
-from swarm_shared.data.shards import TokenStream
+import hashlib, sys
+from pathlib import Path
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.run.manifest import Manifest
-manifest = Manifest.model_validate_json(sys.stdin.read())
-stream = TokenStream((np.arange(41), np.arange(100, 122)))
+samples = ShardSamples(Path(sys.argv[1]), Manifest.model_validate_json(sys.stdin.read()))
 digest = hashlib.sha256()
 for step in range(1, 6):
     for index in range(3):
-        for array in microbatch(stream, manifest, step, index):
+        for array in samples.training(step, index):
             digest.update(array.tobytes())
 print(digest.hexdigest())
 """
 
 
-def test_another_process_makes_the_same_microbatches():
-    manifest = manifest_of()
+def test_another_process_makes_the_same_microbatches(samples: ShardSamples, tmp_path: Path):
     digest = hashlib.sha256()
     for step in range(1, 6):
         for index in range(3):
-            for array in microbatch(train_stream(), manifest, step, index):
+            for array in samples.training(step, index):
                 digest.update(array.tobytes())
     other = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        input=manifest.model_dump_json(),
+        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        input=manifest_of().model_dump_json(),
         capture_output=True,
         text=True,
         check=True,
@@ -178,24 +175,21 @@ def test_a_microbatch_depends_on_its_sample_number_only_not_on_how_steps_are_cut
     assert one_by_one == at_once
 
 
-def test_heldout_sequences_come_in_order_and_begin_again():
-    stream = TokenStream((np.arange(200, 225),))
-    firsts = [
-        heldout_microbatch(stream, manifest_of(), index)[0][:, 0].tolist() for index in range(4)
-    ]
+def test_heldout_sequences_come_in_order_and_begin_again(samples: ShardSamples):
+    firsts = [samples.heldout(index)[0][:, 0].tolist() for index in range(4)]
     assert firsts == [[200, 204], [208, 212], [216, 220], [200, 204]]
 
 
 def test_a_microbatch_that_does_not_exist_is_refused():
     for step, index in ((0, 0), (1, 3), (1, -1), (-4, 0)):
         with pytest.raises(ProtocolError, match="there is no microbatch"):
-            microbatch(train_stream(), manifest_of(), step, index)
+            training_slots(manifest_of(), step, index)
     with pytest.raises(ProtocolError, match="held-out"):
-        heldout_microbatch(TokenStream((np.arange(25),)), manifest_of(), -1)
+        heldout_slots(manifest_of(), -1)
 
 
 def test_data_without_one_whole_sequence_is_refused():
     with pytest.raises(DataError, match="train data holds no sequence of 4 tokens"):
         training_slots(manifest_of(train=(4, 4)), 1, 0)
     with pytest.raises(DataError, match="heldout data holds no sequence"):
-        heldout_microbatch(TokenStream((np.arange(4),)), manifest_of(heldout=4), 0)
+        heldout_slots(manifest_of(heldout=4), 0)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from swarm_shared.base.errors import DataError
 from swarm_shared.data.shards import (
     TokenBytes,
-    TokenStream,
-    open_shards,
+    check_shards,
+    slot_starts,
     slots_in,
     token_bytes_for,
+    token_dtype,
     unigram_entropy_nats,
     verify_shard,
     write_shard,
@@ -39,8 +40,7 @@ def test_a_shard_is_raw_little_endian_and_comes_back(tmp_path: Path, token_bytes
     assert path.read_bytes() == b"".join(int(i).to_bytes(token_bytes, "little") for i in ids)
     assert {file.name for file in tmp_path.iterdir()} == {info.name, "train-00000.tree"}
     verify_shard(path, info, token_bytes, largest + 1)
-    stream = open_shards(tmp_path, data_of(info, info, token_bytes=token_bytes), "train")
-    np.testing.assert_array_equal(np.asarray(stream.shards[0]), ids)
+    check_shards(tmp_path, data_of(info, info, token_bytes=token_bytes))
 
 
 @given(
@@ -56,24 +56,18 @@ def test_cutting_into_shards_loses_no_token(
     arrays = [np.array(piece, dtype=np.uint32) for piece in pieces]
     infos = write_shards(tmp_path, "train", iter(arrays), 2, shard_tokens)
     everything = [token for piece in pieces for token in piece]
-    stream = open_shards(tmp_path, data_of(*infos, infos[0]), "train")
-    assert [t for shard in stream.shards[: len(infos)] for t in shard.tolist()] == everything
+    shards = [np.fromfile(tmp_path / info.name, token_dtype(2)) for info in infos]
+    assert [token for shard in shards for token in shard.tolist()] == everything
     assert all(info.tokens == shard_tokens for info in infos[:-1])
     assert [info.name for info in infos] == sorted(info.name for info in infos)
 
 
 def test_a_sequence_is_a_slot_of_its_own_shard_and_one_token_more():
-    stream = TokenStream((np.arange(9), np.arange(100, 103), np.arange(200, 210)))
-    assert [slots_in(shard.size, 4) for shard in stream.shards] == [2, 0, 2]
-    assert stream.slots(4) == 4
-    rows = stream.sequences(np.array([3, 0, 1, 2]), 4)
-    assert rows.dtype == np.int64
-    assert rows.tolist() == [
-        [204, 205, 206, 207, 208],
-        [0, 1, 2, 3, 4],
-        [4, 5, 6, 7, 8],
-        [200, 201, 202, 203, 204],
-    ]
+    sizes = np.array([9, 3, 10])
+    assert [slots_in(size, 4) for size in sizes] == [2, 0, 2]
+    shards, starts = slot_starts(sizes, np.array([3, 0, 1, 2]), 4)
+    assert shards.tolist() == [2, 0, 0, 2]
+    assert starts.tolist() == [4, 0, 4, 0]
 
 
 def test_the_narrowest_width_that_holds_every_id_is_chosen():
@@ -86,12 +80,12 @@ def written(folder: Path) -> ShardInfo:
     return write_shard(folder, "train-00000.tokens", "train", [ids], 2)
 
 
-def test_a_shard_cut_short_is_refused_before_it_is_mapped(tmp_path: Path):
+def test_a_shard_cut_short_is_refused_before_it_is_read(tmp_path: Path):
     info = written(tmp_path)
     path = tmp_path / info.name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="has 1999 bytes, but its 1000 tokens take 2000"):
-        open_shards(tmp_path, data_of(info, info), "train")
+        check_shards(tmp_path, data_of(info, info))
     with pytest.raises(DataError, match="1999"):
         verify_shard(path, info, 2, 1000)
 
@@ -117,15 +111,9 @@ def test_a_missing_shard_is_named(tmp_path: Path):
     info = written(tmp_path)
     (tmp_path / info.name).unlink()
     with pytest.raises(DataError, match=r"train-00000\.tokens"):
-        open_shards(tmp_path, data_of(info, info), "train")
+        check_shards(tmp_path, data_of(info, info))
     with pytest.raises(DataError, match="cannot read"):
         verify_shard(tmp_path / info.name, info, 2, 1000)
-
-
-def test_a_split_without_shards_is_refused(tmp_path: Path):
-    info = written(tmp_path)
-    with pytest.raises(DataError, match="no heldout shard"):
-        open_shards(tmp_path, data_of(info, info), "heldout")
 
 
 def test_an_id_too_large_for_its_bytes_is_not_written(tmp_path: Path):
@@ -150,10 +138,14 @@ def test_a_source_that_fails_leaves_no_half_shard(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_unigram_entropy_is_that_of_the_tokens_own_distribution():
+def test_the_unigram_entropy_is_that_of_the_tokens_own_distribution(tmp_path: Path):
     def entropy(*shards: list[int]) -> float:
-        arrays = tuple(np.array(shard, dtype=np.uint16) for shard in shards)
-        return unigram_entropy_nats(TokenStream(arrays), 300)
+        infos = [
+            write_shard(tmp_path, f"heldout-{number}.tokens", "heldout", [np.array(ids)], 2)
+            for number, ids in enumerate(shards)
+        ]
+        train = written(tmp_path)
+        return unigram_entropy_nats(tmp_path, data_of(train, *infos), "heldout", 300)
 
     assert entropy(list(range(256)), list(range(256))) == pytest.approx(math.log(256))
     assert entropy([7] * 100) == 0.0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_bytes import LiveBytes
 from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.compute_loop import _device
@@ -249,35 +248,6 @@ def test_any_budget_gives_the_same_sums_and_gradients_to_the_bit(graphs: float) 
         short[0].backward(microbatch + 1, wire(last.input_gradient))
     for one, other in zip(plenty, short, strict=True):
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of tensors that were made in its scope and live, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
-        return made
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
 
 
 def test_less_memory_than_is_comfortable_takes_less_memory() -> None:
