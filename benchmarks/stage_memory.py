@@ -77,7 +77,7 @@ class BudgetedStage:
 
 
 def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str, Any]:
-    preset = PRESETS[name]
+    preset = PRESETS[name].model_copy(update={"sequences_per_microbatch": 1})
     manifest = stage_manifest(preset, layers, "float32")
     memory = layers_memory(profile_layers(preset.model, preset.sequences_per_microbatch), layers)
     more = memory.comfortable_bytes - memory.device_bytes
@@ -139,7 +139,7 @@ def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
 @click.option("--preset", default="125m", show_default=True, type=click.Choice(list(PRESETS)))
 @click.option("--layers", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--microbatches", default=2, show_default=True, type=click.IntRange(1))
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--out", default=OUT, type=click.Path(path_type=Path), help="Result file.")
 def main(preset: str, layers: int, microbatches: int, rounds: int, out: Path) -> None:
     """Measure one stage within several budgets of memory."""
