@@ -19,7 +19,7 @@ def border_table(
     except the traffic after a volunteer's last heartbeat, less than a second's. A row includes
     token ids sent to stage 0 where the trainer is a peer of the adjacent stage.
     """
-    stages = {one.peer: stage_of[one.name or ""] for one in history.peers if one.name in stage_of}
+    stages = {peer: stage_of.get(name or "") for peer, name in history.names.items()}
     steps = max(1, len(history.steps))
     sent = [[0] * sizes.stages for _ in range(sizes.stages)]
     for link in history.links:

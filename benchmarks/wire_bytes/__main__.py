@@ -68,7 +68,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
         raise SwarmError(f"{', '.join(child.name for child in left)} did not end cleanly")
     processes = [json.loads(path.read_text()) for path in sorted(counts.glob("*.json"))]
     stage_of: dict[str, int] = {
-        peer.peer: stage_of_name[peer.name] for peer in finished.peers if peer.name in stage_of_name
+        peer: stage_of_name[name] for peer, name in finished.names.items() if name in stage_of_name
     }
     manifest = load_manifest(swarm.folder)
     return _document(processes, stage_of, manifest, finished, gossip, preset)

@@ -29,7 +29,7 @@ def test_int8_in_both_directions_equals_the_reference_and_sends_as_few_bytes_as_
     history = run.history_at_its_end()
     run.assert_equals_reference()
 
-    stage_of = {peer.peer: stages[peer.name] for peer in history.peers if peer.name in stages}
+    stage_of = {peer: stages[name] for peer, name in history.names.items() if name in stages}
     sent = {
         (stage_of.get(link.reporter), stage_of.get(link.remote)): link.sent
         for link in history.links

@@ -29,7 +29,7 @@ def test_plain_float32_averages_with_a_join_and_a_graceful_leave_stay_near_the_r
     history = run.history_at_its_end()
     assert leaving.exit_code() == 0
     assert "contributed" in leaving.last_lines(1)[0]
-    by_name = {peer.name: peer.peer for peer in history.peers}
+    by_name = {name: peer for peer, name in history.names.items()}
     counted = {c.peer for c in history.contributions if c.microbatches > 0}
     assert by_name[joining.name] in counted
     assert sum(c.microbatches for c in history.contributions) == 20 * 12 * 3

@@ -32,8 +32,8 @@ def test_a_volunteer_moves_to_the_slowest_stage_and_the_run_equals_the_reference
     assert any("moved to stage 1" in "\n".join(v.last_lines(400)) for v in swarm.volunteers)
     assert sum(c.microbatches for c in history.contributions) == STEPS * 12 * 2
     both = [
-        peer.peer for peer in history.peers
-        if {c.stage for c in history.contributions if c.peer == peer.peer} == {0, 1}
+        peer for peer in history.names
+        if {c.stage for c in history.contributions if c.peer == peer} == {0, 1}
     ]  # fmt: skip
     assert both, "no peer has counted microbatches in both stages"
     status = read_status(run.folder.status)

@@ -29,7 +29,7 @@ def test_a_volunteer_with_an_upload_limit_sends_less_in_the_all_reduce(
     swarm.watch(lambda *_: None)
 
     history = run.history_at_its_end()
-    name_of = {peer.peer: peer.name for peer in history.peers}
+    name_of = history.names
     sent: dict[str | None, int] = {}
     for link in history.links:
         if "all-reduce" in link.protocol:

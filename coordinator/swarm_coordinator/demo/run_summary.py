@@ -222,7 +222,7 @@ def _links(result: RunResult) -> str:
 
 def _names(result: RunResult) -> Callable[[PeerId], str]:
     """Return a function from a peer to its name, or to the end of its ID."""
-    known = {peer.peer: printable(peer.name, "") for peer in result.history.peers if peer.name}
+    known = {peer: printable(name, "") for peer, name in result.history.names.items() if name}
     known[result.coordinator] = "coordinator"
     return lambda peer: known.get(peer) or f"…{peer[-SHORT_ID_CHARACTERS:]}"
 

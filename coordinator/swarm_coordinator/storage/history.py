@@ -7,6 +7,7 @@ writes. Rows superseded by a rollback are left out.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,25 +37,6 @@ class HistoryStep:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPeer:
-    """A peer that has been admitted, with Unix times."""
-
-    peer: PeerId
-    name: str | None
-    first_seen: float
-    last_seen: float
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryNote:
-    """One event of the run, as a sentence for the organiser."""
-
-    text: str
-    peer: PeerId | None
-    written_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class History:
     """Everything that `history` reads."""
 
@@ -63,8 +45,10 @@ class History:
     contributions: tuple[StageContribution, ...]
     links: tuple[LinkRow, ...]
     """Bytes over each link, as counted by the reporting peer over all its starts."""
-    peers: tuple[KnownPeer, ...]
-    notes: tuple[HistoryNote, ...]
+    names: dict[PeerId, str | None]
+    """Of all peers that have been admitted."""
+    notes: tuple[NoteRow, ...]
+    """Events of the run, the oldest first."""
 
     @property
     def heldout_loss(self) -> float | None:
@@ -79,13 +63,8 @@ def history(location: DatabaseLocation) -> History:
             steps=_steps(connection),
             contributions=read_contributions(connection),
             links=_links(connection),
-            peers=tuple(
-                KnownPeer(*row)
-                for row in connection.execute(
-                    "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
-                )
-            ),
-            notes=_notes(connection),
+            names=dict(connection.execute("SELECT peer, name FROM peers ORDER BY id").fetchall()),
+            notes=_notes(connection, sys.maxsize),
         )
 
 
@@ -98,15 +77,12 @@ def read_recent(
         "ORDER BY step DESC LIMIT ?",
         (max_steps,),
     ).fetchall()
-    notes = connection.execute(
-        "SELECT text, written_at FROM notes ORDER BY id DESC LIMIT ?", (max_notes,)
-    ).fetchall()
     return (
         tuple(
             AppliedStepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
             for step, loss, tokens, seconds, at in reversed(steps)
         ),
-        tuple(NoteRow(text=text, written_at=at) for text, at in reversed(notes)),
+        _notes(connection, max_notes),
     )
 
 
@@ -142,9 +118,9 @@ def _links(connection: Connection) -> tuple[LinkRow, ...]:
     return tuple(LinkRow(*row) for row in rows)
 
 
-def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
+def _notes(connection: Connection, most: int) -> tuple[NoteRow, ...]:
+    """Return the newest notes, the oldest first."""
     rows = connection.execute(
-        "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
-        "ORDER BY n.id"
-    )
-    return tuple(HistoryNote(*row) for row in rows)
+        "SELECT text, written_at FROM notes ORDER BY id DESC LIMIT ?", (most,)
+    ).fetchall()
+    return tuple(NoteRow(text=text, written_at=at) for text, at in reversed(rows))

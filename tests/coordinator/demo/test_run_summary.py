@@ -24,7 +24,6 @@ from swarm_coordinator.status.document import LinkRow
 from swarm_coordinator.storage.history import (
     History,
     HistoryStep,
-    KnownPeer,
     StageContribution,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
@@ -61,7 +60,7 @@ HISTORY = History(
         LinkRow(BERT, ANNA, STAGE_PROTOCOL, 4_100_000, 4_900_000),
         LinkRow(ANNA, COORDINATOR, CONTROL_PROTOCOL, 20_000, 30_000),
     ),
-    peers=(KnownPeer(ANNA, "anna", 0, 4), KnownPeer(BERT, None, 0, 4)),
+    names={ANNA: "anna", BERT: None},
     notes=(),
 )
 COMPARED = [ComparedStep(1, 5.5, 5.5), ComparedStep(2, 4.5, 4.5)]
@@ -121,7 +120,7 @@ def test_the_verdict_on_the_heldout_loss_is_honest(heldout: float | None, words:
 
 def test_a_volunteers_name_cannot_send_control_characters_to_the_terminal() -> None:
     evil = contribution(ANNA, "\x1b[2Jeve\n", 0, 1)
-    history = replace(HISTORY, contributions=(evil,), peers=(KnownPeer(ANNA, "\x1b[2Jeve", 0, 1),))
+    history = replace(HISTORY, contributions=(evil,), names={ANNA: "\x1b[2Jeve"})
     text = summary_text(RunResult(history, COORDINATOR, 3.3, "\x1b]0;title\x07"))
     assert "\x1b" not in text
     assert "\x07" not in text

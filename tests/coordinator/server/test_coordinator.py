@@ -100,7 +100,7 @@ async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: Run
     assert {(c.peer, c.stage, c.microbatches) for c in found.contributions} == {
         (v.identity.peer_id, v.stage, 8) for v in volunteers
     }
-    assert {p.name for p in found.peers} >= {"volunteer-0", "volunteer-1"}
+    assert set(found.names.values()) >= {"volunteer-0", "volunteer-1"}
     assert {(k.reporter, k.sent) for k in found.links if k.protocol == LINK} == {
         (v.identity.peer_id, 10) for v in volunteers
     }

@@ -210,8 +210,13 @@ def test_posted_records_are_there_after_close(place: DatabaseLocation) -> None:
     store.post(Note("hello", ANNA))
     store.close()
     found = history(place)
-    assert [(p.peer, p.name, p.first_seen) for p in found.peers] == [(ANNA, "anna", 1000.0)]
-    assert [(n.text, n.peer, n.written_at) for n in found.notes] == [("hello", ANNA, 1000.0)]
+    assert found.names == {ANNA: "anna"}
+    assert [(n.text, n.written_at) for n in found.notes] == [("hello", 1000.0)]
+    with open_for_reading(place) as connection:
+        rows = connection.execute(
+            "SELECT p.peer, p.first_seen FROM notes n JOIN peers p ON p.id = n.peer"
+        ).fetchall()
+    assert rows == [(ANNA, 1000.0)]
 
 
 def test_link_bytes_add_up_over_a_volunteers_restarts(place: DatabaseLocation) -> None:

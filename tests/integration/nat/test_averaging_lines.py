@@ -51,7 +51,7 @@ def trained(make_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Histo
 
 def sent_between(history: History) -> dict[tuple[str, str, str], int]:
     """Bytes by who sent them, to whom, by which carrier."""
-    name_of = {peer.peer: str(peer.name) for peer in history.peers}
+    name_of = {peer: str(name) for peer, name in history.names.items()}
     return {
         (name_of[link.reporter], name_of[link.remote], link.protocol): link.sent
         for link in history.links

@@ -166,7 +166,7 @@ def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: M
     run.wait_for(found_another_way, COME_BACK_SECONDS, "a link through the other relay")
     history = run.finish()
 
-    by_name = {peer.name: peer.peer for peer in history.peers}
+    by_name = {name: peer for peer, name in history.names.items()}
     counted = {c.peer for c in history.contributions if c.microbatches > 0}
     assert {by_name[one.child.name], by_name[other.child.name]} <= counted
 
@@ -215,7 +215,7 @@ def test_a_pulled_cable_and_a_restarted_coordinator_cost_no_loss(
     history = run.finish()
 
     assert run.run.losses()[: len(before)] == before
-    assert {peer.peer for peer in history.peers if peer.name is not None} == set(peers)
+    assert {peer for peer, name in history.names.items() if name is not None} == set(peers)
     for volunteer in volunteers:
         lines = volunteer.child.last_lines(200)
         assert any("attached to the coordinator again" in line for line in lines)
