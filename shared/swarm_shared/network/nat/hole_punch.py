@@ -89,7 +89,6 @@ class HolePuncher:
         self._failures: dict[PeerId, int] = {}
         self._failed_until: dict[PeerId, float] = {}
         self._ended: dict[PeerId, float] = {}
-        self.succeeded = 0
         self.failed = 0
 
     def is_active(self, peer: PeerId) -> bool:
@@ -263,7 +262,6 @@ class HolePuncher:
         }
         self._ended[peer] = now
         if self._links.has_direct(peer):
-            self.succeeded += 1
             self._failures.pop(peer, None)
             return True
         self.failed += 1
