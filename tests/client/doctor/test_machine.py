@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kits.attack.strangers import MODIFIED
+from kits.memory import takes
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import State
 from swarm_client.machine.devices import Device
@@ -24,6 +25,7 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.identity.keys import Identity
 
 GIB = 2**30
@@ -127,9 +129,23 @@ def test_the_device_is_chosen_as_joining_does_it() -> None:
 def test_memory_below_the_smallest_stage_is_a_problem() -> None:
     check, _ = machine.check_device(CPU, "cpu")
     small = Device("cpu", "CPU, 2 cores", GIB)
-    assert machine.fit_device(check, small, 0) == check
-    assert machine.fit_device(check, small, GIB).state is State.OK
-    assert machine.fit_device(check, small, GIB + 1).exit_code == CapacityError.exit_code
+    assert machine.fit_device(check, small, None) == check
+    assert machine.fit_device(check, small, takes(GIB)).state is State.OK
+    assert machine.fit_device(check, small, takes(GIB + 1)).exit_code == CapacityError.exit_code
+    # On a card the host's memory counts besides.
+    card = Device("cuda:0", "card", GIB, host_bytes=GIB - 1)
+    both = StageMemory(device_bytes=GIB // 2, comfortable_bytes=2 * GIB, host_bytes=GIB)
+    assert machine.fit_device(check, card, both).exit_code == CapacityError.exit_code
+
+
+def test_a_card_that_computes_layers_twice_is_told_its_speed() -> None:
+    check, _ = machine.check_device(CPU, "cpu")
+    card = Device("cuda:0", "card", GIB, host_bytes=GIB)
+    tight = StageMemory(device_bytes=GIB, comfortable_bytes=2 * GIB, host_bytes=GIB)
+    found = machine.fit_device(check, card, tight)
+    assert found.state is State.OK
+    assert found.seen.endswith("computed at 0.75 of full speed: activations are computed twice")
+    assert found.details["speed"] == 0.75
 
 
 # ---------------------------------------------------------------- home and disk
