@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import trio
@@ -53,37 +54,29 @@ class P2pd(Protocol):
         """Be reachable through these relays."""
 
 
+@dataclass(slots=True, eq=False)
 class RelayPolicy:
     """`run` keeps relays and the coordinator up to date."""
 
-    def __init__(
-        self,
-        node: Node,
-        invite: Invite,
-        roster: RosterView,
-        p2pd: P2pd,
-        coordinator: CoordinatorLink,
-        report: Callable[[str], None],
-        *,
-        may_relay: bool = True,
-    ) -> None:
-        self._node = node
-        self._invite = invite
-        self._roster = roster
-        self._p2pd = p2pd
-        self._coordinator = coordinator
-        self._report = report
-        self._may_relay = may_relay
-        self._relaying_disabled = False
-        self.reachability = Reachability.UNKNOWN
-        self._changed = trio.Event()
-        self._is_admitted = False
-        self._announced: AddressUpdate | None = None
-        self._known_addresses: dict[PeerId, tuple[str, ...]] = {}
-        self._p2pd_held: list[PeerId] = []
-        self._path_kinds: dict[PeerId, PathKind] = {}
-        node.on_addresses.append(self.wake)
-        node.on_path_change.append(self._path_changed)
+    node: Node
+    invite: Invite
+    roster: RosterView
+    p2pd: P2pd
+    coordinator: CoordinatorLink
+    report: Callable[[str], None]
+    may_relay: bool = True
+    reachability: Reachability = field(default=Reachability.UNKNOWN, init=False)
+    _relaying_disabled: bool = field(default=False, init=False)
+    _changed: trio.Event = field(default_factory=trio.Event, init=False)
+    _is_admitted: bool = field(default=False, init=False)
+    _announced: AddressUpdate | None = field(default=None, init=False)
+    _known_addresses: dict[PeerId, tuple[str, ...]] = field(default_factory=dict, init=False)
+    _p2pd_held: list[PeerId] = field(default_factory=list, init=False)
+    _path_kinds: dict[PeerId, PathKind] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.node.on_addresses.append(self.wake)
+        self.node.on_path_change.append(self._path_changed)
 
     def announcement(self) -> AddressUpdate:
         """For the next hello; recorded as announced."""
@@ -92,10 +85,10 @@ class RelayPolicy:
 
     def reachability_changed(self, finding: ReachabilityFinding) -> None:
         """Apply the finding of the newest check."""
-        self._node.announce(finding.addresses)
+        self.node.announce(finding.addresses)
         if finding.reachability is not self.reachability:
             self.reachability = finding.reachability
-            self._report(
+            self.report(
                 REACHABILITY_TEXT[finding.reachability]
                 + (f" ({finding.note})" if finding.note else "")
             )
@@ -112,10 +105,10 @@ class RelayPolicy:
 
     def roster_changed(self) -> None:
         """Check connections to peers whose addresses have changed: old ones may only look alive."""
-        addresses = {record.peer: record.addresses for record in self._roster.all()}
+        addresses = {record.peer: record.addresses for record in self.roster.all()}
         for peer, known in self._known_addresses.items():
             if peer in addresses and addresses[peer] != known:
-                self._node.check(peer)
+                self.node.check(peer)
         self._known_addresses = addresses
         self.wake()
 
@@ -137,8 +130,8 @@ class RelayPolicy:
 
     def _current_announcement(self) -> AddressUpdate:
         return AddressUpdate(
-            addresses=self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
-            carrier=self._p2pd.carrier_address(),
+            addresses=self.node.addresses[:MAX_ANNOUNCED_ADDRESSES],
+            carrier=self.p2pd.carrier_address(),
             reachability=self.reachability,
             offers_relay=self._offers_relay,
         )
@@ -149,28 +142,28 @@ class RelayPolicy:
 
     @property
     def _offers_relay(self) -> bool:
-        return self._may_relay and self._is_public and not self._relaying_disabled
+        return self.may_relay and self._is_public and not self._relaying_disabled
 
     def _use_relays(self) -> None:
         """Hold relay slots until it is certain that other peers can dial in; the coordinator's is
         the last resort."""
         relays: dict[PeerId, tuple[str, ...]] = {
             record.peer: record.addresses
-            for record in self._roster.all()
-            if record.offers_relay and record.peer != self._node.peer_id
+            for record in self.roster.all()
+            if record.offers_relay and record.peer != self.node.peer_id
         }
-        relays[self._invite.coordinator] = self._invite.addresses
+        relays[self.invite.coordinator] = self.invite.addresses
         wanted = WANTED_RELAY_SLOTS if self._is_admitted and not self._is_public else 0
-        self._node.use_relays(relays, wanted, last=self._invite.coordinator)
+        self.node.use_relays(relays, wanted, last=self.invite.coordinator)
         if self.reachability is not Reachability.UNKNOWN:
             # p2pd has a port of its own, which no router forwards.
             needs_relay = self.reachability is not Reachability.PUBLIC
-            self._p2pd.use_relays(self._p2pd_relays(relays) if needs_relay else ())
+            self.p2pd.use_relays(self._p2pd_relays(relays) if needs_relay else ())
 
     def _p2pd_relays(self, relays: Mapping[PeerId, Sequence[str]]) -> tuple[str, ...]:
         """The relays at which this peer has slots, in p2pd's form. A change restarts p2pd, so
         relays already in use are kept."""
-        held = self._node.relay_slots
+        held = self.node.relay_slots
         kept = [relay for relay in self._p2pd_held if relay in held]
         self._p2pd_held = (kept + [relay for relay in held if relay not in kept])[
             :WANTED_RELAY_SLOTS
@@ -182,26 +175,26 @@ class RelayPolicy:
         )
 
     def _serve_as_relay(self) -> None:
-        if self._offers_relay and self._node.relay is None:
-            self._node.serve_relay(VOLUNTEER_RELAY_LIMITS, self._roster.knows)
-            self._report("this peer serves as a relay, because it can be reached from outside")
-        elif not self._offers_relay and self._node.relay is not None:
-            self._node.stop_relay()
+        if self._offers_relay and self.node.relay is None:
+            self.node.serve_relay(VOLUNTEER_RELAY_LIMITS, self.roster.knows)
+            self.report("this peer serves as a relay, because it can be reached from outside")
+        elif not self._offers_relay and self.node.relay is not None:
+            self.node.stop_relay()
 
     def _announce(self) -> None:
         now = self._current_announcement()
         if self._announced is not None and _matters(now) == _matters(self._announced):
             return
-        if self._coordinator.send(now):
+        if self.coordinator.send(now):
             self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:
-        path = self._node.path(peer)
-        if path is None or not self._roster.knows(peer):
+        path = self.node.path(peer)
+        if path is None or not self.roster.knows(peer):
             return
         if self._path_kinds.get(peer) is not path.kind:
             self._path_kinds[peer] = path.kind
-            self._report(f"link to …{peer[-8:]} is {path.kind.value} now")
+            self.report(f"link to …{peer[-8:]} is {path.kind.value} now")
 
 
 def _matters(announced: AddressUpdate) -> AddressUpdate:

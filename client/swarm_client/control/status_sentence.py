@@ -103,18 +103,10 @@ def describe(facts: StatusFacts, now: float) -> StateDescription:
         return StateDescription(DaemonState.SYNCING, f"joining: waiting for a stage{away}")
     if facts.working:
         return StateDescription(DaemonState.CONTRIBUTING, f"computing stage {facts.stage}")
-    if facts.downloads:
-        return StateDescription(
-            DaemonState.QUEUED, f"holding stage {facts.stage}; {_downloading(facts)}"
-        )
-    if facts.waiting_for:
-        return StateDescription(
-            DaemonState.QUEUED,
-            f"holding stage {facts.stage}; the run waits for {facts.waiting_for}",
-        )
-    return StateDescription(
-        DaemonState.QUEUED, f"holding stage {facts.stage}, with nothing to compute at the moment"
-    )
+    waits = f"the run waits for {facts.waiting_for}" if facts.waiting_for else ""
+    rest = _downloading(facts) or waits
+    ends = f"; {rest}" if rest else ", with nothing to compute at the moment"
+    return StateDescription(DaemonState.QUEUED, f"holding stage {facts.stage}{ends}")
 
 
 def _downloading(facts: StatusFacts) -> str:

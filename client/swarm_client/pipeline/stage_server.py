@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 import trio
 
@@ -75,30 +77,27 @@ def stage_limits(manifest: Manifest) -> FrameLimits:
     )
 
 
+@dataclass(slots=True, eq=False)
 class StageServer:
     """Handler of the stage protocol."""
 
-    def __init__(
-        self,
-        membership: CurrentMembership,
-        gate: AdmissionGate,
-        uplink: UplinkShare,
-        coordinator: CoordinatorLink,
-    ) -> None:
-        self.holding: Holding | None = None
-        """The stage that is served now; set by the stage manager."""
-        self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
-        """Refusals sent, by reason."""
-        self._membership = membership
-        self._gate = gate
-        self._uplink = uplink
-        self._coordinator = coordinator
-        self._tickets = TicketCheck(membership)
-        self.paused = False
-        """Whether nothing new is computed for others: senders receive a busy refusal and choose
-        other peers."""
-        self._task_scopes: set[trio.CancelScope] = set()
-        """Scopes of the microbatches in flight, from before the forward to the gradient."""
+    membership: CurrentMembership
+    gate: AdmissionGate
+    uplink: UplinkShare
+    coordinator: CoordinatorLink
+    holding: Holding | None = field(default=None, init=False)
+    """The stage that is served now; set by the stage manager."""
+    paused: bool = field(default=False, init=False)
+    """Whether nothing new is computed for others: senders receive a busy refusal and choose other
+    peers."""
+    refused: Counter[RefusalReason] = field(default_factory=Counter, init=False)
+    """Refusals sent, by reason."""
+    _tickets: TicketCheck = field(init=False)
+    _task_scopes: set[trio.CancelScope] = field(default_factory=set, init=False)
+    """Scopes of the microbatches in flight, from before the forward to the gradient."""
+
+    def __post_init__(self) -> None:
+        self._tickets = TicketCheck(self.membership)
 
     def hand_back(self) -> None:
         """While paused: cancel what is in flight, so that senders give it to other peers."""
@@ -149,14 +148,14 @@ class StageServer:
         hello = parse(stage_requests, frame.header)
         if not isinstance(hello, StageHello):
             raise ProtocolError(f"{stream.remote} did not begin with a hello")
-        membership, holding = self._membership.now, self.holding
+        membership, holding = self.membership.now, self.holding
         if holding is None:
             refusal = StageRefused(
                 reason=RefusalReason.WRONG_STEP, detail="this peer holds no stage now"
             )
         else:
             try:
-                self._gate.check(stream.remote, hello.run, hello.certificate)
+                self.gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
                 refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
             else:
@@ -198,15 +197,15 @@ class StageServer:
             return StageRefused(request=message.request, reason=reason, detail=detail[:500])
 
         try:
-            self._gate.check_not_revoked(stream.remote)
+            self.gate.check_not_revoked(stream.remote)
         except AdmissionError as error:
             return refuse(RefusalReason.NOT_ADMITTED, str(error))
-        manifest, holding = self._membership.now.manifest, self.holding
+        manifest, holding = self.membership.now.manifest, self.holding
         if holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
         if not _has_parameters_for(holding, message):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
-        if not self._gate.may_send(stream.remote, message.stage):
+        if not self.gate.may_send(stream.remote, message.stage):
             # Wrong step rather than not admitted: the newer roster may not have arrived yet.
             return refuse(
                 RefusalReason.WRONG_STEP, "the roster has the sender in no preceding stage"
@@ -231,7 +230,7 @@ class StageServer:
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
             header, gradient = answer
             header = header.model_copy(
-                update={"uplink_seconds": self._uplink.microbatch_seconds(holding)}
+                update={"uplink_seconds": self.uplink.microbatch_seconds(holding)}
             )
             faults.inject_outage(FaultPoint.RECEIPT, message.step)
             faults.inject(FaultPoint.RECEIPT, message.step)
@@ -254,7 +253,7 @@ class StageServer:
         """Report a microbatch whose computation was not finite, with its sender."""
         code = error.code if isinstance(error, RequestFailed) else ""
         if code == "not_finite":
-            self._coordinator.send(
+            self.coordinator.send(
                 NotFinite(step=message.step, microbatch=message.microbatch, sender=sender)
             )
         elif code == "out_of_memory":

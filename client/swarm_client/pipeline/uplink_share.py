@@ -12,6 +12,7 @@ the same time. Their recent rate is subtracted.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.clock import Clock, monotonic
@@ -22,23 +23,21 @@ MIN_ACTIVATION_SHARE = 0.25
 steps, so the estimated all-reduce share would otherwise grow until none are left."""
 
 
+@dataclass(slots=True, eq=False)
 class UplinkShare:
     """Estimate for one peer."""
 
-    def __init__(
-        self, uplink: Bandwidth, all_reduce_bytes: Callable[[], int], clock: Clock = monotonic
-    ) -> None:
-        """`all_reduce_bytes`: bytes sent in all-reduces so far."""
-        self._uplink = uplink
-        self._all_reduce_bytes = all_reduce_bytes
-        self._clock = clock
-        self._step_began: float | None = None
-        self._bytes_before = 0
-        self._all_reduce_bytes_per_second = 0.0
+    uplink: Bandwidth
+    all_reduce_bytes: Callable[[], int]
+    """Bytes sent in all-reduces so far."""
+    clock: Clock = monotonic
+    _step_began: float | None = None
+    _bytes_before: int = 0
+    _all_reduce_bytes_per_second: float = 0.0
 
     def step_applied(self) -> None:
         """Update the all-reduce rate with the bytes of one more step."""
-        now, sent = self._clock(), self._all_reduce_bytes()
+        now, sent = self.clock(), self.all_reduce_bytes()
         if self._step_began is not None and now > self._step_began:
             self._all_reduce_bytes_per_second = (sent - self._bytes_before) / (
                 now - self._step_began
@@ -48,7 +47,7 @@ class UplinkShare:
     def microbatch_seconds(self, holding: Holding) -> float:
         """Seconds for the activation and the gradient that a microbatch sends; 0 while the uplink
         has held nothing up."""
-        up = self._uplink.own_up_bytes_per_second
+        up = self.uplink.own_up_bytes_per_second
         if not up:
             return 0.0
         sizes = holding.worker.sizes

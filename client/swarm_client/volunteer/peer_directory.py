@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import trio
 
@@ -28,17 +29,15 @@ PUBLISH_INTERVAL_SECONDS = 20.0
 """Seconds between two renewals of this peer's record."""
 
 
+@dataclass(slots=True, eq=False)
 class PeerDirectory:
     """Publishes this peer and looks other members up. Does nothing without hivemind."""
 
-    def __init__(
-        self, identity: Identity, worker: AveragingWorker, run: RunId, organiser: PeerId
-    ) -> None:
-        self._identity = identity
-        self._worker = worker
-        self._run = run
-        self._organiser = organiser
-        self._bootstrap_addresses: tuple[str, ...] = ()
+    identity: Identity
+    worker: AveragingWorker
+    run_id: RunId
+    organiser: PeerId
+    _bootstrap_addresses: tuple[str, ...] = ()
 
     def bootstrap_from(self, addresses: tuple[str, ...]) -> None:
         """Use these p2pd addresses (…/p2p/ID) to enter the DHT at the next publication."""
@@ -65,33 +64,31 @@ class PeerDirectory:
             await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
-        if not self._worker.available:
+        if not self.worker.available:
             return
         expires = time.time() + RECORD_LIFETIME_SECONDS
-        signed = sign_record(self._identity, record, expires)
+        signed = sign_record(self.identity, record, expires)
         try:
             # A bootstrap peer may be unavailable for a moment, for example while its p2pd restarts.
-            if self._bootstrap_addresses and await self._worker.bootstrap(
-                self._bootstrap_addresses
-            ):
+            if self._bootstrap_addresses and await self.worker.bootstrap(self._bootstrap_addresses):
                 self._bootstrap_addresses = ()
-            await self._worker.publish(f"swarm/{self._run}", record.peer, signed, expires)
+            await self.worker.publish(f"swarm/{self.run_id}", record.peer, signed, expires)
         except NetworkError as error:
             log.info("this peer's record could not be published: %s", error)
 
     async def lookup(self) -> list[PeerRecord]:
         """Return every record of this run with a valid signature and certificate."""
-        if not self._worker.available:
+        if not self.worker.available:
             return []
         try:
-            found = await self._worker.lookup(f"swarm/{self._run}")
+            found = await self.worker.lookup(f"swarm/{self.run_id}")
         except NetworkError as error:
             log.info("the directory lookup failed: %s", error)
             return []
         records: list[PeerRecord] = []
         for value in found.values():
             try:
-                records.append(open_record(value, self._run, self._organiser, time.time()))
+                records.append(open_record(value, self.run_id, self.organiser, time.time()))
             except (AdmissionError, FrameError, SignatureError) as error:
                 log.info("a directory record was rejected: %s", error)
         return records
