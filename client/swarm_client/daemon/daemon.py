@@ -329,7 +329,8 @@ class Daemon:
             "join": order(JoinArguments, self.join),
             "failure": query(NoArguments, self._failure_report),
             "runs": query(
-                NoArguments, lambda _: {"runs": [run.model_dump() for run in self.runs().listed()]}
+                NoArguments,
+                lambda _: {"runs": [run.model_dump() for run in self._stored_runs.listed()]},
             ),
             "choose_run": order(RunArguments, lambda wanted: self.choose_run(wanted.run)),
             "forget_run": order(RunArguments, lambda wanted: self.forget_run(wanted.run)),
@@ -452,9 +453,6 @@ class Daemon:
         self._end_participation()
         self._target = join
         self._wake()
-
-    def runs(self) -> StoredRuns:
-        return self._stored_runs
 
     def choose_run(self, wanted: str) -> str:
         run = self._stored_runs.find(wanted)

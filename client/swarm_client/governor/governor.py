@@ -165,7 +165,7 @@ class Governor:
     def _read(self) -> Readings:
         devices = [record.device.name for record in self._records]
         return self._probes.read(
-            self.source.current.preferences, devices, self._transfer_counts.bytes_by_day
+            self.source.current.preferences, devices, dict(self._transfer_counts.bytes_by_day)
         )
 
     def _report_preferences(self) -> None:

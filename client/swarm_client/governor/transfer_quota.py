@@ -6,7 +6,6 @@ Written every half minute and at the end: a crash loses the counts of half a min
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Literal
@@ -37,18 +36,14 @@ class TransferCounts:
     def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
         self.path = folder / FILE_NAME
         self._clock = clock
-        self._days = self._read()
+        self.bytes_by_day = self._read()
         self._saved_at = clock()
         self._unsaved = False
         self._warned = False
 
-    @property
-    def bytes_by_day(self) -> Mapping[date, int]:
-        return dict(self._days)
-
     def add(self, day: date, size: int) -> None:
         if size > 0:
-            self._days[day] = self._days.get(day, 0) + size
+            self.bytes_by_day[day] = self.bytes_by_day.get(day, 0) + size
             self._unsaved = True
         if self._clock() - self._saved_at >= SAVE_SECONDS:
             self.save()
@@ -58,9 +53,9 @@ class TransferCounts:
         self._saved_at = self._clock()
         if not self._unsaved:
             return
-        self._days = dict(sorted(self._days.items())[-KEPT_DAYS:])
+        self.bytes_by_day = dict(sorted(self.bytes_by_day.items())[-KEPT_DAYS:])
         try:
-            write_document(self.path, _Stored(days=self._days))
+            write_document(self.path, _Stored(days=self.bytes_by_day))
         except StorageError as error:
             if not self._warned:
                 log.warning("today's transfer count cannot be saved: %s", error)

@@ -161,11 +161,6 @@ class LeafFetcher:
         if (due := self._meter.due_line()) is not None:
             self.report(due)
 
-    @property
-    def kept_leaves(self) -> int:
-        """Most leaves that the disk may hold."""
-        return self.cache.capacity
-
     async def _open(self) -> None:
         try:
             await in_thread(self.cache.open)

@@ -99,15 +99,11 @@ class LeafCache:
     def __init__(self, folder: Path, budget_bytes: int) -> None:
         self._content_path = folder / "leaves"
         self._index_path = folder / "leaves.index"
-        self._capacity = budget_bytes // LEAF_BYTES
+        self.capacity = budget_bytes // LEAF_BYTES
+        """Most leaves that it may hold."""
         self._slots = SlotTable(0)
         self._lock = threading.Lock()
         self._files: tuple[int, int] | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Most leaves that it may hold."""
-        return self._capacity
 
     def holds(self, leaf: LeafId) -> bool:
         """Whether the leaf is there, unless it turns out to be damaged. Does not block once the
@@ -130,7 +126,7 @@ class LeafCache:
             os.open(path, flags, 0o644) for path in (self._content_path, self._index_path)
         )
         # A smaller budget than at the last start takes effect now.
-        kept_bytes = min(os.fstat(index).st_size, self._capacity * _RECORD.size)
+        kept_bytes = min(os.fstat(index).st_size, self.capacity * _RECORD.size)
         records = os.pread(index, kept_bytes, 0)
         count = len(records) // _RECORD.size
         os.ftruncate(index, count * _RECORD.size)
@@ -147,7 +143,7 @@ class LeafCache:
         """Bytes that the cache wants to take now; 0 while it has free slots or is at its budget."""
         if not self._slots.is_full:
             return 0
-        return min(GROWTH_BYTES, (self._capacity - self._slots.granted) * LEAF_BYTES)
+        return min(GROWTH_BYTES, (self.capacity - self._slots.granted) * LEAF_BYTES)
 
     def grow(self, size_bytes: int) -> None:
         with self._lock:
@@ -155,7 +151,7 @@ class LeafCache:
 
     def stop_growing(self) -> None:
         """Stay at the present size until the next start: the disk has no more space for it."""
-        self._capacity = self._slots.granted
+        self.capacity = self._slots.granted
 
     def read(self, leaves: Sequence[LeafId]) -> dict[LeafId, bytes]:
         """Return those of the leaves that are there, whole."""

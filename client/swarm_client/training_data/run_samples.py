@@ -36,12 +36,10 @@ class RunSamples:
         self._leaves_each = len(leaves_of(self._ranges.training(1, 0)))
 
     async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        sample = self._sample(step, microbatch)
-        self._begun(sample)
+        sample = Sample(step, microbatch, heldout=microbatch in self._heldout)
+        self._lookahead.begun(sample)
+        self._fetch_ahead()
         return await self._arrays(self._ranges_of(sample))
-
-    def _sample(self, step: Step, microbatch: MicrobatchIndex) -> Sample:
-        return Sample(step, microbatch, heldout=microbatch in self._heldout)
 
     def _ranges_of(self, sample: Sample) -> tuple[SampleRange, ...]:
         if sample.heldout:
@@ -77,12 +75,8 @@ class RunSamples:
         self._ahead.clear()
         self._fetcher.withdraw_ahead()
 
-    def _begun(self, sample: Sample) -> None:
-        self._lookahead.begun(sample)
-        self._fetch_ahead()
-
     def _fetch_ahead(self) -> None:
-        leaves = min(AHEAD_LEAVES, self._fetcher.kept_leaves // 2)
+        leaves = min(AHEAD_LEAVES, self._fetcher.cache.capacity // 2)
         wanted = self._lookahead.ahead(min(AHEAD_MICROBATCHES, leaves // self._leaves_each))
         for sample in wanted:
             if sample not in self._ahead:

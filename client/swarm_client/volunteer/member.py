@@ -118,7 +118,7 @@ class Member:
     @property
     def downloads(self) -> tuple[DownloadProgress, ...]:
         """Downloads in progress: the state of a stage, training data that is waited for."""
-        found = (self.stages.download, self._fetcher.download)
+        found = (self.stages.loader.download, self._fetcher.download)
         return tuple(one for one in found if one is not None)
 
     def use_mirrors(self, *, allowed: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -20,10 +19,7 @@ from swarm_client.machine.home import Home, snapshot_item
 from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.network import Node
 from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotReady
-from swarm_shared.transfer.source import TransferSource
-from swarm_shared.transfer.transfer import fetch
 
 log = logging.getLogger(__name__)
 
@@ -75,24 +71,9 @@ class SnapshotStore:
             version=request.version, stage=request.stage, item=item, bytes=size, sha256=digest
         )
 
-    async def fetch(
-        self, node: Node, assignment: AssignStage, certificate: str, run: RunId,
-        progress: Callable[[int, int], None],
-    ) -> Path:  # fmt: skip
-        """Download the assigned snapshot from its holders; return the path of the verified file."""
-        path = self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
-        await fetch(
-            node,
-            [TransferSource(holder.peer, holder.addresses) for holder in assignment.holders],
-            assignment.item,
-            assignment.bytes,
-            assignment.sha256,
-            path,
-            certificate,
-            run,
-            progress,
-        )
-        return path
+    def fetched_path(self, assignment: AssignStage) -> Path:
+        """Where an assigned snapshot is downloaded to."""
+        return self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
 
 
 def _hash_file(path: Path) -> tuple[str, int]:

@@ -27,6 +27,8 @@ from swarm_shared.protocol import AssignStage
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes
 from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
+from swarm_shared.transfer.source import TransferSource
+from swarm_shared.transfer.transfer import fetch
 from swarm_shared.volunteer_rules.stage_account import StageAccount
 
 
@@ -98,9 +100,12 @@ class StageLoader:
                 context.report(due)
 
         try:
-            path = await self.snapshots.fetch(
-                context.node, assignment, member.certificate, member.run, progress
-            )
+            path = self.snapshots.fetched_path(assignment)
+            sources = [TransferSource(one.peer, one.addresses) for one in assignment.holders]
+            await fetch(
+                context.node, sources, assignment.item, assignment.bytes, assignment.sha256, path,
+                member.certificate, member.run, progress,
+            )  # fmt: skip
         finally:
             if self._download is meter:
                 self._download = None

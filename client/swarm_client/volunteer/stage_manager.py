@@ -28,7 +28,6 @@ from swarm_client.volunteer.stage_loader import StageLoader, inject_faults
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import AssignStage, Drop, Dropped
-from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.volunteer_rules import stage_tenure, step_close
 from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
 from swarm_shared.volunteer_rules.step_close import CloseOrder
@@ -82,11 +81,6 @@ class StageManager:
     def loading_stage(self) -> StageIndex | None:
         """The stage that is being loaded while none is held."""
         return self._rules.loading_stage
-
-    @property
-    def download(self) -> DownloadProgress | None:
-        """The download of a stage's state that is in progress."""
-        return self.loader.download
 
     def take(self, assignment: AssignStage) -> None:
         """Start on the assignment, beside the held stage or in its place."""

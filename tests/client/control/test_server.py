@@ -171,7 +171,7 @@ async def test_a_pause_is_remembered_shown_and_over_in_time(tmp_path: Path) -> N
         assert stored.pause.until == 1_000_600.0
         s.later(601)
         s.daemon._wake()  # the next look at the clock, which would come in seconds
-        while s.daemon.runs().pause is not None:
+        while s.daemon._stored_runs.pause is not None:
             await trio.sleep(0.01)
         assert StoredRuns.model_validate_json(s.home.runs_path.read_bytes()).pause is None
 

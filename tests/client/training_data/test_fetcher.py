@@ -240,7 +240,7 @@ async def test_a_disk_without_room_keeps_nothing_and_the_volunteer_trains(tmp_pa
         fetcher.claim_disk = refuse
         samples = RunSamples(w.manifest, fetcher)
         assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
-        assert fetcher.kept_leaves == 0
+        assert fetcher.cache.capacity == 0
         assert (tmp_path / "home" / "leaves").stat().st_size == 0
 
 
