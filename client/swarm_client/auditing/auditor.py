@@ -48,10 +48,6 @@ def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
     return found == (order.input, order.targets, order.output_gradient)
 
 
-class CannotAudit(SwarmError):
-    """This peer cannot carry out the audit; the reason says why."""
-
-
 class _Withheld(SwarmError):
     """The audited peer gives no tensors that fit its receipt."""
 
@@ -113,13 +109,13 @@ class Auditor:
         """The held stage and the audited peer, if this peer can audit it."""
         holding, audited = self._pipeline.holding, self._member.roster.get(order.peer)
         if self._pipeline.server.paused:
-            raise CannotAudit("this peer is paused")
+            raise SwarmError("this peer is paused")
         if holding is None or holding.stage != order.stage:
-            raise CannotAudit(f"this peer does not hold stage {order.stage}")
+            raise SwarmError(f"this peer does not hold stage {order.stage}")
         if not holding.account.works_on(order.step):
-            raise CannotAudit(f"this peer does not work on step {order.step}")
+            raise SwarmError(f"this peer does not work on step {order.step}")
         if audited is None:
-            raise CannotAudit(f"{order.peer} is not in the roster")
+            raise SwarmError(f"{order.peer} is not in the roster")
         return holding, audited
 
     async def _state(
@@ -176,6 +172,6 @@ class Auditor:
         try:
             await fetch_kept(self._member, audited, request, total_bytes, path)
         except OSError as error:
-            raise CannotAudit(f"{path} cannot be written: {error.strerror}") from error
+            raise SwarmError(f"{path} cannot be written: {error.strerror}") from error
         except SwarmError as error:
             raise _Withheld(str(error)) from error

@@ -11,13 +11,12 @@ import logging
 import shutil
 from pathlib import Path
 
+from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import DiskProbe, folder_bytes
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences, PreferenceSource
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import RunId
-
-GIB = 2**30
 
 CACHES = ("data", "state")
 

@@ -32,7 +32,7 @@ class Pause:
         self._long_seconds = long_seconds
         self._nursery = nursery
         self._leaving = False
-        self._over = trio.Event()
+        self.over = trio.Event()
         """Set when a pause ends, or when the volunteer leaves during one."""
 
     def suspend(self, reason: SuspendReason, until: float | None) -> None:
@@ -40,23 +40,20 @@ class Pause:
         self.suspension = Suspension(reason, until)
         if began:
             self._volunteer.pause_work()
-            self._over = trio.Event()
+            self.over = trio.Event()
             if not self._leaving:
-                self._nursery.start_soon(self._escalate, self._over)
+                self._nursery.start_soon(self._escalate, self.over)
 
     def resume(self) -> None:
         if self.suspension is not None:
             self.suspension = None
-            self._over.set()
+            self.over.set()
             self._volunteer.resume_work()
 
     def leave(self) -> None:
         """Release the tasks that wait for the end of a pause."""
         self._leaving = True
-        self._over.set()
-
-    async def wait_over(self) -> None:
-        await self._over.wait()
+        self.over.set()
 
     async def _escalate(self, over: trio.Event) -> None:
         with trio.move_on_after(GRACE_SECONDS):

@@ -174,7 +174,7 @@ class Volunteer:
         """Wait until a pause without a held stage ends; False when the volunteer leaves
         meanwhile."""
         if self.suspended is not None and self.holding is None:
-            await self.pause.wait_over()
+            await self.pause.over.wait()
             return not self.attachment.leaving
         return True
 

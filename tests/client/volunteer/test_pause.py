@@ -196,7 +196,7 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
         await s.until(lambda: s.volunteer.attachment.session is not None)
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
         await s.until(lambda: s.volunteer.attachment.session is None)
-        await s.until(lambda: s.volunteer.pause._over.statistics().tasks_waiting)
+        await s.until(lambda: s.volunteer.pause.over.statistics().tasks_waiting)
         assert len(s.script.hellos) == 1
         assert not s.volunteer.attachment.finished
         s.volunteer.resume()

@@ -379,7 +379,7 @@ async def test_a_pause_ends_a_self_test_at_once_and_it_begins_anew_after_it(tmp_
         await s.until(lambda: processes_of_self_tests(s))
         s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
         await s.until(lambda: not processes_of_self_tests(s))
-        await s.until(lambda: s.volunteer.pause._over.statistics().tasks_waiting)
+        await s.until(lambda: s.volunteer.pause.over.statistics().tasks_waiting)
         s.volunteer.resume()
         await s.until(lambda: processes_of_self_tests(s))
         s.volunteer.leave()

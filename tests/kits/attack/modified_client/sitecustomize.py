@@ -522,7 +522,7 @@ def _audits_nothing_unwatched(module: ModuleType) -> None:
 
     def able(self: Any, order: Any) -> Any:
         if UNWATCHED.exists():
-            raise module.CannotAudit("this peer audits nothing at present")
+            raise module.SwarmError("this peer audits nothing at present")
         return honest(self, order)
 
     module.Auditor._able = able
