@@ -12,7 +12,7 @@ from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.time_series import TimeSeries
 
 if TYPE_CHECKING:
-    from swarm_client.control.status_document import DeviceView, StageView, Status
+    from swarm_client.control.status_document import DeviceView, Status
 
 MAX_LOG_ENTRIES = 5000
 
@@ -72,7 +72,7 @@ def _run_id(status: Status) -> str | None:
 
 def share_of_stage(status: Status, device: DeviceView) -> float | None:
     """Return this device's share of the microbatches that its stage computes now."""
-    stage = stage_of(status, device.stage)
+    stage = next((row for row in status.stages if row.stage == device.stage), None)
     if stage is None or stage.microbatches_per_second <= 0:
         return None
     return min(1.0, device.microbatches_per_second / stage.microbatches_per_second)
@@ -84,10 +84,6 @@ def share_of_run(status: Status) -> float | None:
         return None
     shares = [share_of_stage(status, device) or 0.0 for device in status.devices]
     return min(1.0, sum(shares) / len(status.stages))
-
-
-def stage_of(status: Status, stage: int | None) -> StageView | None:
-    return next((row for row in status.stages if row.stage == stage), None)
 
 
 def seconds_left(model: ClientModel) -> float | None:
