@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -21,9 +22,10 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
+            if storage._cdata not in given:  # a view of a tensor from outside the scope
+                self._add(storage)
         return made
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -38,3 +40,9 @@ class LiveBytes(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
+
+
+def _storages(values: object) -> list[torch.UntypedStorage]:
+    return [
+        leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)
+    ]

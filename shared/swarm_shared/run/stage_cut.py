@@ -109,20 +109,21 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a peer of this stage.
 
-    At least, a peer keeps the input of each layer for one microbatch, and one layer's graph at a
-    time (Chen et al. 2016, arXiv 1604.06174). `staleness` is the run's: the steps that gradients
-    lag behind. `exact`: its gradients are counted (`codecs.average`).
+    At least, a peer keeps the input of each layer for as many microbatches, and one layer's graph
+    at a time (Chen et al. 2016, arXiv 1604.06174); the last stage has one microbatch at a time.
+    `staleness` is the run's: the steps that gradients lag behind. `exact`: its gradients are
+    counted (`codecs.average`).
     """
     stages, cut = StageProfiles(profile), (stage_range.first_layer, stage_range.end_layer)
     part = stages.stage(*cut, is_first, is_last)
     boundary = profile.boundary_activation_bytes
     in_layers = [layer.saved_activation_bytes for layer in profile.layers[slice(*cut)]]
     ends = part.saved_activation_bytes - sum(in_layers) + (0 if is_last else boundary)
-    one_layer = len(in_layers) * boundary + max(in_layers, default=0)
+    microbatches = 1 if is_last else GRAPHS
+    least = microbatches * (len(in_layers) * boundary + ends) + max(in_layers, default=0)
+    comfortable = stages.graphs_bytes(*cut, is_first, is_last)
     return parameter_memory(part.parameters, staleness, exact) + StageMemory(
-        # A graph whole is smaller where a stage has a single layer.
-        device_bytes=ends + min(one_layer, sum(in_layers)),
-        comfortable_bytes=stages.graphs_bytes(*cut, is_first, is_last),
+        device_bytes=min(least, comfortable), comfortable_bytes=comfortable
     )
 
 

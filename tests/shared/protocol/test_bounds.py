@@ -30,6 +30,8 @@ LOCAL = (
     "swarm_coordinator.admission.requests", "swarm_coordinator.configuration",
     "swarm_coordinator.durability", "swarm_coordinator.run_dir", "swarm_coordinator.simulator",
     "swarm_shared.codecs",
+    # Files of this machine's own views; a line's length is checked before it is parsed.
+    "swarm_shared.tui.recording",
     # The daemon and its stage worker, over a socket pair.
     "swarm_client.stage.protocol",
 )  # fmt: skip

@@ -459,13 +459,15 @@ class StageRunner:
 
         hooks = [layer.register_forward_pre_hook(begins) for layer in layers[-1:]]
         hooks += [layer.register_forward_hook(ends) for layer in layers[-1:]]
+        recomputed = max(0, len(layers) - 1)
         with saved:
-            graph = self._run(parameter_set, inputs, max(0, len(layers) - 1), entry)
+            graph = self._run(parameter_set, inputs, recomputed, entry)
         for hook in hooks:
             hook.remove()
         layer_bytes = totals[1] - totals[0]
+        others_bytes = saved.total - layer_bytes - recomputed * input_bytes[0]
         self.graph_sizes = GraphSizes(
-            len(layers), layer_bytes, input_bytes[0], saved.total - layer_bytes
+            len(layers), layer_bytes, input_bytes[0], max(0, others_bytes)
         )
         return graph
 
