@@ -109,7 +109,8 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
     stage = document["stage"]
     head = (
         f"{stage['layers']} layers of `{stage['preset']}` in float32 on "
-        f"{document['machine']['cpu']}, {document['threads']} threads; comfortable is "
+        f"{document['threads']} threads ({document['machine']['processor']}), "
+        f"{document['measured_at'][:10]}; comfortable is "
         f"{stage['comfortable_bytes'] / 1e9:.2f} GB:"
     )
     lines = [
