@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from swarm_shared.base import errors
 from tools import command_reference
@@ -187,6 +188,24 @@ def test_the_index_of_decisions_is_complete() -> None:
     assert [page for page in pages if f"({page})" not in index] == []
     numbers = [page[:4] for page in pages]
     assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "has_wheel"),
+    [
+        ("linux", "x86_64", True), ("linux", "aarch64", True), ("darwin", "arm64", True),
+        ("darwin", "x86_64", False), ("win32", "AMD64", False), ("linux", "armv7l", False),
+    ],
+)  # fmt: skip
+def test_hivemind_is_installed_where_a_wheel_has_its_daemon(
+    system: str, machine: str, has_wheel: bool
+) -> None:
+    """The wheels of 1.1.12 with a p2pd in them, looked into on 26 November 2026."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (required,) = (one for one in project["dependencies"] if one.startswith("hivemind"))
+    marker = Requirement(required).marker
+    assert marker is not None
+    assert marker.evaluate({"sys_platform": system, "platform_machine": machine}) is has_wheel
 
 
 def test_the_shell_scripts_parse() -> None:
