@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
     ModelProfile,
     PartProfile,
@@ -137,3 +140,19 @@ def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():
     more = 8 * stage_profile(profile, cut, False, False).parameters
     assert lagging.device_bytes - at_once.device_bytes == more
     assert lagging.host_bytes == at_once.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "device_bytes", "host_bytes"), [("7b", 0.8 * 8e9, 0.8 * 16e9), ("1b", 2e9, 4e9)]
+)
+def test_the_inner_stages_of_large_models_fit_cards_that_people_have(
+    name: str, device_bytes: float, host_bytes: float
+) -> None:
+    """What a client offers of a card of 8 GB in a machine with 16 GB, and 2 GB."""
+    chosen = PRESETS[name]
+    profile = profile_layers(chosen.model, chosen.sequences_per_microbatch, "bfloat16")
+    offer = MemoryOffer(device_bytes=int(device_bytes), host_bytes=int(host_bytes))
+    for cut in plan_stages(profile, chosen.stages, exact=True)[1:-1]:
+        memory = stage_memory(profile, cut, False, False, exact=True)
+        assert offer.holds(memory)
+        assert 0.75 <= offer.speed(memory) < 1
