@@ -26,7 +26,7 @@ def test_a_volunteer_leaves_a_run_that_hides_how_much_memory_a_stage_needs(make_
     assert volunteer.wait(90) == CapacityError.exit_code
     (sentence,) = volunteer.last_lines(1)
     assert sentence.startswith(
-        "swarm-client: error: the manifest claims 1000 B of memory for stage 0, and a stage of "
-        "this shape needs at least "
+        "swarm-client: error: the manifest claims 1000 B of device memory and 0 B of the host's "
+        "for stage 0, and a stage of this shape needs at least "
     )
     assert run.version() == 0
