@@ -98,7 +98,7 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
 
 
 def _ending(method: str, before: str, text: str) -> click.Command:
-    """A command that ends something, and waits for that unless it is told not to."""
+    """A command that ends something, and by default waits for its end."""
 
     @click.command(method, help=text)
     @click.option("--no-wait", is_flag=True, help=f"Return at once, before {before}.")

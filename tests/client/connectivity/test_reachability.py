@@ -204,18 +204,18 @@ class Router(PortMapper):
         self.released += 1
 
 
-def nobody() -> Sequence[PeerObserver]:
+def no_observers() -> Sequence[PeerObserver]:
     return ()
 
 
 async def test_a_router_is_asked_only_when_no_observer_connects_without_it() -> None:
     mapper = Router(MAPPING)
-    found = await examine(PORT, Scripted([sighting(PORT)]), nobody, mapper)
+    found = await examine(PORT, Scripted([sighting(PORT)]), no_observers, mapper)
     assert found.reachability is Reachability.PUBLIC
     assert mapper.mapping is None
 
     observer = Scripted([sighting(), sighting(4777)])
-    found = await examine(PORT, observer, nobody, mapper)
+    found = await examine(PORT, observer, no_observers, mapper)
     assert found.reachability is Reachability.MAPPED
     assert mapper.mapping is MAPPING
     assert observer.ports == [(PORT,), (4777,)]
@@ -225,7 +225,7 @@ async def test_a_mapping_that_is_there_is_checked_and_kept() -> None:
     mapper = Router(MAPPING)
     await mapper.map(PORT)
     observer = Scripted([sighting(4777)])
-    found = await examine(PORT, observer, nobody, mapper)
+    found = await examine(PORT, observer, no_observers, mapper)
     assert found.reachability is Reachability.MAPPED
     assert observer.ports == [(PORT, 4777)]
     assert mapper.released == 0
@@ -233,7 +233,7 @@ async def test_a_mapping_that_is_there_is_checked_and_kept() -> None:
 
 async def test_a_mapping_that_leads_nowhere_is_given_back() -> None:
     mapper = Router(MAPPING)
-    found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
+    found = await examine(PORT, Scripted([sighting()]), no_observers, mapper)
     assert found.reachability is Reachability.BEHIND_NAT
     assert found.addresses == ()
     assert "no connection arrives" in found.note
@@ -242,7 +242,7 @@ async def test_a_mapping_that_leads_nowhere_is_given_back() -> None:
 
 async def test_another_address_at_the_router_than_outside_is_double_nat() -> None:
     mapper = Router(Mapping("5.6.7.8", 4777, PORT, 7200, "upnp"))
-    found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
+    found = await examine(PORT, Scripted([sighting()]), no_observers, mapper)
     assert "double NAT" in found.note
     assert "5.6.7.8" in found.note
     assert mapper.released == 1
@@ -251,7 +251,7 @@ async def test_another_address_at_the_router_than_outside_is_double_nat() -> Non
 async def test_a_mapping_that_no_observer_could_check_is_neither_announced_nor_given_back() -> None:
     mapper = Router(MAPPING)
     observer = Scripted([sighting(), NetworkError("gone")])
-    found = await examine(PORT, observer, nobody, mapper)
+    found = await examine(PORT, observer, no_observers, mapper)
     assert found.reachability is Reachability.BEHIND_NAT
     assert found.addresses == ()
     assert (mapper.mapping, mapper.released) == (MAPPING, 0)
@@ -259,7 +259,7 @@ async def test_a_mapping_that_no_observer_could_check_is_neither_announced_nor_g
 
 async def test_what_the_router_answers_is_passed_on() -> None:
     mapper = Router(None, "it is configured not to open ports")
-    found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
+    found = await examine(PORT, Scripted([sighting()]), no_observers, mapper)
     assert found.note == "it is configured not to open ports"
 
 
@@ -279,17 +279,17 @@ async def test_without_the_coordinator_a_volunteer_decides() -> None:
     second: Any = Scripted([sighting(by=SECOND), sighting(4777, by=SECOND)], SECOND)
     found = await examine(PORT, first, lambda: [second], Router(MAPPING))
     assert found.reachability is Reachability.MAPPED
-    nothing = await examine(PORT, first, nobody, Router(MAPPING))
+    nothing = await examine(PORT, first, no_observers, Router(MAPPING))
     assert nothing.reachability is Reachability.UNKNOWN
     assert "the coordinator is away" in nothing.note
 
 
 async def test_an_observer_without_time_is_asked_once_more() -> None:
     first = Scripted([ProbeBusy("busy", 0.01), sighting(PORT)])
-    found = await examine(PORT, first, nobody, None)
+    found = await examine(PORT, first, no_observers, None)
     assert found.reachability is Reachability.PUBLIC
     first = Scripted([ProbeBusy("busy", 600.0)])
-    found = await examine(PORT, first, nobody, None)
+    found = await examine(PORT, first, no_observers, None)
     assert found.reachability is Reachability.UNKNOWN
     assert first.ports == [(PORT,)]
 
@@ -310,7 +310,7 @@ async def test_two_nodes_of_one_machine_know_nothing_of_the_internet() -> None:
         assert seen.observed is not None
         assert not seen.is_outside
         assert seen.mapped == Endpoint(ipaddress.ip_address("127.0.0.1"), port)
-        found = await examine(port, observer, nobody, None)
+        found = await examine(port, observer, no_observers, None)
     assert found.reachability is Reachability.UNKNOWN
 
 
@@ -351,7 +351,7 @@ class Told:
 
 async def test_a_changed_network_is_looked_at_again_soon() -> None:
     observer, told = Scripted([sighting(PORT), sighting()]), Told()
-    watch = ReachabilityWatch(PORT, observer, nobody, None, told, settle_seconds=0.01)
+    watch = ReachabilityWatch(PORT, observer, no_observers, None, told, settle_seconds=0.01)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         assert (await told.next()).reachability is Reachability.PUBLIC
@@ -374,7 +374,7 @@ async def test_the_check_is_repeated_and_only_changes_are_reported() -> None:
 
     told = Told()
     observer = Scripted([sighting(PORT)], looked=count)
-    watch = ReachabilityWatch(PORT, observer, nobody, None, told, check_seconds=0.02)
+    watch = ReachabilityWatch(PORT, observer, no_observers, None, told, check_seconds=0.02)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         await enough.wait()
@@ -396,7 +396,7 @@ async def test_a_mapping_taken_away_is_a_reason_to_look_and_its_own_making_is_no
 
     observer = Scripted([sighting(), sighting(4777), sighting()])
     mapper = TellingRouter(MAPPING)
-    watch = ReachabilityWatch(PORT, observer, nobody, mapper, told, settle_seconds=0.01)
+    watch = ReachabilityWatch(PORT, observer, no_observers, mapper, told, settle_seconds=0.01)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         assert (await told.next()).reachability is Reachability.MAPPED

@@ -265,8 +265,8 @@ class StageRunner:
         graph, flight.graph = flight.graph, None
         if graph is None:
             graph = self._graph_now(parameter_set, flight.inputs)
-        elif self.graph_sizes is not None:
-            self._make_room(self.graph_sizes.working_bytes(graph.recomputed_layers))
+        else:
+            self._make_room(self._sizes.working_bytes(graph.recomputed_layers))
         return self._finish(
             parameter_set,
             flight.microbatch,
@@ -460,10 +460,12 @@ class StageRunner:
         hooks = [layer.register_forward_pre_hook(begins) for layer in layers[-1:]]
         hooks += [layer.register_forward_hook(ends) for layer in layers[-1:]]
         recomputed = max(0, len(layers) - 1)
-        with saved:
-            graph = self._run(parameter_set, inputs, recomputed, entry)
-        for hook in hooks:
-            hook.remove()
+        try:
+            with saved:
+                graph = self._run(parameter_set, inputs, recomputed, entry)
+        finally:  # also when `between_layers` ends the computation
+            for hook in hooks:
+                hook.remove()
         layer_bytes = totals[1] - totals[0]
         others_bytes = saved.total - layer_bytes - recomputed * input_bytes[0]
         self.graph_sizes = GraphSizes(

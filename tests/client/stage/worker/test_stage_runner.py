@@ -221,6 +221,28 @@ def test_of_a_graph_that_does_not_fit_whole_only_some_layers_are_computed_again(
     assert recomputed == [2, 0, None]
 
 
+def test_a_first_forward_that_is_interrupted_measures_nothing_and_leaves_no_hook() -> None:
+    manifest = deep_manifest()
+    runner = StageRunner(manifest, StageIndex(0), CPU, PLENTY, PLENTY)
+    layers = list(runner.stage.model.layers.values())
+    before = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in layers]
+    calls: list[int] = []
+
+    def interrupt_in_the_last_layer() -> None:
+        calls.append(1)
+        if len(calls) == len(layers):
+            raise InterruptedError
+
+    runner.between_layers = interrupt_in_the_last_layer
+    inputs, _ = tokens_of(manifest, 0)
+    with pytest.raises(InterruptedError):
+        runner.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
+    after = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in layers]
+    assert after == before
+    assert runner.graph_sizes is None
+    assert runner._in_flight == {}
+
+
 @pytest.mark.parametrize("graphs", [0.0, 0.5, 0.9, 1.3, 1.8, 2.5])
 def test_any_budget_gives_the_same_sums_and_gradients_to_the_bit(graphs: float) -> None:
     manifest = deep_manifest()
