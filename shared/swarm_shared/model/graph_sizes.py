@@ -36,9 +36,21 @@ class GraphSizes:
         again = self.layer_bytes if 0 < recomputed == self.layers else 0
         return self.graph_bytes(recomputed) + again
 
-    def fewest_recomputed(self, room_bytes: int) -> int | None:
-        """Return the fewest layers that must be computed again to stay within `room_bytes`; None if
-        a graph does not fit at all."""
+    @property
+    def least_working_bytes(self) -> int:
+        """The least bytes with which a microbatch can be computed forward and backward."""
+        return min(self.working_bytes(), self.working_bytes(self.layers))
+
+    def fewest_recomputed(self, room_bytes: int, beside_bytes: int = 0) -> int | None:
+        """Return the fewest layers that must be computed again for the graph to work within
+        `room_bytes`, and to leave `beside_bytes` of them between its passes; None if no number
+        does."""
         return next(
-            (n for n in range(self.layers + 1) if self.working_bytes(n) <= room_bytes), None
+            (
+                n
+                for n in range(self.layers + 1)
+                if self.working_bytes(n) <= room_bytes
+                and self.graph_bytes(n) + beside_bytes <= room_bytes
+            ),
+            None,
         )

@@ -427,8 +427,22 @@ class StageRunner:
             graph = self._run_measured(parameter_set, inputs, entry)
             fits = self._sizes.working_bytes(graph.recomputed_layers) <= self.graph_budget_bytes
             return graph if fits else None
-        recomputed = self._sizes.fewest_recomputed(self._room_bytes())
+        recomputed = self._layers_to_recompute()
         return None if recomputed is None else self._run(parameter_set, inputs, recomputed, entry)
+
+    def _layers_to_recompute(self) -> int | None:
+        """Return the fewest layers with which a further graph fits and, if possible, leaves room
+        for another microbatch with the inputs of its layers: they save a whole forward pass, a kept
+        layer saves its own."""
+        sizes, room_bytes = self._sizes, self._room_bytes()
+        kept = [flight.graph for flight in self._in_flight.values() if flight.graph is not None]
+        if not kept:
+            beside_bytes = sizes.least_working_bytes
+        else:
+            again = any(graph.recomputed_layers == sizes.layers for graph in kept)
+            beside_bytes = sizes.layer_bytes if again else 0
+        found = sizes.fewest_recomputed(room_bytes, beside_bytes)
+        return sizes.fewest_recomputed(room_bytes) if found is None else found
 
     def _graph_now(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None = None
@@ -437,7 +451,7 @@ class StageRunner:
         if self.graph_sizes is None:
             return self._run_measured(parameter_set, inputs, entry)
         sizes = self.graph_sizes
-        self._make_room(min(sizes.working_bytes(n) for n in (0, sizes.layers)))
+        self._make_room(sizes.least_working_bytes)
         recomputed = sizes.fewest_recomputed(self._room_bytes())
         if recomputed is None:
             recomputed = sizes.layers

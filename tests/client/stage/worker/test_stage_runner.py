@@ -221,6 +221,26 @@ def test_of_a_graph_that_does_not_fit_whole_only_some_layers_are_computed_again(
     assert recomputed == [2, 0, None]
 
 
+def test_a_peer_with_the_least_memory_keeps_the_inputs_of_two_microbatches() -> None:
+    manifest = deep_manifest()
+    sizes = sizes_of(manifest)
+    least = sizes.working_bytes(sizes.layers) + sizes.graph_bytes(sizes.layers)
+    assert sizes.working_bytes(2) <= least, "one graph alone would keep a layer more"
+    runner = StageRunner(manifest, StageIndex(0), CPU, least, PLENTY)
+    result: ForwardResult | BackwardResult | None = None
+    kept: list[list[int | None]] = []
+    for number in range(1, 6):
+        inputs, _ = tokens_of(manifest, number)
+        result = runner.forward(number, STEP, MicrobatchIndex(number), True, wire(inputs))
+        assert isinstance(result, ForwardResult)
+        graphs = [flight.graph for flight in runner._in_flight.values()]
+        kept.append([None if graph is None else graph.recomputed_layers for graph in graphs])
+        if number > 1:
+            runner.backward(number - 1, wire(torch.ones_like(result.output)))
+    # The first microbatch was measured, and kept a layer that the second had no room beside.
+    assert kept[3:] == [[3, 3]] * 2
+
+
 def test_a_first_forward_that_is_interrupted_measures_nothing_and_leaves_no_hook() -> None:
     manifest = deep_manifest()
     runner = StageRunner(manifest, StageIndex(0), CPU, PLENTY, PLENTY)
