@@ -23,7 +23,13 @@ from benchmarks.coordinator_heartbeats import Heart, hearts
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.simulator.event_heap import Action
-from swarm_coordinator.simulator.pipeline_peer import Members, PipelinePeer, Request
+from swarm_coordinator.simulator.pipeline_peer import (
+    PART_OF_WORK,
+    Members,
+    PipelinePeer,
+    Request,
+    WeightGradients,
+)
 from swarm_coordinator.simulator.stage_holder import StageHolder, first_request
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
@@ -56,6 +62,7 @@ from swarm_shared.protocol.framing import Frame
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 from swarm_shared.scheduling.routing import StageRouting
+from swarm_shared.volunteer_rules.compute_order import Part
 from swarm_shared.volunteer_rules.stage_account import Computation
 from swarm_shared.volunteer_rules.step_close import ApplyStep, Reduce, Work
 
@@ -222,7 +229,9 @@ class _Peer(PipelinePeer[str]):
     def __init__(self, world: World, volunteer: SimulatedVolunteer) -> None:
         assert volunteer.held is not None
         seconds = world.step_seconds / world.manifest.stage_count
-        super().__init__(world.manifest, world.sizes, volunteer.held, world.members, seconds)
+        super().__init__(
+            volunteer.peer, world.manifest, world.sizes, volunteer.held, world.members, seconds
+        )
         self.volunteer = volunteer
         self._world = world
         self._reporting = False
@@ -251,12 +260,14 @@ class _Peer(PipelinePeer[str]):
     def transfer(self, receiver: PipelinePeer[str], size: int, arrive: Action) -> None:
         self._world.arrives(arrive)
 
-    def compute(self, share: float, request: Request[str], done: Action) -> None:
-        microbatch = request.microbatch
-        pace = (1 + microbatch.index % PACES) / PACES
-        if len(microbatch.accumulate) < self.manifest.stage_count - self.stage:
-            pace *= AGAIN_SHARE
-        seconds = share * pace * self.microbatch_seconds
+    def compute(self, part: Part, request: Request[str] | WeightGradients, done: Action) -> None:
+        pace = 1.0
+        if isinstance(request, Request):
+            microbatch = request.microbatch
+            pace = (1 + microbatch.index % PACES) / PACES
+            if len(microbatch.accumulate) < self.manifest.stage_count - self.stage:
+                pace *= AGAIN_SHARE
+        seconds = pace * PART_OF_WORK * self.microbatch_seconds
         self.later(seconds, lambda: request.ended or done())
 
     def count(self, computation: Computation) -> str | None:
@@ -264,11 +275,14 @@ class _Peer(PipelinePeer[str]):
         if not self._reporting:
             self._reporting = True
             interval = self.manifest.limits.receipt_interval_seconds
-            self._world.later(self._world.rng.uniform(0, interval), self._report_receipts)
+            self._world.later(self._world.rng.uniform(0, interval), self._interval_over)
         return super().count(computation)
 
-    def _report_receipts(self) -> None:
+    def _interval_over(self) -> None:
         self._reporting = False
+        self.report_receipts()
+
+    def report_receipts(self) -> None:
         if self.is_up and (receipts := self.account.take_unreported()):
             self.volunteer.send(Receipts(receipts=receipts))
 

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.inside import run_module, wrapped
-from benchmarks.pace import FORWARD_SHARE, pace_from_environment
+from benchmarks.pace import pace_from_environment
 from swarm_client.stage.handle.warm_worker import WORKER_MODULE
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
 
 Method = Callable[..., Any]
+
+PART_OF_WORK = 1 / 3
+"""A forward, the gradients of inputs and those of weights are as much work."""
 
 
 def paced(share_of: Callable[[Any], float]) -> Callable[[Method], Method]:
@@ -33,16 +36,22 @@ def paced(share_of: Callable[[Any], float]) -> Callable[[Method], Method]:
     return wrap
 
 
+def backward_share(result: BackwardResult) -> float:
+    """The share of a backward pass: without the weights' gradients, if these are owed."""
+    return PART_OF_WORK if result.owed is not None else 2 * PART_OF_WORK
+
+
 def forward_share(result: object) -> float:
     """The share of a forward; on the last stage the backward pass is part of it."""
-    return 1.0 if isinstance(result, BackwardResult) else FORWARD_SHARE
+    return PART_OF_WORK + (backward_share(result) if isinstance(result, BackwardResult) else 0.0)
 
 
 def main() -> None:
     with wrapped(
         [
             (StageRunner, StageRunner.forward, paced(forward_share)),
-            (StageRunner, StageRunner.backward, paced(lambda _: 1.0 - FORWARD_SHARE)),
+            (StageRunner, StageRunner.backward, paced(backward_share)),
+            (StageRunner, StageRunner.weights, paced(lambda _: PART_OF_WORK)),
         ]
     ):
         run_module(WORKER_MODULE, sys.argv[1:])

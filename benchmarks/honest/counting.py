@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks.honest.cells import Setting, cell_file, in_slot, runner_of, state_file
 from benchmarks.run_data import RunData
 from swarm_client.stage.worker.audits import AuditRunner
+from swarm_client.stage.worker.backward_pass import ParameterGradients
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.transcript import Transcript
@@ -18,9 +19,8 @@ from swarm_shared.base.types import MicrobatchIndex, Step, Version
 
 def _liar(factor: float) -> type[StageRunner]:
     class Liar(StageRunner):
-        def _differentiate(self, *arguments: Any) -> tuple[Tensor | None, list[Tensor]]:
-            of_input, gradients = super()._differentiate(*arguments)
-            return of_input, [factor * gradient for gradient in gradients]
+        def _computed(self, gradients: ParameterGradients) -> list[Tensor]:
+            return [factor * gradient for gradient in super()._computed(gradients)]
 
     return Liar
 
@@ -71,7 +71,9 @@ class Counting:
         wire = None
         if result.input_gradient is not None:
             wire = slot[: runner.codec.write_input_gradient(result.input_gradient, slot)]
-        transcript = runner.transcribe(result, wire)
+        transcript = runner.transcribe(request, result, wire)
+        if result.owed is not None:
+            _, transcript = runner.weights(request)
         assert transcript is not None, "each cell is counted once"
         return {"transcript": transcript.model_dump(), "loss_sum": loss_sum}
 

@@ -23,10 +23,15 @@ class ComputeMeter:
     """Microbatches computed since the last heartbeat."""
     busy_seconds: float = 0.0
     """Seconds that these took to compute."""
+    weights_seconds: float = 0.0
+    """Seconds of the newest microbatch whose weights' gradients were computed after its answer."""
 
-    def observe(self, compute_seconds: float) -> None:
-        """Record the seconds that forward and backward of one microbatch took on this device."""
+    def observe(self, compute_seconds: float, weights_seconds: float = 0.0) -> None:
+        """Record the seconds that one microbatch took on this device, before and after its
+        answer."""
         self.computed += 1
+        self.weights_seconds = weights_seconds
+        compute_seconds += weights_seconds
         self.busy_seconds += compute_seconds
         if self.seconds_per_microbatch is None:
             self.seconds_per_microbatch = compute_seconds
@@ -67,6 +72,8 @@ class Holding:
     close: StepClose[str] = field(init=False)
     in_flight: int = 0
     """Microbatches being served."""
+    owed: int = 0
+    """Microbatches that are answered, and whose weights' gradients are still to be computed."""
     meter: ComputeMeter = field(default_factory=ComputeMeter)
 
     def __post_init__(self) -> None:

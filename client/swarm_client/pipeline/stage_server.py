@@ -4,6 +4,10 @@ Every microbatch is one task: forward, on to a peer of the next stage, backward,
 of tasks is bounded by the manifest's queue length and by the credits of each edge, so sockets are
 always drained, whatever the device does (design: the life of a microbatch).
 
+A microbatch may be answered before it is counted here: the gradients of the weights then follow
+when the device has nothing else to do, and the receipt goes to the coordinator alone (decision
+0045).
+
 What is counted, and what a receipt is signed for, is the account's
 (`swarm_shared.volunteer_rules.stage_account`).
 """
@@ -35,7 +39,9 @@ from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
     Backward,
     Forward,
+    NotCounted,
     NotFinite,
+    Receipts,
     RefusalReason,
     StageCancel,
     StageHello,
@@ -85,6 +91,10 @@ class StageServer:
     gate: AdmissionGate
     uplink: UplinkShare
     coordinator: CoordinatorLink
+    peer: PeerId
+    """This peer."""
+    nursery: trio.Nursery
+    """Runs what is left of a microbatch when its sender has the answer."""
     holding: Holding | None = field(default=None, init=False)
     """The stage that is served now; set by the stage manager."""
     paused: bool = field(default=False, init=False)
@@ -222,24 +232,13 @@ class StageServer:
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
-            work = _MicrobatchTask(holding, message, payload)
+            work = _MicrobatchTask(holding, manifest.stage_count, message, payload)
             answer = await self._run_task(work)
             if answer is None:
                 # Not BUSY: a peer downstream may have counted it, and the sender must ask for a
                 # mask.
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
-            header, gradient = answer
-            header = header.model_copy(
-                update={"uplink_seconds": self.uplink.microbatch_seconds(holding)}
-            )
-            faults.inject_outage(FaultPoint.RECEIPT, message.step)
-            faults.inject(FaultPoint.RECEIPT, message.step)
-            try:
-                await stream.send(
-                    encode(header), gradient.payload or b"", stall_seconds=ANSWER_STALL_SECONDS
-                )
-            finally:
-                gradient.release()
+            await self._send_answer(stream, work, answer)
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             self._report_failure(stream.remote, message, error)
             over = not _has_parameters_for(holding, message)
@@ -248,6 +247,46 @@ class StageServer:
         finally:
             holding.in_flight -= 1
         return None
+
+    async def _send_answer(self, stream: Stream, work: _MicrobatchTask, answer: _Answer) -> None:
+        header, gradient, step = answer.header, answer.gradient, work.message.step
+        update: dict[str, object] = {"uplink_seconds": self.uplink.microbatch_seconds(work.holding)}
+        if gradient.owed:
+            update["owing"] = (*header.owing, self.peer)
+            self.nursery.start_soon(self._count_later, stream.remote, work, answer)
+        header = header.model_copy(update=update)
+        faults.inject_outage(FaultPoint.RECEIPT, step)
+        faults.inject(FaultPoint.RECEIPT, step)
+        try:
+            await stream.send(
+                encode(header), gradient.payload or b"", stall_seconds=ANSWER_STALL_SECONDS
+            )
+        finally:
+            gradient.release()
+
+    async def _count_later(self, sender: PeerId, work: _MicrobatchTask, answer: _Answer) -> None:
+        """Compute the gradients of the weights, and report the receipt."""
+        holding, message = work.holding, work.message
+        holding.owed += 1
+        counted = False
+        try:
+            with trio.CancelScope() as scope:
+                self._task_scopes.add(scope)
+                try:
+                    counted = await work.count_later(answer)
+                finally:
+                    self._task_scopes.discard(scope)
+        except (RequestFailed, WorkerDied) as error:
+            self._report_failure(sender, message, error)
+        finally:
+            holding.owed -= 1
+        if not counted:
+            self.coordinator.send(NotCounted(step=message.step, microbatches=(message.microbatch,)))
+        if not holding.owed and self.holding is holding:
+            # The close of the step may wait for these.
+            batch = holding.account.take_unreported()
+            if batch:
+                self.coordinator.send(Receipts(receipts=batch))
 
     def _report_failure(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
         """Report a microbatch whose computation was not finite, with its sender."""
@@ -259,7 +298,7 @@ class StageServer:
         elif code == "out_of_memory":
             log.warning("stage %d: %s", message.stage, error)
 
-    async def _run_task(self, work: _MicrobatchTask) -> tuple[Backward, Output] | None:
+    async def _run_task(self, work: _MicrobatchTask) -> _Answer | None:
         """Run the task; None when this peer was paused before the gradient arrived."""
         answer = None
         with trio.CancelScope() as scope:
@@ -288,64 +327,87 @@ def _has_parameters_for(holding: Holding, message: Forward) -> bool:
     return holding.account.works_on(message.step)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer to a sender, and what the account knows of it."""
+
+    header: Backward
+    gradient: Output
+    computation: Computation
+    seconds: float
+    """Computing time so far."""
+
+
 class _MicrobatchTask:
     """One microbatch in this stage."""
 
-    def __init__(self, holding: Holding, message: Forward, payload: Buffer) -> None:
-        self._holding = holding
-        self._message = message
+    def __init__(
+        self, holding: Holding, stage_count: int, message: Forward, payload: Buffer
+    ) -> None:
+        self.holding = holding
+        self._stage_count = stage_count
+        self.message = message
         view = memoryview(payload)
         self._input = view[: message.input_bytes]
         self._targets = view[message.input_bytes :]
         self._arrived = time.monotonic()
 
-    async def run(self) -> tuple[Backward, Output]:
-        message, holding = self._message, self._holding
+    async def run(self) -> _Answer:
+        """Compute forward and backward, by way of the stages after this one."""
+        message, holding = self.message, self.holding
         computation = holding.account.begin(message.step, message.microbatch, message.accumulate)
         if holding.next_stage is None:
             return await self._run_last_stage(computation)
         return await self._run_middle_stage(computation, holding.next_stage)
 
-    async def _run_last_stage(self, computation: Computation) -> tuple[Backward, Output]:
-        output = await self._holding.worker.forward(
+    async def count_later(self, answer: _Answer) -> bool:
+        """Compute the gradients of the weights; whether the microbatch is counted."""
+        holding, gradient = self.holding, answer.gradient
+        done = await holding.worker.weights(gradient)
+        holding.meter.observe(answer.seconds, done.seconds)
+        receipt = holding.account.finish(
+            answer.computation, added=done.added, tokens=gradient.tokens,
+            loss_sum=gradient.loss_sum, transcript=done.transcript,
+        )  # fmt: skip
+        return receipt is not None
+
+    async def _run_last_stage(self, computation: Computation) -> _Answer:
+        output = await self.holding.worker.forward(
             computation.step,
             computation.microbatch,
             computation.accumulate,
             (self._input, self._targets),
         )
-        self._holding.meter.observe(output.seconds)
-        receipt = self._holding.account.finish(
-            computation, added=output.added, tokens=output.tokens,
-            loss_sum=output.loss_sum or 0.0, transcript=output.transcript,
-        )  # fmt: skip
-        receipts = () if receipt is None else (receipt,)
-        return self._answer(receipts, output.seconds, output.loss_sum or 0.0, output.tokens), output
+        return self._answer(computation, output, output.seconds, output.loss_sum or 0.0)
 
-    async def _run_middle_stage(
-        self, computation: Computation, next_stage: Downstream
-    ) -> tuple[Backward, Output]:
-        message, worker = self._message, self._holding.worker
+    async def _run_middle_stage(self, computation: Computation, next_stage: Downstream) -> _Answer:
+        message, worker = self.message, self.holding.worker
         activation = await worker.forward(
             computation.step, computation.microbatch, computation.accumulate, (self._input,)
         )
         try:
             answer = await self._send_on(next_stage, activation, message.accumulate)
             faults.inject_outage(FaultPoint.BACKWARD, message.step)
-            if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
-                raise MicrobatchAbandoned("the returned gradient has a wrong size")
+            self._check(answer)
             gradient = await worker.backward(activation, answer.payload)
         except BaseException:
             worker.discard(activation)
             raise
         activation.release()
         seconds = activation.seconds + gradient.seconds
-        self._holding.meter.observe(seconds)
-        receipt = self._holding.account.finish(
-            computation, added=gradient.added, tokens=gradient.tokens, loss_sum=None,
-            transcript=gradient.transcript,
-        )  # fmt: skip
-        receipts = answer.header.receipts if receipt is None else (*answer.header.receipts, receipt)
-        return self._answer(receipts, seconds, answer.header.loss_sum, gradient.tokens), gradient
+        return self._answer(computation, gradient, seconds, answer.header.loss_sum, answer.header)
+
+    def _check(self, answer: EdgeAnswer) -> None:
+        """MicrobatchAbandoned for an answer that no peer of the next stage can give."""
+        worker, header = self.holding.worker, answer.header
+        if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
+            raise MicrobatchAbandoned("the returned gradient has a wrong size")
+        behind = self._stage_count - 1 - self.holding.stage
+        if len(header.receipts) > behind or len(header.owing) > behind:
+            raise MicrobatchAbandoned(
+                f"the answer names {len(header.receipts)} receipts and {len(header.owing)} peers "
+                f"without one, of {behind} stages"
+            )
 
     async def _send_on(
         self, next_stage: Downstream, output: Output, accumulate: tuple[StageIndex, ...]
@@ -353,7 +415,7 @@ class _MicrobatchTask:
         """Send this stage's output to the next one; return the answer with its gradient."""
         if output.payload is None:
             raise MicrobatchAbandoned("the stage worker returned no activation")
-        message = self._message
+        message = self.message
         return await next_stage.send(
             MicrobatchRequest(
                 message.step, message.microbatch, accumulate,
@@ -362,13 +424,29 @@ class _MicrobatchTask:
         )  # fmt: skip
 
     def _answer(
-        self, receipts: tuple[str, ...], service_seconds: float, loss_sum: float, tokens: int
-    ) -> Backward:
-        return Backward(
-            request=self._message.request,
-            receipts=receipts,
+        self, computation: Computation, gradient: Output, seconds: float, loss_sum: float,
+        behind: Backward | None = None,
+    ) -> _Answer:  # fmt: skip
+        """Record what is computed. `behind`: the answer of the next stage, if there is one."""
+        account, meter = self.holding.account, self.holding.meter
+        if gradient.owed:
+            service_seconds = seconds + meter.weights_seconds
+            receipt = account.receipt(computation.step, computation.microbatch)
+        else:
+            service_seconds = seconds
+            meter.observe(seconds)
+            receipt = account.finish(
+                computation, added=gradient.added, tokens=gradient.tokens,
+                loss_sum=gradient.loss_sum, transcript=gradient.transcript,
+            )  # fmt: skip
+        receipts = () if behind is None else behind.receipts
+        header = Backward(
+            request=self.message.request,
+            receipts=receipts if receipt is None else (*receipts, receipt),
             service_seconds=service_seconds,
             total_seconds=time.monotonic() - self._arrived,
             loss_sum=loss_sum,
-            tokens=tokens,
+            tokens=gradient.tokens,
+            owing=() if behind is None else behind.owing,
         )
+        return _Answer(header, gradient, computation, seconds)

@@ -149,4 +149,5 @@ class Trainer:
             lease=lease.lease,
             ok=True,
             receipts=header.receipts,
+            owing=header.owing,
         )

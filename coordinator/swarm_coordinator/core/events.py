@@ -78,6 +78,7 @@ class LeaseResolved:
     ok: bool
     reason: str
     receipts: tuple[Receipt, ...]
+    owing: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ from swarm_shared.protocol import (
     Leaving,
     Mask,
     MaskRequest,
+    NotCounted,
     NotFinite,
     PeerRecord,
     Ready,
@@ -312,6 +313,8 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         membership.choose_stage(run, peer, message, now)
     elif isinstance(message, MaskRequest):
         microbatches.ask_mask(run, peer, message, now)
+    elif isinstance(message, NotCounted):
+        microbatches.not_counted(run, peer, message)
     elif isinstance(message, RoundReport):
         step_close.report(run, peer, message, now)
     elif isinstance(message, Applied):

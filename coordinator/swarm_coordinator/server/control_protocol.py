@@ -258,6 +258,7 @@ class ControlServer:
             return LeaseResolved(
                 session.number, session.peer, message.step, message.microbatch, message.lease,
                 message.ok, message.reason, await self.receipts.check(message.receipts),
+                message.owing,
             )  # fmt: skip
         if isinstance(message, AuditResult):
             return self._audited(session, message)

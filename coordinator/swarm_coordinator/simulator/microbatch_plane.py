@@ -1,15 +1,13 @@
 """The fine data plane: every microbatch on its path through queues, credits and links.
 
 The peers follow the production rules (`pipeline_peer`). The model is the time: a device computes
-one thing at a time, backwards before forwards; a forward takes a third of a microbatch's work and a
-backward the rest; a link carries one payload after the other. An audit takes the transfer of its
-inputs and the work of a whole microbatch (`audits`).
+one thing at a time (`compute_order`); a link carries one payload after the other. An audit
+takes the transfer of its inputs and the work of a whole microbatch (`audits`).
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -24,10 +22,11 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.simulator.audits import LIE, ROUNDING, lies_in
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.pipeline_peer import (
-    FORWARD_SHARE,
+    PART_OF_WORK,
     Members,
     PipelinePeer,
     Request,
+    WeightGradients,
 )
 from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -56,6 +55,7 @@ from swarm_shared.protocol import (
     Roster,
 )
 from swarm_shared.scheduling.routing import StageRouting
+from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_shared.volunteer_rules.stage_account import Computation
 
@@ -80,7 +80,7 @@ class _Compute:
     """One queued computation."""
 
     seconds: float
-    request: Request[Receipt] | _Audit
+    request: Request[Receipt] | WeightGradients | _Audit
     done: Action
 
 
@@ -91,7 +91,7 @@ class _Node(PipelinePeer[Receipt]):
         self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer, loaded: LoadedStage[Receipt]
     ) -> None:
         super().__init__(
-            plane.swarm.manifest, plane.swarm.sizes, loaded, plane.members,
+            volunteer.peer, plane.swarm.manifest, plane.swarm.sizes, loaded, plane.members,
             volunteer.computing_seconds(loaded.account.stage),
         )  # fmt: skip
         self.volunteer = volunteer
@@ -103,8 +103,7 @@ class _Node(PipelinePeer[Receipt]):
             self.leases.leave()
         self.up_free_at = self.down_free_at = 0.0
         self._plane = plane
-        self._backwards: deque[_Compute] = deque()
-        self._forwards: deque[_Compute] = deque()
+        self._waiting: ComputeOrder[_Compute] = ComputeOrder()
         self._busy = False
 
     # ---- what is modelled
@@ -137,15 +136,26 @@ class _Node(PipelinePeer[Receipt]):
         assert isinstance(receiver, _Node)
         self._plane.transfer(self, receiver, size, arrive)
 
-    def compute(self, share: float, request: Request[Receipt] | _Audit, done: Action) -> None:
-        """One thing at a time, backwards first."""
-        task = _Compute(share * self.microbatch_seconds, request, done)
-        (self._forwards if share == FORWARD_SHARE else self._backwards).append(task)
+    def compute(
+        self, part: Part, request: Request[Receipt] | WeightGradients, done: Action
+    ) -> None:
+        task = _Compute(PART_OF_WORK * self.microbatch_seconds, request, done)
+        self._add(part, request.step, task)
+
+    def audit(self, audit: _Audit, share: float, done: Action) -> None:
+        """Compute a share of a microbatch for an audit."""
+        task = _Compute(share * self.microbatch_seconds, audit, done)
+        self._add(Part.AUDIT, audit.order.step, task)
+
+    def _add(self, part: Part, step: Step, task: _Compute) -> None:
+        self._waiting.add(part, step, task)
         self._next()
 
     def _next(self) -> None:
-        while not self._busy and (self._backwards or self._forwards):
-            task = (self._backwards or self._forwards).popleft()
+        while not self._busy and self._waiting:
+            # What is owed takes memory, as what is in flight does.
+            most = self.manifest.limits.stage_queue
+            task = self._waiting.take(memory_short=self.owed + self.in_flight >= most)
             if not task.request.ended:
                 self._busy = True
                 self.later(task.seconds, partial(self._finished, task))
@@ -164,9 +174,15 @@ class _Node(PipelinePeer[Receipt]):
         self._plane.completed += result.ok
         event = LeaseResolved(
             volunteer.session, volunteer.peer, result.step, result.microbatch, result.lease,
-            result.ok, result.reason, receipts,
+            result.ok, result.reason, receipts, result.owing,
         )  # fmt: skip
         self.to_coordinator(event)
+
+    def report_receipts(self) -> None:
+        batch = self.account.take_unreported()
+        if batch:
+            volunteer = self.volunteer
+            self.to_coordinator(ReceiptsVerified(volunteer.session, volunteer.peer, batch))
 
     def request_mask(self, step: Step, microbatch: MicrobatchIndex) -> int:
         number = self._plane.next_mask()
@@ -268,11 +284,7 @@ class MicrobatchPlane:
 
     def _report(self) -> None:
         for node in list(self._nodes.values()):
-            batch = node.account.take_unreported()
-            if batch:
-                volunteer = node.volunteer
-                event = ReceiptsVerified(volunteer.session, volunteer.peer, batch)
-                node.to_coordinator(event)
+            node.report_receipts()
         self.swarm.event_heap.later(
             self.swarm.manifest.limits.receipt_interval_seconds, self._report
         )
@@ -303,8 +315,8 @@ class MicrobatchPlane:
         statement = self._statement(volunteer, audited.volunteer, order)
         self.transfer(
             audited, node, size,
-            lambda: node.compute(
-                share, audit, lambda: self._state(volunteer, order, statement)
+            lambda: node.audit(
+                audit, share, lambda: self._state(volunteer, order, statement)
             ),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic
+from typing import ClassVar, Generic
 
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.stage_holder import LoadedStage, ReceiptT
@@ -25,6 +25,7 @@ from swarm_shared.protocol import Lease, LeaseResult, Mask, PeerRecord, RefusalR
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 from swarm_shared.scheduling.routing import StageRouting
+from swarm_shared.volunteer_rules.compute_order import Part
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,
     AskMask,
@@ -37,8 +38,9 @@ from swarm_shared.volunteer_rules.delivery import (
 from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
 from swarm_shared.volunteer_rules.stage_account import Computation
 
-FORWARD_SHARE = 1 / 3
-"""A forward's share of a microbatch's work; the backward has the rest."""
+PART_OF_WORK = 1 / 3
+"""A forward, the gradients of inputs and those of weights are as much work: the products of the
+same matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Answer(Generic[ReceiptT]):
     service_seconds: float = 0.0
     total_seconds: float = 0.0
     uplink_seconds: float = 0.0
+    owing: tuple[PeerId, ...] = ()
+    """The peers that have yet to count it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,10 @@ class Request(Generic[ReceiptT]):
         self._began_at: float | None = None
         self._delivery: int | None = None
 
+    @property
+    def step(self) -> Step:
+        return self.microbatch.step
+
     def begin(self) -> None:
         """The request has arrived."""
         peer, microbatch = self.peer, self.microbatch
@@ -211,7 +219,7 @@ class Request(Generic[ReceiptT]):
             computation = peer.account.begin(
                 microbatch.step, microbatch.index, microbatch.accumulate
             )
-            peer.compute(FORWARD_SHARE, self, lambda: self._forwarded(computation))
+            peer.compute(Part.FORWARD, self, lambda: self._forwarded(computation))
 
     def cancel(self) -> None:
         """The sender does not want it any more; what was counted stays counted."""
@@ -228,7 +236,7 @@ class Request(Generic[ReceiptT]):
     def _forwarded(self, computation: Computation) -> None:
         if self.peer.next is None:
             # The last stage goes on at once: loss and backward belong to the same request.
-            self._backward(computation, ())
+            self._backward(computation, Answer(None))
         else:
             self._delivery = self.peer.next.send(
                 self.microbatch, lambda answer: self._came_back(computation, answer)
@@ -236,23 +244,29 @@ class Request(Generic[ReceiptT]):
 
     def _came_back(self, computation: Computation, answer: Answer[ReceiptT]) -> None:
         if answer.refusal is None:
-            self._backward(computation, answer.receipts)
+            self._backward(computation, answer)
         elif self.peer.account.works_on(computation.step):
             self._reply(Answer(RefusalReason.FAILED), 0)
         else:
             self._reply(Answer(RefusalReason.WRONG_STEP), 0)
 
-    def _backward(self, computation: Computation, receipts: tuple[ReceiptT, ...]) -> None:
-        self.peer.compute(1 - FORWARD_SHARE, self, lambda: self._computed(computation, receipts))
+    def _backward(self, computation: Computation, answer: Answer[ReceiptT]) -> None:
+        self.peer.compute(Part.INPUT_GRADIENT, self, lambda: self._computed(computation, answer))
 
-    def _computed(self, computation: Computation, receipts: tuple[ReceiptT, ...]) -> None:
+    def _computed(self, computation: Computation, answer: Answer[ReceiptT]) -> None:
+        """Answer with the gradient of the input; the weights' gradients are computed later."""
         peer, began_at = self.peer, self._began_at or 0.0
-        own = peer.count(computation)
+        own = peer.account.receipt(computation.step, computation.microbatch)
+        receipts, owing = answer.receipts, answer.owing
         if own is not None:
             receipts = (*receipts, own)
+        elif computation.accumulate:
+            owing = (*owing, peer.peer_id)
+            peer.owe(computation)
         answer = Answer(
-            None, receipts, peer.microbatch_seconds, peer.now - began_at, peer.uplink_seconds()
-        )
+            None, receipts, peer.microbatch_seconds, peer.now - began_at, peer.uplink_seconds(),
+            owing,
+        )  # fmt: skip
         self._reply(answer, peer.sizes[peer.stage].input_gradient_bytes)
 
     def _reply(self, answer: Answer[ReceiptT], size: int) -> None:
@@ -266,24 +280,39 @@ class Request(Generic[ReceiptT]):
         self.peer.transfer(sender.peer, size, arrive)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightGradients:
+    """The rest of a microbatch whose answer has been sent."""
+
+    computation: Computation
+    ended: ClassVar[bool] = False
+
+    @property
+    def step(self) -> Step:
+        return self.computation.step
+
+
 class PipelinePeer(ABC, Generic[ReceiptT]):
     """One volunteer while it holds its stage: trainer, sender and receiver."""
 
     def __init__(
         self,
+        peer_id: PeerId,
         manifest: Manifest,
         sizes: Sequence[StageSizes],
         loaded: LoadedStage[ReceiptT],
         members: Members,
         microbatch_seconds: float,
     ) -> None:
-        self.manifest, self.sizes = manifest, sizes
+        self.peer_id, self.manifest, self.sizes = peer_id, manifest, sizes
         self.loaded, self.account = loaded, loaded.account
         self.stage = loaded.account.stage
         self.microbatch_seconds = microbatch_seconds
         """Seconds of work that a microbatch is for it."""
         self.in_flight = 0
         """Requests that it has accepted and not answered."""
+        self.owed = 0
+        """Microbatches that it has answered and not counted."""
         self.leases = LeaseQueue()
         self._members = members
         self._downstreams: dict[StageIndex, Downstream[ReceiptT]] = {}
@@ -309,8 +338,10 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
         """Make its routing table for one stage."""
 
     @abstractmethod
-    def compute(self, share: float, request: Request[ReceiptT], done: Action) -> None:
-        """Do a share of a microbatch's work, unless the request has ended before it is begun."""
+    def compute(
+        self, part: Part, request: Request[ReceiptT] | WeightGradients, done: Action
+    ) -> None:
+        """Do a part of a microbatch's work, unless the request has ended before it is begun."""
 
     @abstractmethod
     def transfer(self, receiver: PipelinePeer[ReceiptT], size: int, arrive: Action) -> None:
@@ -325,8 +356,26 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
         """Send the coordinator a lease's result, whose receipts are passed apart from it."""
 
     @abstractmethod
+    def report_receipts(self) -> None:
+        """Send the coordinator the receipts that it has not reported."""
+
+    @abstractmethod
     def request_mask(self, step: Step, microbatch: MicrobatchIndex) -> int:
         """Send the coordinator a `MaskRequest`; return its number."""
+
+    def owe(self, computation: Computation) -> None:
+        """Compute the weights' gradients of an answered microbatch when nothing else waits, and
+        count it."""
+        self.owed += 1
+        self.compute(
+            Part.WEIGHT_GRADIENTS, WeightGradients(computation), lambda: self._paid(computation)
+        )
+
+    def _paid(self, computation: Computation) -> None:
+        self.owed -= 1
+        self.count(computation)
+        if not self.owed:
+            self.report_receipts()
 
     def count(self, computation: Computation) -> ReceiptT | None:
         """Add a computed microbatch; return its receipt, if there is one."""
@@ -379,7 +428,8 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
         lease, leased, ok = started.lease, started.leased, answer.refusal is None
         self.leases.finished(started, self.now, ok=ok)
         result = handed_back(lease, leased, "" if ok else "failed")
-        self.resolve(result.model_copy(update={"ok": ok}), answer.receipts)
+        result = result.model_copy(update={"ok": ok, "owing": answer.owing})
+        self.resolve(result, answer.receipts)
         self._start_leased()
 
     # ---- masks

@@ -148,5 +148,7 @@ ReceiptEnvelopes = Annotated[tuple[Envelope, ...], Field(max_length=MAX_MICROBAT
 """Receipts of one peer's own work."""
 MicrobatchReceipts = Annotated[tuple[Envelope, ...], Field(max_length=MAX_STAGES)]
 """Receipts of one microbatch, one for each stage."""
+MicrobatchPeers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_STAGES)]
+"""Peers of one microbatch, at most one for each stage."""
 LinearDigests = Annotated[tuple[LinearDigest, ...], Field(max_length=MAX_REDUCTION_MEMBERS)]
 """One for each member of an all-reduce, or for the slice that it sums."""

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swarm_shared.base.errors import ProtocolError
+from swarm_shared.model.split_backward import product
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
@@ -55,7 +56,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return product(x, self.weight)
 
 
 class RmsNorm(nn.Module):
@@ -325,7 +326,7 @@ class Stage(nn.Module):
         assert table is not None
         weight = table.weight if self.head_table is None else self.head_table
         with self._autocast():
-            return F.linear(self.model.norm(x_BTD), weight).float()
+            return product(self.model.norm(x_BTD), weight).float()
 
     def _enter(self, inputs: Tensor) -> Tensor:
         if self.is_first:

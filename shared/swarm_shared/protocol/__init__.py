@@ -5,8 +5,8 @@ JSON:
 
     CONTROL_PROTOCOL    one stream per client, both directions
         client          Hello, StageRequest, Heartbeat, AddressUpdate, Receipts, LeaseResult,
-                        MaskRequest, RoundReport, NotFinite, Applied, Ready, SyncFailed,
-                        SnapshotReady, SnapshotFailed, Dropped, AuditResult,
+                        MaskRequest, RoundReport, NotFinite, NotCounted, Applied, Ready,
+                        SyncFailed, SnapshotReady, SnapshotFailed, Dropped, AuditResult,
                         SumsChecked, Leaving
         coordinator     Welcome, Refused, CertificateRenewed, AssignStage, Roster, RosterChange,
                         Lease, Mask, Close, SumCheck, AbortRound, Drop, Audit, Apply, SaveSnapshot,
@@ -78,6 +78,7 @@ from swarm_shared.protocol.control import (
     Leaving,
     Mask,
     MaskRequest,
+    NotCounted,
     NotFinite,
     Ready,
     Receipts,
@@ -211,6 +212,7 @@ __all__ = [
     "Mask",
     "MaskRequest",
     "Neighbour",
+    "NotCounted",
     "NotFinite",
     "PathKind",
     "PeerRecord",

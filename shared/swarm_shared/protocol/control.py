@@ -26,6 +26,7 @@ from swarm_shared.base.types import (
     ManifestEnvelope,
     Microbatches,
     MicrobatchIndex,
+    MicrobatchPeers,
     MicrobatchReceipts,
     Norm,
     OwnerEnvelope,
@@ -193,6 +194,16 @@ class LeaseResult(FrozenModel):
     ok: bool
     reason: Text = ""
     receipts: MicrobatchReceipts = ()
+    owing: MicrobatchPeers = ()
+    """As in the `Backward` of stage 0."""
+
+
+class NotCounted(FrozenModel):
+    """Microbatches that this peer has answered and will not count."""
+
+    kind: Literal["not_counted"] = "not_counted"
+    step: Step
+    microbatches: Microbatches
 
 
 class MaskRequest(FrozenModel):
@@ -323,8 +334,8 @@ class Leaving(FrozenModel):
 
 ClientMessage = Annotated[
     Hello | StageRequest | Heartbeat | AddressUpdate | Receipts | LeaseResult | MaskRequest
-    | RoundReport | NotFinite | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed
-    | Dropped | AuditResult | SumsChecked | Leaving,
+    | RoundReport | NotFinite | NotCounted | Applied | Ready | SyncFailed | SnapshotReady
+    | SnapshotFailed | Dropped | AuditResult | SumsChecked | Leaving,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from swarm_shared.base.types import (
     Envelope,
     Loss,
     MicrobatchIndex,
+    MicrobatchPeers,
     MicrobatchReceipts,
     RunId,
     Seconds,
@@ -97,6 +98,9 @@ class Backward(FrozenModel):
     uplink has not limited sending."""
     loss_sum: Loss
     tokens: Count
+    owing: MicrobatchPeers = ()
+    """The peers that have yet to count the microbatch, of this stage and those after it. Each sends
+    its receipt, or `NotCounted`, to the coordinator."""
 
 
 class StageCancel(FrozenModel):

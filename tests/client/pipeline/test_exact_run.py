@@ -1,5 +1,6 @@
 """A swarm's arithmetic without its processes: whichever peer computes a microbatch, in whatever
-order and with whatever removed again, the parameters equal the reference's bit for bit."""
+order, with the weights' gradients sooner or later and with whatever removed again, the parameters
+equal the reference's bit for bit."""
 
 from __future__ import annotations
 
@@ -51,6 +52,8 @@ class Churning:
         self.manifest = manifest
         self.dice = random.Random(seed)
         self.requests = 0
+        self.owed: list[tuple[Peer, int]] = []
+        """Computations whose weights' gradients are not counted yet."""
         self.stages = [
             [Peer(manifest, stage) for _ in range(PEERS)] for stage in range(manifest.stage_count)
         ]
@@ -61,6 +64,7 @@ class Churning:
         self.dice.shuffle(microbatches)
         losses = [self._microbatch(step, microbatch) for microbatch in microbatches]
         tokens = len(microbatches) * self.manifest.tokens_per_microbatch
+        self._pay(lambda: True)
         self._close(step, tokens)
         return math.fsum(losses) / tokens
 
@@ -73,8 +77,22 @@ class Churning:
         if other is not way[twice]:
             again = [*way[:twice], other, *way[twice + 1 :]]
             self._drive(step, microbatch, again)
+            self._pay(lambda: True)
             assert other.runner.uncommit(step, (MicrobatchIndex(microbatch),))
+        self._pay(lambda: self.dice.random() < 0.5)
         return loss
+
+    def _pay(self, more: Callable[[], bool]) -> None:
+        """Have weights' gradients computed, in any order."""
+        self.dice.shuffle(self.owed)
+        while self.owed and more():
+            peer, request = self.owed.pop()
+            peer.runner.weights(request)
+
+    def _owe(self, peer: Peer, result: BackwardResult, wire: bytes | None) -> None:
+        if result.owed is not None:
+            self.owed.append((peer, self.requests))
+            peer.runner.transcribe(self.requests, result, None if wire is None else slot_of(wire))
 
     def _drive(self, step: Step, microbatch: int, way: Sequence[Peer]) -> float:
         self.requests += 1
@@ -85,6 +103,7 @@ class Churning:
             result = peer.runner.forward(self.requests, step, index, True, slot_of(payload))
             assert isinstance(result, ForwardResult)
             payload = sent(peer.runner.codec.write_output, result.output)
+            peer.runner.output_sent(self.requests, slot_of(payload))
         payload += targets.tobytes()
         last = way[-1].runner.forward(self.requests, step, index, True, slot_of(payload))
         assert isinstance(last, BackwardResult)
@@ -93,7 +112,9 @@ class Churning:
         for sender, peer in zip(way[:0:-1], way[-2::-1], strict=True):
             assert result.input_gradient is not None
             payload = sent(sender.runner.codec.write_input_gradient, result.input_gradient)
+            self._owe(sender, result, payload)
             result = peer.runner.backward(self.requests, slot_of(payload))
+        self._owe(way[0], result, None)
         return last.loss_sum
 
     def _close(self, step: Step, tokens: int) -> None:

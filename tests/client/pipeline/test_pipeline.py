@@ -11,8 +11,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -30,6 +31,8 @@ from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.messages import WeightsDone
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.identity.credentials import MembershipCertificate, Receipt
@@ -41,8 +44,10 @@ from swarm_shared.protocol import (
     Forward,
     Mask,
     MaskRequest,
+    NotCounted,
     NotFinite,
     PeerRecord,
+    Receipts,
     RefusalReason,
     Roster,
     StageHello,
@@ -70,6 +75,10 @@ class RecordingWorker:
     forwards: list[tuple[int, bool]] = field(default_factory=list)
     discarded: int = 0
     hold: trio.Event | None = None
+    owes: trio.Event | None = None
+    """If set: answers come before the weights' gradients, which wait for it."""
+    fails: bool = False
+    """Whether these cannot be computed."""
     entered: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
@@ -89,16 +98,30 @@ class RecordingWorker:
         if not self.is_last:
             self._wants[request] = (microbatch, accumulate)
             return Output(request, payload, TOKENS, 0.01)
-        return Output(
-            request, payload, TOKENS, 0.01, 8.0, self._add(microbatch, accumulate), TRANSCRIPT
-        )
+        return self._answer(request, payload, 8.0, microbatch, accumulate)
 
     async def backward(self, handle: Output, payload: bytes) -> Output:
         microbatch, accumulate = self._wants.pop(handle.request)
+        gradient = memoryview(bytes(payload))
+        return self._answer(handle.request, gradient, None, microbatch, accumulate)
+
+    def _answer(
+        self, request: int, gradient: memoryview, loss_sum: float | None, microbatch: int,
+        accumulate: bool,
+    ) -> Output:  # fmt: skip
+        if self.owes is not None and accumulate:
+            self._wants[request] = (microbatch, accumulate)
+            return Output(request, gradient, TOKENS, 0.01, loss_sum, owed=True)
         added = self._add(microbatch, accumulate)
-        return Output(
-            handle.request, memoryview(bytes(payload)), TOKENS, 0.01, None, added, TRANSCRIPT
-        )
+        return Output(request, gradient, TOKENS, 0.01, loss_sum, added, TRANSCRIPT)
+
+    async def weights(self, handle: Output) -> WeightsDone:
+        assert self.owes is not None
+        await self.owes.wait()
+        if self.fails:
+            raise RequestFailed("not_finite", "a gradient holds NaNs")
+        added = self._add(*self._wants.pop(handle.request))
+        return WeightsDone(seconds=0.02, added=added, transcript=TRANSCRIPT)
 
     def discard(self, handle: Output) -> None:
         self.discarded += 1
@@ -122,11 +145,14 @@ class Peer:
         )  # fmt: skip
         self.holding = held_stage(identity, self.worker, stage, run=RUN)
         self.uplink_seconds = 0.0
-        self.not_finite: list[NotFinite] = []
+        self.sent: list[NotFinite | NotCounted | Receipts] = []
+        """What the coordinator was sent."""
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         gate = AdmissionGate(RUN, world.organiser.peer_id, self.view)
-        self.server = StageServer(CurrentMembership(self.membership), gate, self, self)
+        self.server = StageServer(
+            CurrentMembership(self.membership), gate, self, self, node.peer_id, world.nursery
+        )
         self.server.holding = self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
@@ -138,9 +164,9 @@ class Peer:
         """In the uplink share's place."""
         return self.uplink_seconds
 
-    def send(self, message: NotFinite) -> bool:
+    def send(self, message: NotFinite | NotCounted | Receipts) -> bool:
         """In the coordinator link's place."""
-        self.not_finite.append(message)
+        self.sent.append(message)
         return True
 
 
@@ -288,6 +314,91 @@ async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_r
     ]
     # Stage 0 reversed the input, the last stage reversed it again: the gradient is the input.
     assert bytes(answer.payload) == INPUT
+
+
+async def test_an_answer_comes_before_it_is_counted_and_the_receipt_goes_to_the_coordinator() -> (
+    None
+):
+    async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as trainer:
+        w.publish(trainer)
+        first.worker.owes, last.worker.owes = trio.Event(), trio.Event()
+        answer = await w.downstream(trainer, 0).send(parcel(3))
+        assert bytes(answer.payload) == INPUT
+        assert answer.header.receipts == ()
+        assert answer.header.owing == (last.node.peer_id, first.node.peer_id)
+        assert first.worker.accumulated == last.worker.accumulated == []
+        assert first.holding.owed == 1
+
+        first.worker.owes.set()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        (message,) = first.sent
+        assert isinstance(message, Receipts)
+        (receipt,) = (Receipt.open(base64.b64decode(one)) for one in message.receipts)
+        assert (receipt.peer, receipt.microbatch) == (first.identity.peer_id, 3)
+        assert last.sent == []
+        # Forward, backward and weights are one microbatch of its rate.
+        assert first.holding.meter.computed == 1
+        assert first.holding.meter.busy_seconds == pytest.approx(0.04)
+
+
+async def test_a_sender_that_goes_does_not_stop_what_it_was_answered_before_it_was_counted() -> (
+    None
+):
+    async with world() as w, w.peer(1) as last:
+        last.worker.owes = trio.Event()
+        async with w.peer(0) as sender:
+            await w.downstream(sender, 1).send(parcel(3, accumulate=(1,)))
+        last.worker.owes.set()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert last.worker.accumulated == [3]
+        assert [type(message) for message in last.sent] == [Receipts]
+
+
+async def test_what_cannot_be_counted_after_its_answer_is_said_to_the_coordinator() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        last.worker.owes, last.worker.fails = trio.Event(), True
+        last.worker.owes.set()
+        await w.downstream(sender, 1).send(parcel(3, accumulate=(1,)))
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert last.sent == [
+            NotFinite(step=1, microbatch=3, sender=sender.node.peer_id),
+            NotCounted(step=1, microbatches=(3,)),
+        ]
+        assert last.holding.account.count(1) == 0
+
+
+async def test_a_pause_gives_up_what_is_answered_and_not_counted() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        last.worker.owes = trio.Event()
+        await w.downstream(sender, 1).send(parcel(3, accumulate=(1,)))
+        last.server.paused = True
+        last.server.hand_back()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert last.sent == [NotCounted(step=1, microbatches=(3,))]
+        assert last.holding.owed == 0
+
+
+@pytest.mark.parametrize("field", ["receipts", "owing"])
+async def test_an_answer_that_names_more_peers_than_there_are_stages_is_no_answer(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = StageServer._run_task
+
+    async def crowded(self: StageServer, work: Any) -> Any:
+        answer = await honest(self, work)
+        if answer is None or work.holding.stage == 0:
+            return answer
+        many = {"receipts": ("r",) * 512, "owing": (self.peer,) * 512}
+        header = answer.header.model_copy(update={field: many[field]})
+        return replace(answer, header=header)
+
+    monkeypatch.setattr(StageServer, "_run_task", crowded)
+    async with world() as w, w.peer(0) as first, w.peer(1), w.peer(0) as trainer:
+        w.publish(trainer)
+        w.missing = (0, 1)
+        with pytest.raises(MicrobatchAbandoned, match="of 1 stages"):
+            await w.downstream(trainer, 0).send(parcel(3))
+        assert first.worker.accumulated == []
 
 
 async def test_a_peer_whose_line_takes_longer_than_its_device_gets_as_much_as_its_line_takes() -> (

@@ -62,6 +62,7 @@ class Answer:
     loss_sum: float = 0.0
     service_seconds: float = 0.0
     total_seconds: float = 0.0
+    owing: tuple[PeerId, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -29,6 +29,7 @@ from swarm_shared.identity.credentials import Receipt
 from swarm_shared.scheduling.placement import most_underserved_stage
 from swarm_shared.volunteer_rules import stage_tenure
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+from swarm_shared.volunteer_rules.stage_account import StageAccount
 from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
 
 if TYPE_CHECKING:
@@ -122,8 +123,12 @@ class SimPeer:
             self._carry_out()
 
     def pause(self) -> None:
-        """Its user needs the machine. Started work is finished, as in a grace period."""
+        """Its user needs the machine. Started work is finished, as in a grace period, but for what
+        no other peer waits for."""
         self.paused = True
+        for stage in self.stages.values():
+            for owed in list(stage.owed):
+                owed.give_up()
         self.trainer.pause()
         self._send_heartbeat()
 
@@ -229,10 +234,13 @@ class SimPeer:
 
     def _report_receipts(self) -> None:
         if self.holding is not None and self.link is not None and self.attached:
-            batch = self.holding.account.take_unreported()
-            if batch:
-                self.deliver(lambda session, peer: events.ReceiptsVerified(session, peer, batch))
+            self.report_receipts(self.holding.account)
         self.later(0.5, self._report_receipts)
+
+    def report_receipts(self, account: StageAccount[Receipt]) -> None:
+        batch = account.take_unreported()
+        if batch:
+            self.deliver(lambda session, peer: events.ReceiptsVerified(session, peer, batch))
 
     def ask_mask(
         self, step: Step, microbatch: MicrobatchIndex, sender: Downstream, query: int

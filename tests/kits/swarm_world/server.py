@@ -15,7 +15,8 @@ from kits.swarm_world.facts import (
 )
 from kits.swarm_world.network import Edge
 from swarm_shared.base.types import PeerId
-from swarm_shared.protocol import NotFinite, RefusalReason
+from swarm_shared.protocol import NotCounted, NotFinite, RefusalReason
+from swarm_shared.volunteer_rules.stage_account import Computation
 
 if TYPE_CHECKING:
     from kits.swarm_world.peer import SimPeer
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 MOST_QUEUED = 8
 """Microbatches that one peer holds at once."""
+
+OWING_SHARE = 0.6
+"""Share of the microbatches that are answered before they are counted."""
 
 BUSY_SHARE = 0.03
 """Share of the requests that are refused although there is room."""
@@ -118,12 +122,28 @@ class Serving:
                 NotFinite(step=parcel.step, microbatch=parcel.microbatch, sender=sender)
             )
             self.refuse(RefusalReason.FAILED)
+        elif self._computation.accumulate and worker.peer.world.rng.random() < OWING_SHARE:
+            self._request_worker(lambda: False, self._answer_first)
         else:
             accumulate = self._computation.accumulate
             self._request_worker(
                 lambda: worker.accumulate(parcel.step, parcel.microbatch, accumulate),
                 self._computed,
             )
+
+    def _answer_first(self, _added: bool) -> None:
+        """Answer, and count the microbatch later."""
+        stage, receipts = self._stage, self._below.receipts
+        receipt = stage.account.receipt(self._parcel.step, self._parcel.microbatch)
+        Owed(stage, self._computation)
+        self._reply(
+            Answer(
+                None, receipts if receipt is None else (*receipts, receipt),
+                service_seconds=0.05 * stage.peer.slowness,
+                total_seconds=stage.peer.world.now - self._arrived_at,
+                owing=(*self._below.owing, stage.peer.id),
+            )
+        )  # fmt: skip
 
     def _computed(self, added: bool) -> None:
         parcel, stage = self._parcel, self._stage
@@ -139,7 +159,7 @@ class Serving:
             Answer(
                 None, receipts if receipt is None else (*receipts, receipt),
                 service_seconds=0.05 * stage.peer.slowness,
-                total_seconds=stage.peer.world.now - self._arrived_at,
+                total_seconds=stage.peer.world.now - self._arrived_at, owing=self._below.owing,
             )
         )  # fmt: skip
 
@@ -163,6 +183,47 @@ class Serving:
             del self._edge.tasks[self._request]
         if self._delivery is not None and self._stage.next is not None:
             self._stage.next.withdraw(self._delivery)
+
+
+class Owed:
+    """A microbatch that was answered before it is counted."""
+
+    def __init__(self, stage: Stage, computation: Computation) -> None:
+        self._stage, self._computation = stage, computation
+        self._ended = False
+        stage.owed[self] = None
+        step, microbatch, worker = computation.step, computation.microbatch, stage.worker
+        seconds = worker.peer.world.rng.choice((0.02, 0.02, 0.6))
+        worker.peer.later(
+            seconds,
+            lambda: worker.request(
+                0.05, lambda: worker.accumulate(step, microbatch, accumulate=True), self._computed
+            ),
+        )
+
+    def _computed(self, added: bool) -> None:
+        if self._ended:
+            return
+        stage, computation = self._stage, self._computation
+        receipt = stage.account.finish(
+            computation, added=added, tokens=TOKENS,
+            loss_sum=stage.loss(computation.step, computation.microbatch),
+            transcript=stage.worker.transcript(computation.step, computation.microbatch),
+        )  # fmt: skip
+        self._end(counted=receipt is not None)
+        if not stage.owed and stage.peer.holding is stage:
+            stage.peer.report_receipts(stage.account)
+
+    def give_up(self) -> None:
+        """The stage is served no longer, or the peer's user needs the machine."""
+        self._end(counted=False)
+
+    def _end(self, *, counted: bool) -> None:
+        self._ended = True
+        del self._stage.owed[self]
+        if not counted:
+            step, microbatch = self._computation.step, self._computation.microbatch
+            self._stage.peer.send(NotCounted(step=step, microbatches=(microbatch,)))
 
 
 def has_parameters_for(stage: Stage, parcel: Parcel) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kits.swarm_world.peer import SimPeer
-    from kits.swarm_world.server import Serving
+    from kits.swarm_world.server import Owed, Serving
 
 WORK_SECONDS = {
     step_close.Uncommit: 0.02,
@@ -52,6 +52,7 @@ class Stage:
         self.is_last = self.index == peer.world.options.stages - 1
         self.worker = SimWorker(peer, self.index)
         self.tasks: dict[Serving, None] = {}
+        self.owed: dict[Owed, None] = {}
         self.next: Downstream | None = None
         self.close: step_close.StepClose[Receipt] | None = None
         """Set while the stage is held and served."""
@@ -87,6 +88,8 @@ class Stage:
         self.close = None
         for task in list(self.tasks):
             task.refuse(RefusalReason.FAILED)
+        for owed in list(self.owed):
+            owed.give_up()
         if self.next is not None:
             self.next.close()
             self.next = None

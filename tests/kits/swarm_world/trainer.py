@@ -57,7 +57,8 @@ class Trainer:
         def done(answer: Answer) -> None:
             self.driving.remove(started)
             if answer.ok:
-                self._resolve(computed, answer.receipts)
+                result = computed.model_copy(update={"owing": answer.owing})
+                self._resolve(result, answer.receipts)
             else:
                 self._resolve(handed_back(lease, leased, "failed"))
             self._leases.finished(started, self._peer.world.now, ok=answer.ok)
@@ -78,6 +79,6 @@ class Trainer:
         self._peer.deliver(
             lambda session, peer: events.LeaseResolved(
                 session, peer, result.step, result.microbatch, result.lease, result.ok,
-                result.reason, receipts,
+                result.reason, receipts, result.owing,
             )
         )  # fmt: skip

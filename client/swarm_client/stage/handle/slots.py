@@ -61,6 +61,8 @@ class Output:
     added: bool = False
     transcript: Transcript | None = None
     """Of the gradient in the accumulator, if the microbatch is in it."""
+    owed: bool = False
+    """Whether the gradients of the weights are yet to be computed (`StageWorker.weights`)."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

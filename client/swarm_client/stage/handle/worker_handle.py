@@ -40,6 +40,7 @@ KEPT_BUDGET_BYTES = 512 * 2**20
 _COMPUTATIONS = (
     messages.RunForward,
     messages.RunBackward,
+    messages.RunWeights,
     messages.SaveKept,
     messages.RunAudit,
 )
@@ -149,6 +150,16 @@ class StageWorker:
         """Free the slot of a forward and what is kept for its backward, which will not follow."""
         handle.release()
         self._rpc.post(messages.Discard(request=handle.request))
+
+    async def weights(self, handle: Output) -> messages.WeightsDone:
+        """Compute and accumulate what an `owed` output has left. Cancelling the call discards
+        it."""
+        request = messages.RunWeights(computation=handle.request)
+        try:
+            return await self._rpc.call(request, messages.WeightsDone, on_cancel=messages.Discard)
+        except trio.Cancelled:
+            self.discard(handle)
+            raise
 
     # ---- audits
 
@@ -305,13 +316,13 @@ class StageWorker:
                 payload = self._view(slot, answer.nbytes) if answer.nbytes else None
                 return Output(
                     answer.request, payload, answer.tokens, answer.seconds,
-                    answer.loss_sum, answer.added, answer.transcript, give_back,
+                    answer.loss_sum, answer.added, answer.transcript, answer.owed, give_back,
                 )  # fmt: skip
         raise AssertionError(f"{type(answer).__name__} is no computation's answer")
 
     async def _receive_all(self) -> None:
         while (answer := await self._rpc.receive()) is not None:
-            if isinstance(answer, messages.ForwardDone | messages.BackwardDone):
+            if isinstance(answer, messages.Computed):
                 self._liveness.answered(answer.seconds)
             else:
                 self._liveness.answered()

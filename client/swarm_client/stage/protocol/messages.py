@@ -13,11 +13,9 @@ Rules
    to the daemon. The worker therefore never waits for a slot and cannot be part of a deadlock; the
    number of slots bounds the number of requests that it holds.
 4. **Order.** Between two computations the worker drains its inbox. Control requests are carried out
-   there, in order of arrival and ahead of queued computations; then one computation: a RunBackward
-   before any RunForward (1F1B: it frees memory soonest), an older step before a
-   newer one, else in order of arrival; SaveKept and RunAudit when nothing else waits, or after
-   four others. Under a duty cycle a rest precedes that computation, and
-   control requests are carried out during it. A caller that needs a control request after a
+   there, in order of arrival and ahead of queued computations; then one computation
+   (`swarm_shared.volunteer_rules.compute_order`). Under a duty cycle a rest precedes it, and
+   control requests are carried out during the rest. A caller that needs a control request after a
    computation awaits the answer of the computation first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
    and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
@@ -27,6 +25,8 @@ Rules
    microbatch is Failed "unknown_microbatch".
 6. **Once.** A microbatch is in the accumulator at most once, `added` reports whether this request
    put it there, and a failed request leaves no trace.
+7. **Owed.** A BackwardDone may come before the gradients of the weights are computed. It is `owed`
+   then, and RunWeights or Discard is to follow.
 """
 
 from __future__ import annotations
@@ -119,6 +119,14 @@ class RunBackward(Numbered):
     nbytes: Bytes
 
 
+class RunWeights(Numbered):
+    """Compute the gradients of weights that an answer has left owed, and accumulate them."""
+
+    kind: Literal["run_weights"] = "run_weights"
+    computation: RequestNumber
+    """Number of the request with that answer: a RunBackward, on the last stage a RunForward."""
+
+
 class SaveKept(Numbered):
     """Write what is kept of a microbatch in the accumulator to `path`, for its auditor: the inputs
     and the output's gradient, as they came; with `computed`, what it gives (`AuditedTensors`)."""
@@ -148,7 +156,8 @@ class RunAudit(Numbered):
 
 
 class Discard(Numbered):
-    """Discard the computation with this number, queued or waiting for its RunBackward. No answer.
+    """Discard the computation with this number, queued or waiting for its RunBackward or
+    RunWeights. No answer.
 
     A queued computation is answered with Failed "discarded"; one that is running ends so at its
     next layer; a finished one stays finished (ListAccumulated shows it).
@@ -257,8 +266,8 @@ class SetLimits(Numbered):
 
 ComputeRequest = RunForward | RunBackward
 WorkerRequest = Annotated[
-    ConfigureStage | RunSelfTest | RunForward | RunBackward | SaveKept | RunAudit | Discard
-    | Uncommit
+    ConfigureStage | RunSelfTest | RunForward | RunBackward | RunWeights | SaveKept | RunAudit
+    | Discard | Uncommit
     | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | DigestSums | ApplyUpdate
     | SaveStageState | LoadStageState | ReinitialiseStage | SetLimits,
     Field(discriminator="kind"),
@@ -326,6 +335,16 @@ class BackwardDone(Computed):
     loss_sum: Finite | None = None
     transcript: Transcript | None = None
     """Of the gradient in the accumulator, if the microbatch is in it and was to be accumulated."""
+    owed: bool = False
+    """Whether a RunWeights has to follow for the microbatch to be accumulated."""
+
+
+class WeightsDone(Computed):
+    """Answer to RunWeights; `transcript` as in BackwardDone."""
+
+    kind: Literal["weights_done"] = "weights_done"
+    added: bool
+    transcript: Transcript | None = None
 
 
 class KeptSaved(Numbered):
@@ -436,9 +455,10 @@ class Failed(Failure):
 
 
 WorkerAnswer = Annotated[
-    Awake | StageConfigured | SelfTested | ForwardDone | BackwardDone | KeptSaved | AuditDone
-    | Uncommitted | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared | NormComputed
-    | SumsDigested | UpdateApplied | StageStateSaved | StageStateLoaded | LimitsSet | Failed,
+    Awake | StageConfigured | SelfTested | ForwardDone | BackwardDone | WeightsDone | KeptSaved
+    | AuditDone | Uncommitted | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared
+    | NormComputed | SumsDigested | UpdateApplied | StageStateSaved | StageStateLoaded | LimitsSet
+    | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

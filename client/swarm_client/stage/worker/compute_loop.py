@@ -1,8 +1,8 @@
 """The compute loop: messages in, computations in the right order, answers out.
 
-Owns the order of work (rule 4 of `swarm_client.stage.protocol.messages`) and the translation of
-request failures into Failed answers. Any other exception is a bug: it ends the process with a
-traceback in its log, and the daemon starts another one.
+Owns the translation of request failures into Failed answers. Does not own which computation is next
+(`swarm_shared.volunteer_rules.compute_order`). Any other exception is a bug: it ends the process
+with a traceback in its log, and the daemon starts another one.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from swarm_shared.base.types import Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
 
 _COMPUTING_CONTROLS = (
     messages.Uncommit,
@@ -47,8 +48,7 @@ _COMPUTING_CONTROLS = (
 )
 """The control requests that compute."""
 
-COMPUTATIONS_BEFORE_AUDIT = 4
-"""Computations that go before an audit that waits: the step's close waits for it, too."""
+Computation = messages.ComputeRequest | messages.RunWeights | messages.SaveKept | messages.RunAudit
 
 WorkerLink = SyncLink[messages.WorkerRequest]
 RequestT = TypeVar("RequestT", bound=Numbered)
@@ -71,10 +71,7 @@ class ComputeLoop:
         self._clock = clock
         self._duty = DutyCycle(clock)
         self._threads = torch.get_num_threads()
-        self._backwards: deque[messages.RunBackward] = deque()
-        self._forwards: deque[messages.RunForward] = deque()
-        self._audits: deque[messages.SaveKept | messages.RunAudit] = deque()
-        self._before_audit = COMPUTATIONS_BEFORE_AUDIT
+        self._waiting: ComputeOrder[Computation] = ComputeOrder()
         self._computing: int | None = None
         """Number of the request being computed, which may be discarded meanwhile."""
         self._unread: deque[messages.WorkerRequest | None] = deque()
@@ -87,7 +84,7 @@ class ComputeLoop:
         """Serve requests until the daemon closes the link."""
         try:
             while self._drain():
-                request = self._next()
+                request = self._waiting.take(memory_short=self._runner.memory_short)
                 begun = self._clock()
                 self._computing = request.request
                 answer = _answer(request, self._compute)
@@ -97,34 +94,22 @@ class ComputeLoop:
         except LinkClosed:
             return
 
-    def _next(self) -> messages.ComputeRequest | messages.SaveKept | messages.RunAudit:
-        """Take the next computation out of its queue."""
-        if self._audits and not (self._before_audit and (self._backwards or self._forwards)):
-            self._before_audit = COMPUTATIONS_BEFORE_AUDIT
-            return self._audits.popleft()
-        self._before_audit -= bool(self._audits)
-        if self._backwards:
-            backward = min(self._backwards, key=self._step_of)
-            self._backwards.remove(backward)
-            return backward
-        forward = min(self._forwards, key=self._step_of)
-        self._forwards.remove(forward)
-        return forward
-
     def _drain(self) -> bool:
         """Handle all received messages; wait for one when nothing is queued. False at the end."""
         # Messages are handled during a rest: other stages may wait for this one to close the step.
-        while self._has_message(self._duty.rest_seconds()) or not self._queued():
+        while self._has_message(self._duty.rest_seconds()) or not self._waiting:
             message = self._unread.popleft() if self._unread else self._link.receive()
             if message is None:
                 return False
             match message:
                 case messages.RunBackward():
-                    self._backwards.append(message)
+                    self._add(Part.INPUT_GRADIENT, message)
                 case messages.RunForward():
-                    self._forwards.append(message)
+                    self._add(Part.FORWARD, message)
+                case messages.RunWeights():
+                    self._add(Part.WEIGHT_GRADIENTS, message)
                 case messages.SaveKept() | messages.RunAudit():
-                    self._audits.append(message)
+                    self._add(Part.AUDIT, message)
                 case messages.Discard():
                     self._discard(message.request)
                 case _:
@@ -133,6 +118,9 @@ class ComputeLoop:
                     if isinstance(message, _COMPUTING_CONTROLS):
                         self._duty.add_work(self._clock() - begun)
         return True
+
+    def _add(self, part: Part, request: Computation) -> None:
+        self._waiting.add(part, self._step_of(request), request)
 
     def _has_message(self, wait_seconds: float) -> bool:
         return bool(self._unread) or self._link.has_message(wait_seconds)
@@ -151,33 +139,29 @@ class ComputeLoop:
 
     def _fetch_next(self) -> None:
         """Copy the next input to the device while it computes."""
-        coming = min(self._forwards, key=self._step_of, default=None)
+        coming = self._waiting.next_forward()
         if isinstance(coming, messages.RunForward):
             with suppress(RequestFailed):  # its own forward reports the failure
                 payload = self._memory.slot(coming.slot, coming.nbytes)
                 self._runner.prefetch(coming.request, payload)
 
-    def _queued(self) -> bool:
-        return bool(self._backwards or self._forwards or self._audits)
-
     def _discard(self, number: int) -> None:
         self._runner.discard(number)
-        for queue in (self._backwards, self._forwards, self._audits):
-            for queued in queue:
-                if queued.request == number:
-                    queue.remove(queued)  # type: ignore[arg-type]
-                    failed = messages.Failed(code="discarded", message="discarded by the daemon")
-                    self._link.send(failed.numbered(number))
-                    return
+        if self._waiting.discard(lambda queued: queued.request == number):
+            failed = messages.Failed(code="discarded", message="discarded by the daemon")
+            self._link.send(failed.numbered(number))
 
     # ---- computations
 
-    def _compute(
-        self, request: messages.ComputeRequest | messages.SaveKept | messages.RunAudit
-    ) -> Numbered:
+    def _compute(self, request: Computation) -> Numbered:
         if isinstance(request, messages.SaveKept | messages.RunAudit):
             return self._audit(request)
         started = self._clock()
+        if isinstance(request, messages.RunWeights):
+            added, transcript = self._runner.weights(request.computation)
+            return messages.WeightsDone(
+                added=added, transcript=transcript, seconds=self._seconds(started)
+            )
         payload = self._memory.slot(request.slot, request.nbytes)
         step = self._step_of(request)
         result: ForwardResult | BackwardResult
@@ -210,13 +194,14 @@ class ComputeLoop:
                     distance=found.distance, sums=found.sums,
                 )  # fmt: skip
 
-    def _step_of(self, request: messages.ComputeRequest) -> Step:
-        """The step of a request. An older step goes first: its close delays all later steps."""
+    def _step_of(self, request: Computation) -> Step:
         match request:
-            case messages.RunForward():
-                return request.step
             case messages.RunBackward():
                 return self._runner.step_of(request.forward)
+            case messages.RunWeights():
+                return self._runner.step_of(request.computation)
+            case _:
+                return request.step
 
     def _answer_of(
         self,
@@ -245,13 +230,13 @@ class ComputeLoop:
                         self._runner.take_back(result)
                         raise
                     wire = slot[:nbytes]
-                transcript = self._runner.transcribe(result, wire)
+                transcript = self._runner.transcribe(request.request, result, wire)
                 if wire is not None:
                     self._corrupt(FaultPoint.BACKWARD, step, request.slot, nbytes)
                 return messages.BackwardDone(
                     nbytes=nbytes, tokens=tokens, added=result.added,
                     loss_sum=result.loss_sum, transcript=transcript,
-                    seconds=self._seconds(started),
+                    seconds=self._seconds(started), owed=result.owed is not None,
                 )  # fmt: skip
 
     def _seconds(self, started: float) -> float:

@@ -10,6 +10,9 @@ be computed again (`swarm_shared.model.graph_sizes`); beyond it only the input i
 backward pass that needs room takes the graph of the newest microbatch, which is needed last. The
 sizes are measured on the first forward: the storages that autograd saves, without the parameters.
 
+A backward pass answers first and leaves the gradients of the weights for later where memory allows
+(`swarm_shared.model.split_backward`): what is kept for them counts as part of a graph.
+
 Every gradient is computed separately, checked for finiteness and only then added, so that a failure
 leaves no trace. That costs one more copy of the parameters' size in memory during a backward pass,
 and one read of it.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +33,7 @@ from torch import Tensor
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.slot_sizes import slot_sizes
 from swarm_client.stage.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.device_transfer import device_copier
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
@@ -38,6 +43,7 @@ from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
 from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.split_backward import Weights, WeightTape
 from swarm_shared.run.manifest import Manifest
 
 
@@ -60,6 +66,8 @@ class BackwardResult:
     """Of what was exchanged so far, if it was accumulated."""
     known: Transcript | None = None
     """If it was in the accumulator already: the transcript of what is in it."""
+    owed: OwedWeights | None = None
+    """If it is to be accumulated later."""
 
 
 @dataclass(slots=True)
@@ -71,7 +79,17 @@ class Digests:
     input: str
     output: str = ""
     output_gradient: str = ""
+    input_gradient: str = ""
     gradient: str = ""
+
+    def transcript(self) -> Transcript:
+        return Transcript(
+            input=self.input,
+            output=self.output,
+            output_gradient=self.output_gradient,
+            input_gradient=self.input_gradient,
+            gradient=self.gradient,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +103,13 @@ class ComputedAgain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """A forward pass with its graph. `entry` is the leaf of the input's gradient: None on stage
-    0."""
+class OwedWeights:
+    """A microbatch between its answer and the gradients of the weights."""
 
-    entry: Tensor | None
-    output: Tensor
-    recomputed_layers: int = 0
+    digests: Digests
+    kept: KeptMicrobatch
+    gradients: ParameterGradients
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +124,7 @@ class _InFlight:
     wire_inputs: bytearray
     """The inputs as they came, if it is to be accumulated."""
     inputs: MicrobatchInput | None
-    graph: _Graph | None
+    graph: Graph | None
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -152,6 +170,9 @@ class StageRunner:
         """Known after the first computation with a graph."""
         self.graph_budget_bytes = graph_budget_bytes
         self._in_flight: dict[int, _InFlight] = {}
+        self._owed: dict[int, OwedWeights] = {}
+        self._splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
+        """Not where nothing waits for a gradient, nor in compiled layers, which are one product."""
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
         """Inputs of queued forwards that are copied, or being copied, to the device."""
         self.while_computing: Callable[[], None] = lambda: None
@@ -283,29 +304,55 @@ class StageRunner:
         if flight is not None and flight.digests is not None:
             flight.digests.output = wire_digest(wire)
 
-    def transcribe(self, result: BackwardResult, wire: memoryview | None) -> Transcript | None:
-        """The transcript of the gradient in the accumulator, if the microbatch is in it.
+    def transcribe(
+        self, request: int, result: BackwardResult, wire: memoryview | None
+    ) -> Transcript | None:
+        """The transcript of the gradient in the accumulator, if the microbatch is in it. What is
+        owed is kept under the request's number.
 
         `wire`: the input's gradient in the form in which it is sent; None on stage 0.
         """
         digests = result.digests
         if digests is None:
             return result.known
-        transcript = Transcript(
-            input=digests.input,
-            output=digests.output,
-            output_gradient=digests.output_gradient,
-            input_gradient="" if wire is None else wire_digest(wire),
-            gradient=digests.gradient,
-        )
+        digests.input_gradient = "" if wire is None else wire_digest(wire)
+        if result.owed is not None:
+            self._owed[request] = result.owed
+            return None
+        return self._record(digests)
+
+    def _record(self, digests: Digests) -> Transcript:
         accumulator = self.parameter_sets.of(digests.step).accumulator
-        accumulator.transcripts[digests.microbatch] = transcript
+        transcript = accumulator.transcripts[digests.microbatch] = digests.transcript()
         return transcript
 
     def take_back(self, result: BackwardResult) -> None:
         """Take out what was added a moment ago, because its answer cannot be sent."""
-        if result.digests is not None:
+        if result.added and result.digests is not None:
             self.uncommit(result.digests.step, (result.digests.microbatch,))
+
+    def weights(self, computation: int) -> tuple[bool, Transcript | None]:
+        """Accumulate what an answer has left owed; return whether this call added it, and the
+        transcript of what is in the accumulator. RequestFailed: unknown_microbatch, not_finite."""
+        owed = self._owed.pop(computation, None)
+        if owed is None:
+            raise RequestFailed("unknown_microbatch", "nothing is owed of it: its step is over")
+        digests = owed.digests
+        accumulator = self.parameter_sets.of(digests.step).accumulator
+        if not accumulator.contents.wants(digests.microbatch, accumulate=True):
+            return False, accumulator.transcripts.get(digests.microbatch)
+        gradients = self._computed(owed.gradients)
+        digests.gradient = accumulator.add(digests.microbatch, gradients, owed.kept)
+        return True, self._record(digests)
+
+    @property
+    def memory_short(self) -> bool:
+        """Whether what is owed leaves less memory than a forward's graph takes, with room for
+        another microbatch: less would be kept of the graph."""
+        if not self._owed:
+            return False
+        sizes = self._sizes
+        return self._room_bytes() < sizes.working_bytes() + sizes.least_working_bytes
 
     def _digests(self, step: Step, microbatch: MicrobatchIndex, wire: bytearray) -> Digests:
         """The digests of a stage's inputs; the last stage's output are the targets."""
@@ -317,12 +364,15 @@ class StageRunner:
     def discard(self, forward_request: int) -> None:
         self._fetched.pop(forward_request, None)
         self._in_flight.pop(forward_request, None)
+        self._owed.pop(forward_request, None)
 
-    def step_of(self, forward_request: int) -> Step:
-        """The step of a microbatch in flight; if it is not in flight, the step that is applied
+    def step_of(self, request: int) -> Step:
+        """The step of a microbatch in flight or owed; if it is neither, the step that is applied
         next."""
-        flight = self._in_flight.get(forward_request)
-        return Step(self.version + 1) if flight is None else flight.step
+        flight, owed = self._in_flight.get(request), self._owed.get(request)
+        if flight is not None:
+            return flight.step
+        return Step(self.version + 1) if owed is None else owed.digests.step
 
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
         """Take microbatches out of the step's accumulator; False, with nothing changed, if one of
@@ -345,6 +395,7 @@ class StageRunner:
         self._in_flight = {
             n: flight for n, flight in self._in_flight.items() if flight.step != step
         }
+        self._owed = {n: owed for n, owed in self._owed.items() if owed.digests.step != step}
         self._fetched.clear()
 
     def reset(self) -> None:
@@ -352,6 +403,7 @@ class StageRunner:
         for parameter_set in self.parameter_sets:
             parameter_set.accumulator.reset()
         self._in_flight.clear()
+        self._owed.clear()
         self._fetched.clear()
 
     def limit_memory(self, vram_bytes: int | None) -> None:
@@ -390,15 +442,18 @@ class StageRunner:
         inputs: MicrobatchInput,
         recomputed_layers: int,
         entry: Tensor | None = None,
-    ) -> _Graph:
+    ) -> Graph:
         """Run forward with a graph. `entry`: the input on the device, if it is there already."""
         stage = parameter_set.stage
         entry, targets_BT = self._on_device(inputs, entry)
         if not stage.is_first:
             # A new tensor over the same memory, so that the kept input stays free of autograd.
             entry = entry.detach().requires_grad_()
-        output = stage(entry, targets_BT, recomputed_layers)
-        return _Graph(None if stage.is_first else entry, output, recomputed_layers)
+        # Layers that are computed again are not recorded: their factors do not exist yet.
+        tape = WeightTape() if self._splits and not recomputed_layers else None
+        with nullcontext() if tape is None else tape.recording():
+            output = stage(entry, targets_BT, recomputed_layers)
+        return Graph(None if stage.is_first else entry, output, recomputed_layers, tape)
 
     def _run_without_graph(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
@@ -420,7 +475,7 @@ class StageRunner:
 
     def _graph_to_keep(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> _Graph | None:
+    ) -> Graph | None:
         """Run forward with as much of a graph as fits beside those in flight; None if nothing
         does."""
         if self.graph_sizes is None:
@@ -446,7 +501,7 @@ class StageRunner:
 
     def _graph_now(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None = None
-    ) -> _Graph:
+    ) -> Graph:
         """Run forward for a backward pass that follows at once, whatever memory that takes."""
         if self.graph_sizes is None:
             return self._run_measured(parameter_set, inputs, entry)
@@ -459,7 +514,7 @@ class StageRunner:
 
     def _run_measured(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> _Graph:
+    ) -> Graph:
         """Run forward with the graph of one layer only, as more might not fit, and measure it."""
         layers = list(parameter_set.stage.model.layers.values())
         saved = _SavedBytes(parameter_set.parameters)
@@ -495,11 +550,13 @@ class StageRunner:
 
     def _room_bytes(self) -> int:
         """Return the bytes that the graphs in flight leave of the budget."""
-        return self.graph_budget_bytes - sum(
+        graphs_bytes = sum(
             self._sizes.graph_bytes(flight.graph.recomputed_layers)
             for flight in self._in_flight.values()
             if flight.graph is not None
         )
+        owed_bytes = sum(owed.nbytes for owed in self._owed.values())
+        return self.graph_budget_bytes - graphs_bytes - owed_bytes
 
     def _make_room(self, wanted_bytes: int) -> None:
         """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""
@@ -525,39 +582,56 @@ class StageRunner:
 
     def _finish(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, graph:
-        _Graph,
+        Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
         accumulator = parameter_set.accumulator
-        add = accumulator.contents.wants(microbatch, accumulate)
-        input_gradient, gradients = self._differentiate(
-            graph, output_gradient, parameter_set.parameters if add else []
-        )
-        if not add or digests is None:
+        if digests is None or not accumulator.contents.wants(microbatch, accumulate):
+            input_gradient, _ = self._differentiate(graph, output_gradient, [], Weights.NEVER)
             known = accumulator.transcripts.get(microbatch) if accumulate else None
             return BackwardResult(input_gradient, False, known=known)
-        digests.gradient = accumulator.add(microbatch, gradients, kept)
+        weights = Weights.LATER if self._may_owe(graph) else Weights.NOW
+        input_gradient, gradients = self._differentiate(
+            graph, output_gradient, parameter_set.parameters, weights
+        )
+        if weights is Weights.LATER:
+            owed = OwedWeights(digests, kept, gradients, gradients.nbytes)
+            return BackwardResult(input_gradient, False, digests=digests, owed=owed)
+        digests.gradient = accumulator.add(microbatch, self._computed(gradients), kept)
         return BackwardResult(input_gradient, True, digests=digests)
 
+    def _may_owe(self, graph: Graph) -> bool:
+        """Whether a backward pass may leave the gradients of weights for later: what is kept for
+        them is at most as large as the graph, in which every factor has its like."""
+        if graph.tape is None:
+            return False
+        return self._room_bytes() >= self._sizes.working_bytes() + self._sizes.graph_bytes()
+
     def _differentiate(
-        self, graph: _Graph, output_gradient: Tensor | None, parameters: list[Tensor]
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input and of these parameters, checked for finiteness."""
-        wanted: list[Tensor] = [] if graph.entry is None else [graph.entry]
-        wanted += parameters
-        if not wanted:
-            return None, []
-        gradients = list(torch.autograd.grad(graph.output, wanted, output_gradient))
+        self, graph: Graph, output_gradient: Tensor | None, parameters: list[Tensor],
+        weights: Weights,
+    ) -> tuple[Tensor | None, ParameterGradients]:  # fmt: skip
+        """The gradient of the input, checked for finiteness, and those of the parameters."""
+        input_gradient, gradients = differentiate(
+            graph, output_gradient, parameters, weights, self.while_computing
+        )
+        self._check_finite([] if input_gradient is None else [input_gradient])
+        return input_gradient, gradients
+
+    def _computed(self, gradients: ParameterGradients) -> list[Tensor]:
+        """All gradients of the parameters, checked for finiteness."""
+        computed = gradients.computed()
         self.while_computing()
+        self._check_finite(computed)
+        return computed
+
+    def _check_finite(self, gradients: list[Tensor]) -> None:
         if not all_finite(gradients):
             raise RequestFailed(
                 "not_finite",
                 f"a gradient of stage {self.stage_index} holds infinities or NaNs; it was not "
                 "added to the step's",
             )
-        if graph.entry is None:
-            return None, gradients
-        return gradients[0], gradients[1:]
 
     def _recompute_gradients(
         self, parameter_set: ParameterSet, kept: KeptMicrobatch
@@ -574,9 +648,9 @@ class StageRunner:
             gradient = self.codec.read_gradient(memoryview(kept.output_gradient))
             output_gradient = self.copier.to_device(gradient)
         input_gradient, gradients = self._differentiate(
-            graph, output_gradient, parameter_set.parameters
+            graph, output_gradient, parameter_set.parameters, Weights.NOW
         )
-        return ComputedAgain(graph.output.detach(), input_gradient, gradients)
+        return ComputedAgain(graph.output.detach(), input_gradient, self._computed(gradients))
 
     def _finite_loss(self, loss: Tensor) -> float:
         loss_sum = float(loss.detach())

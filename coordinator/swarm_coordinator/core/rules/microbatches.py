@@ -3,6 +3,8 @@
 Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt of
 an attached peer and cleared when that peer is lost, because its accumulated gradient is lost with
 it. Microbatches that lack cells are leased again with a mask of exactly the stages that lack them.
+A delivered microbatch may lack cells of peers that are yet to count it: it is leased again only
+when such a peer is lost, gives it up, or takes as long as a lease.
 The evaluation is a step with held-out microbatches, which are counted and audited like others, and
 never averaged.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
@@ -27,7 +29,7 @@ from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest
+from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest, NotCounted
 
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the latency of the links."""
@@ -244,6 +246,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
         return False
     if (*cell, receipt.peer) in step.audits.dropping:
         return False  # of the computation that it is taking out
+    _owes_no_more(step, receipt.microbatch, receipt.peer)
     if cell in step.table:
         # Another peer was first. Close sends this peer its commit set, without this cell.
         known = step.table[cell].peer == receipt.peer
@@ -253,6 +256,11 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
         return known
     run.statistics.work.counted += 1
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum, receipt.transcript)
+    lease = step.leases.get(receipt.microbatch)
+    if lease is not None and is_done(run, step, receipt.microbatch):
+        trainer = run.peers.get(lease.trainer)
+        if trainer is not None:
+            trainer.delivered_at = now
     verdicts.counted(run, step, cell, now)
     return True
 
@@ -296,6 +304,8 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
     """Clear the cells that a peer has counted, except in an average that stands, and free its
     leases."""
     for step in run.steps.open():
+        for microbatch in list(step.owing):
+            _owes_no_more(step, microbatch, peer)
         kept = step.closing.kept_stages(peer) if step.closing is not None else frozenset()
         clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
         _free_leases(run, step, peer, now)
@@ -341,16 +351,41 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         return
     if not event.ok and _promote_speculative_lease(run, step, event.microbatch):
         return
+    owing = set(_still_owing(run, step, event))
+    if owing:
+        step.owing[event.microbatch] = owing
     _set_lease(run, step, event.microbatch, replace(lease, resolved_at=now))
-    trainer = run.peers.get(event.peer)
-    if trainer is not None and is_done(run, step, event.microbatch):
-        trainer.delivered_at = now
     if not event.ok and missing_stages(run, step, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
             f"{short(event.peer)} and is leased again: {event.reason}",
             event.peer,
         )
+
+
+def _still_owing(run: RunState, step: StepState, event: LeaseResolved) -> Iterator[PeerId]:
+    """Yield the peers that a trainer reports as owing a cell, as far as the cell is missing."""
+    for owing in event.owing if event.ok else ():
+        peer = run.peers.get(owing)
+        if peer is not None and peer.stage in missing_stages(run, step, event.microbatch):
+            yield owing
+
+
+def not_counted(run: RunState, peer: PeerState, message: NotCounted) -> None:
+    """Handle microbatches that a peer owed and has given up."""
+    step = run.steps.numbered(message.step)
+    if step is not None:
+        for microbatch in message.microbatches:
+            _owes_no_more(step, microbatch, peer.peer)
+
+
+def _owes_no_more(step: StepState, microbatch: MicrobatchIndex, peer: PeerId) -> None:
+    owing = step.owing.get(microbatch)
+    if owing is not None:
+        owing.discard(peer)
+        if not owing:
+            del step.owing[microbatch]
+            step.unsettled.add(microbatch)
 
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
@@ -366,7 +401,7 @@ def _set_lease(
     run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState
 ) -> None:
     step.leases[microbatch] = lease
-    heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+    heapq.heappush(step.lease_alarms, (_due_at(run, step, microbatch), microbatch))
 
 
 def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
@@ -382,11 +417,11 @@ def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
     for microbatch in sorted(step.unsettled):
         if is_done(run, step, microbatch):
             continue
-        lease = step.leases.get(microbatch)
-        if lease is None or now >= _due_at(run, lease):
+        due_at = _due_at(run, step, microbatch)
+        if now >= due_at:
             open_microbatches.append(microbatch)
         else:
-            heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+            heapq.heappush(step.lease_alarms, (due_at, microbatch))
     step.unsettled.clear()
     if open_microbatches:
         _grant(run, step, open_microbatches, now)
@@ -397,12 +432,16 @@ def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool
     return step.table.filled(microbatch) == run.manifest.stage_count
 
 
-def _due_at(run: RunState, lease: LeaseState) -> float:
-    """When a leased microbatch may be leased again if it is not done by then.
+def _due_at(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> float:
+    """When a microbatch may be leased again if it is not done by then; -inf without a lease.
 
     A trainer that keeps delivering keeps its other leases, however long its step takes.
     """
-    limits = run.manifest.limits
+    lease, limits = step.leases.get(microbatch), run.manifest.limits
+    if lease is None:
+        return -math.inf
+    if lease.resolved_at is not None and microbatch in step.owing:
+        return lease.resolved_at + limits.lease_seconds
     if lease.resolved_at is not None:
         return lease.resolved_at + max(LEASE_RETRY_SECONDS, 2 * limits.receipt_interval_seconds)
     trainer = run.peers.get(lease.trainer)

@@ -52,7 +52,7 @@ def lease_stragglers(run: RunState, step: StepState, now: float) -> None:
     late = [
         microbatch
         for microbatch, lease in step.leases.items()
-        if lease.resolved_at is None
+        if (lease.resolved_at is None or microbatch in step.owing)
         and lease.granted_at <= since
         and microbatch not in step.speculative_leases
         and not microbatches.is_done(run, step, microbatch)

@@ -50,6 +50,8 @@ class StepState:
     """Attempts of this step that failed because a stage's members averaged to different norms."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
+    owing: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
+    """The peers that have answered a delivered microbatch and have yet to count it."""
     speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     """Second leases of microbatches that lag at the end of the step (`core.rules.speculation`)."""
     duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)

@@ -62,12 +62,12 @@ def through(
     for runner, below in zip(reversed(runners[1:]), reversed(runners[:-1]), strict=True):
         assert result.input_gradient is not None
         sent = slot[: runner.codec.write_input_gradient(result.input_gradient, slot)]
-        transcripts.insert(0, runner.transcribe(result, sent))
+        transcripts.insert(0, runner.transcribe(number, result, sent))
         gradients.insert(0, sent.tobytes())
         slot = in_slot(below, gradients[0])
         result = below.backward(number, slot[: len(gradients[0])])
         added.insert(0, result.added)
-    transcripts.insert(0, runners[0].transcribe(result, None))
+    transcripts.insert(0, runners[0].transcribe(number, result, None))
     return Passed(transcripts, added, activations, gradients)
 
 

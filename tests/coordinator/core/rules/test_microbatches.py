@@ -12,7 +12,7 @@ from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotFinite
+from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotCounted, NotFinite
 
 
 def collecting(**options: Any) -> Bench:
@@ -349,3 +349,85 @@ def test_the_loss_does_not_depend_on_the_order_of_the_receipts() -> None:
         bench.average_all()
         losses.append(bench.records(AppliedStep)[0].loss)
     assert losses[0] == losses[1]
+
+
+# ---------------------------------------------------------------- delivered and not yet counted
+
+
+def delivered(bench: Bench, *owing: str, **changes: Any) -> tuple[str, int]:
+    """Microbatch 0 is delivered, and these peers owe their cells; the trainer and its lease."""
+    lease = bench.step().leases[MicrobatchIndex(0)]
+    peers = tuple(map(PeerId, owing))
+    bench.resolve(lease.trainer, 0, lease.lease, owing=peers, **changes)
+    return str(lease.trainer), lease.lease
+
+
+def leased_again(bench: Bench, commands: list[Command]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(m, mask) for _, _, m, mask in leased(bench, commands) if m == 0]
+
+
+def test_a_microbatch_that_peers_owe_is_not_leased_again_while_they_count_it() -> None:
+    bench = collecting()
+    delivered(bench, "a1", "a0")
+    assert leased_again(bench, bench.tick(10)) == []
+    assert leased_again(bench, bench.report("a1", 0)) == []
+    bench.report("a0", 0)
+    assert leased_again(bench, bench.tick(10)) == []
+    assert bench.step().owing == {}
+
+
+def test_a_microbatch_without_its_cells_that_no_peer_owes_is_leased_again_soon() -> None:
+    bench = collecting()
+    delivered(bench)
+    assert leased_again(bench, bench.tick(2)) == [(0, (0, 1))]
+
+
+def test_what_a_peer_owes_is_leased_again_when_it_gives_it_up() -> None:
+    bench = collecting()
+    delivered(bench, "a1", "a0")
+    bench.report("a0", 0)
+    bench.tick(5)
+    given_up = bench.send("a1", NotCounted(step=Step(1), microbatches=(MicrobatchIndex(0),)))
+    assert leased_again(bench, given_up) == [(0, (1,))]
+
+
+def test_what_a_peer_owes_is_leased_again_when_it_is_lost() -> None:
+    bench = collecting()
+    trainer, _ = delivered(bench, "b1", "b0")
+    bench.report("b0", 0)
+    bench.tick(5)
+    bench.lose("b1")
+    assert leased_again(bench, bench.tick(2)) == [(0, (1,))]
+    assert trainer in bench.run.peers
+
+
+def test_a_peer_that_owes_for_as_long_as_a_lease_lasts_is_not_waited_for() -> None:
+    bench = collecting()
+    delivered(bench, "a1")
+    bench.report("a0", 0)
+    seconds = bench.manifest.limits.lease_seconds
+    assert leased_again(bench, bench.tick(seconds - 2)) == []
+    assert leased_again(bench, bench.tick(4)) == [(0, (1,))]
+
+
+def test_only_peers_whose_cells_are_missing_are_waited_for() -> None:
+    bench = collecting()
+    bench.report("a1", 0)
+    delivered(bench, "a1", "stranger")
+    assert bench.step().owing == {}
+
+
+def test_a_failed_delivery_is_owed_by_no_peer() -> None:
+    bench = collecting()
+    delivered(bench, "a1", ok=False, reason="none")
+    assert bench.step().owing == {}
+
+
+def test_a_trainer_whose_microbatch_is_counted_late_keeps_its_other_leases() -> None:
+    bench = collecting()
+    trainer, _ = delivered(bench, "a1", "a0")
+    bench.tick(5)
+    bench.report("a1", 0)
+    assert bench.run.peers[PeerId(trainer)].delivered_at < bench.now
+    bench.report("a0", 0)
+    assert bench.run.peers[PeerId(trainer)].delivered_at == bench.now

@@ -54,17 +54,21 @@ def _lied() -> None:
 
 def _gradients(module: ModuleType, change: Callable[[Any, Any, int], Any], *, ends: bool) -> None:
     """Change what a backward pass gives: the parameters' gradients; with `ends` the input's."""
-    honest = module.StageRunner._differentiate
+    runner = module.StageRunner
+    honest, computed = runner._differentiate, runner._computed
 
-    def differentiate(self: Any, graph: Any, output_gradient: Any, parameters: Any) -> Any:
-        entry, gradients = honest(self, graph, output_gradient, parameters)
+    def lying(self: Any, gradients: Any) -> Any:
         _lied()
-        changed = [change(self, tensor, n) for n, tensor in enumerate(gradients)]
-        if ends and entry is not None:
-            entry = change(self, entry, -1)
-        return entry, changed
+        return [change(self, tensor, n) for n, tensor in enumerate(computed(self, gradients))]
 
-    module.StageRunner._differentiate = differentiate
+    def differentiate(self: Any, *arguments: Any) -> Any:
+        entry, gradients = honest(self, *arguments)
+        if ends and entry is not None:
+            _lied()
+            entry = change(self, entry, -1)
+        return entry, gradients
+
+    runner._differentiate, runner._computed = differentiate, lying
 
 
 def _scaled(factor: float, *, ends: bool) -> Callable[[ModuleType], None]:
@@ -116,29 +120,27 @@ def _outputs(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
 
 def _other_output_signed(module: ModuleType) -> None:
     """Sign another output than the one that was sent: the chain breaks."""
-    honest = module.StageRunner.transcribe
+    honest = module.StageRunner._record
 
-    def transcribe(self: Any, result: Any, wire: Any) -> Any:
-        transcript = honest(self, result, wire)
-        if transcript is None or not transcript.output_gradient:
+    def record(self: Any, digests: Any) -> Any:
+        transcript = honest(self, digests)
+        if not transcript.output_gradient:
             return transcript
         _lied()
         return transcript.model_copy(update={"output": OTHER})
 
-    module.StageRunner.transcribe = transcribe
+    module.StageRunner._record = record
 
 
 def _other_gradient_signed(module: ModuleType) -> None:
     """Sign the digest of a gradient that was not added."""
-    honest = module.StageRunner.transcribe
+    honest = module.StageRunner._record
 
-    def transcribe(self: Any, result: Any, wire: Any) -> Any:
-        transcript = honest(self, result, wire)
-        if transcript is not None:
-            _lied()
-        return transcript and transcript.model_copy(update={"gradient": OTHER})
+    def record(self: Any, digests: Any) -> Any:
+        _lied()
+        return honest(self, digests).model_copy(update={"gradient": OTHER})
 
-    module.StageRunner.transcribe = transcribe
+    module.StageRunner._record = record
 
 
 def _stale(module: ModuleType) -> None:
@@ -169,11 +171,13 @@ def _stale(module: ModuleType) -> None:
         with at_the_start(parameters):
             return run(self, parameter_set, *arguments, **named)
 
-    def stale_differentiate(self: Any, graph: Any, gradient: Any, parameters: Any) -> Any:
+    def stale_differentiate(
+        self: Any, graph: Any, gradient: Any, parameters: Any, weights: Any
+    ) -> Any:
         if not parameters:
-            return differentiate(self, graph, gradient, parameters)
+            return differentiate(self, graph, gradient, parameters, weights)
         with at_the_start(parameters):
-            return differentiate(self, graph, gradient, parameters)
+            return differentiate(self, graph, gradient, parameters, weights)
 
     runner._run, runner._differentiate = stale_run, stale_differentiate
 
@@ -543,17 +547,17 @@ def _flips_once_unwatched(module: ModuleType) -> None:
 def _wrong_in_one_process(module: ModuleType) -> None:
     """Flip all signs in the first process that computes, as a bad page of its memory may: whatever
     it computes again is wrong again. Processes after it are honest."""
-    honest = module.StageRunner._differentiate
+    honest = module.StageRunner._computed
     mark = Path(os.environ.get("SWARM_TEST_LIED", "/nowhere"))
 
-    def differentiate(self: Any, graph: Any, output_gradient: Any, parameters: Any) -> Any:
-        entry, gradients = honest(self, graph, output_gradient, parameters)
+    def computed(self: Any, gradients: Any) -> Any:
+        found = honest(self, gradients)
         if not mark.exists():
             mark.write_text(str(os.getpid()))
         wrong = mark.read_text() == str(os.getpid())
-        return entry, [-tensor for tensor in gradients] if wrong else gradients
+        return [-tensor for tensor in found] if wrong else found
 
-    module.StageRunner._differentiate = differentiate
+    module.StageRunner._computed = computed
 
 
 def _short_self_test(module: ModuleType) -> None:

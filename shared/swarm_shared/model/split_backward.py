@@ -1,0 +1,127 @@
+"""A backward pass in two halves: first the gradients that other stages wait for, later those of the
+weights.
+
+The gradient of a product's input is needed by the stage before, that of its weight only at the end
+of the step; both are as much work. Split, the second half fills the time in which a stage would
+wait (zero bubble pipelines, Qi et al. 2024, arXiv 2401.10241, section 2). Every product is
+the one that autograd makes, so that the gradients are equal to the bit.
+
+A tape holds, from the first half to the second, the input of each product and the gradient of its
+output. Parameters that are no factor of a product (norms, the token table) are differentiated in
+the first half.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from torch import Tensor
+
+_recording: ContextVar[WeightTape | None] = ContextVar("recording", default=None)
+
+
+class Weights(enum.Enum):
+    """What a backward pass does about the gradients of weights."""
+
+    NOW = enum.auto()
+    LATER = enum.auto()
+    NEVER = enum.auto()
+
+
+class WeightTape:
+    """The products of one forward pass, and what its backward pass leaves of them."""
+
+    def __init__(self) -> None:
+        self.weights = Weights.NOW
+        """What the backward pass shall do; set before it."""
+        self._recorded: set[int] = set()
+        self._factors: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the weight's `id`: the product's input, and the gradient of its output."""
+        self._gradients: dict[int, Tensor] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the products that are computed forward within."""
+        token = _recording.set(self)
+        try:
+            yield
+        finally:
+            _recording.reset(token)
+
+    def __contains__(self, weight: Tensor) -> bool:
+        """Whether the weight is a factor of a recorded product."""
+        return id(weight) in self._recorded
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tape keeps for later."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for factors in self._factors.values()
+            for tensor in factors
+        }
+        return sum(storages.values())
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """Return the gradient of a recorded weight after the backward pass, computed now if it was
+        left for later. Each can be had once."""
+        known = self._gradients.pop(id(weight), None)
+        if known is not None:
+            return known
+        x, gradient = self._factors.pop(id(weight))
+        return _weight_gradient(x, weight, gradient)
+
+    def record(self, weight: Tensor) -> None:
+        """Record a product. ValueError for a weight that is in one already: its gradient would be a
+        sum."""
+        if id(weight) in self._recorded:
+            raise ValueError("a weight is in two products of one forward pass")
+        self._recorded.add(id(weight))
+
+    def passed(self, key: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+        """The backward pass has come to the product with the weight of this `id`."""
+        if self.weights is Weights.NOW:
+            self._gradients[key] = _weight_gradient(x, weight, gradient)
+        elif self.weights is Weights.LATER:
+            self._factors[key] = x, gradient
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.t()`, recorded where a tape records."""
+    tape = _recording.get()
+    if tape is None:
+        return F.linear(x, weight)
+    tape.record(weight)
+    output: Tensor = _Product.apply(x, weight, tape)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Product(torch.autograd.Function):
+    """A product whose backward pass gives the gradient of the input, and the tape the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tape: WeightTape) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # What is saved may come back as another tensor (`saved_tensors_hooks`).
+        ctx.tape, ctx.key = tape, id(weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        ctx.tape.passed(ctx.key, weight, x, gradient)
+        return (gradient @ weight.to(gradient.dtype)).to(x.dtype), None, None
+
+
+@torch.no_grad()
+def _weight_gradient(x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    rows = gradient.flatten(0, -2)
+    found = rows.t() @ x.to(gradient.dtype).flatten(0, -2)
+    return found.to(weight.dtype)

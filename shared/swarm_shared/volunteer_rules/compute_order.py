@@ -1,0 +1,102 @@
+"""The order in which one device computes what waits for it.
+
+A device computes one thing at a time. An answer that another peer waits for comes first, so that
+memory is free soonest (1F1B, Narayanan et al. 2019, PipeDream): gradients of inputs, then forwards.
+The gradients of weights, for which only the step's end waits, fill the time that is left (ZB-H1,
+Qi et al. 2024, arXiv 2401.10241, section 2.1); they go before a forward when what is kept for them
+takes the memory that the forward needs, and before a forward of a later step, whose start they do
+not delay but whose predecessor's end they do. Within a part an older step goes first, else the one
+that came first. An audit goes when nothing else waits, or after some others: the close of its step
+waits for it.
+
+Pure; whether memory is short is an argument.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from swarm_shared.base.types import Step
+
+T = TypeVar("T")
+
+COMPUTATIONS_BEFORE_AUDIT = 4
+"""Computations that go before an audit that waits."""
+
+
+class Part(enum.Enum):
+    """A kind of computation."""
+
+    INPUT_GRADIENT = enum.auto()
+    """A backward pass, with or without the gradients of the weights."""
+    FORWARD = enum.auto()
+    WEIGHT_GRADIENTS = enum.auto()
+    AUDIT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[T]):
+    step: Step
+    item: T
+
+
+class ComputeOrder(Generic[T]):
+    """Computations that wait for one device."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Part, list[_Waiting[T]]] = {part: [] for part in Part}
+        self._before_audit = COMPUTATIONS_BEFORE_AUDIT
+
+    def __bool__(self) -> bool:
+        return any(self._waiting.values())
+
+    def add(self, part: Part, step: Step, item: T) -> None:
+        self._waiting[part].append(_Waiting(step, item))
+
+    def discard(self, matches: Callable[[T], bool]) -> bool:
+        """Drop the first computation that matches; False if none does."""
+        for queue in self._waiting.values():
+            for one in queue:
+                if matches(one.item):
+                    queue.remove(one)
+                    return True
+        return False
+
+    def next_forward(self) -> T | None:
+        """Return the forward whose turn is before that of all others, which keeps it."""
+        found = self._first(Part.FORWARD)
+        return None if found is None else found.item
+
+    def take(self, *, memory_short: bool) -> T:
+        """Take out the computation whose turn it is. `memory_short`: whether what is kept for the
+        gradients of weights leaves too little for a forward. IndexError if none waits."""
+        part = self._turn(memory_short)
+        found = self._first(part)
+        if found is None:
+            raise IndexError("no computation waits")
+        self._waiting[part].remove(found)
+        if part is Part.AUDIT:
+            self._before_audit = COMPUTATIONS_BEFORE_AUDIT
+        elif self._waiting[Part.AUDIT]:
+            self._before_audit -= 1
+        return found.item
+
+    def _turn(self, memory_short: bool) -> Part:
+        forward, weights = self._first(Part.FORWARD), self._first(Part.WEIGHT_GRADIENTS)
+        backward = self._waiting[Part.INPUT_GRADIENT]
+        others = backward or forward or weights
+        if self._waiting[Part.AUDIT] and not (others and self._before_audit):
+            return Part.AUDIT
+        if backward:
+            return Part.INPUT_GRADIENT
+        if weights is None:
+            return Part.FORWARD
+        if forward is None or memory_short or weights.step < forward.step:
+            return Part.WEIGHT_GRADIENTS
+        return Part.FORWARD
+
+    def _first(self, part: Part) -> _Waiting[T] | None:
+        return min(self._waiting[part], key=lambda one: one.step, default=None)

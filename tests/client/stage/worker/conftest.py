@@ -1,0 +1,20 @@
+"""What the tests of the stage worker share."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_client.stage.worker.stage_runner import StageRunner
+
+
+@pytest.fixture(autouse=True)
+def answers_with_all_gradients(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Compute the weights' gradients before the answer, unless a test has `splits`: most tests are
+    about what is computed, and not when."""
+    if "splits" not in request.fixturenames:
+        monkeypatch.setattr(StageRunner, "_may_owe", lambda *_: False)
+
+
+@pytest.fixture
+def splits() -> None:
+    """Backward passes are split where memory allows it, as in production."""

@@ -1,0 +1,206 @@
+"""A worker answers before it has the weights' gradients: the sums are the same, whenever these
+follow, and nothing is counted before."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from client.stage.worker.test_stage_runner import (
+    CPU,
+    PLENTY,
+    STEP,
+    make_manifest,
+    tokens_of,
+    wire,
+)
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.manifest import CodecsConfig, Manifest
+
+pytestmark = pytest.mark.usefixtures("splits")
+MANIFEST = make_manifest(stages=3).model_copy(update={"codecs": CodecsConfig(average="exact")})
+MIDDLE = 1
+
+
+def middle(budget: int = PLENTY, manifest: Manifest = MANIFEST) -> StageRunner:
+    return StageRunner(manifest, StageIndex(MIDDLE), CPU, budget, PLENTY)
+
+
+def activation(seed: int) -> memoryview:
+    generator = torch.Generator().manual_seed(seed)
+    return wire(torch.randn(2, 16, 32, generator=generator))
+
+
+def forward(runner: StageRunner, number: int, microbatch: int, step: Step = STEP) -> None:
+    index = MicrobatchIndex(microbatch)
+    result = runner.forward(number, step, index, True, activation(microbatch))
+    assert isinstance(result, ForwardResult)
+    runner.output_sent(number, wire(result.output))
+
+
+def backward(runner: StageRunner, number: int, microbatch: int) -> BackwardResult:
+    """Answer, as the worker's loop does."""
+    result = runner.backward(number, activation(1000 + microbatch))
+    assert result.input_gradient is not None
+    runner.transcribe(number, result, wire(result.input_gradient))
+    return result
+
+
+def owing(runner: StageRunner, number: int, microbatch: int) -> BackwardResult:
+    """Forward and backward of one microbatch that is then owed. The first one of a runner only
+    measures, with layers that are computed again."""
+    forward(runner, number, microbatch)
+    result = backward(runner, number, microbatch)
+    assert result.owed is not None
+    return result
+
+
+def measured(budget: int = PLENTY) -> StageRunner:
+    """A runner that knows the sizes of its graphs, with nothing accumulated."""
+    runner = middle(budget)
+    forward(runner, 99, 99)
+    backward(runner, 99, 99)
+    runner.reset_step(STEP)
+    return runner
+
+
+def counted(runner: StageRunner) -> tuple[int, ...]:
+    return runner.accumulator.contents.microbatches()
+
+
+def failure(call, *arguments) -> str:
+    with pytest.raises(RequestFailed) as caught:
+        call(*arguments)
+    return caught.value.code
+
+
+def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> None:
+    split, whole = measured(), measured()
+    whole._may_owe = lambda _: False  # type: ignore[method-assign]
+    result = owing(split, 1, 0)
+    forward(whole, 1, 0)
+    expected = backward(whole, 1, 0)
+
+    assert expected.added
+    assert not result.added
+    assert expected.input_gradient is not None
+    assert result.input_gradient is not None
+    assert torch.equal(result.input_gradient, expected.input_gradient)
+    assert counted(split) == ()
+    assert not torch.any(split.accumulator.totals())
+    added, transcript = split.weights(1)
+    assert added
+    assert transcript == whole.accumulator.transcripts[MicrobatchIndex(0)]
+    assert torch.equal(split.accumulator.totals(), whole.accumulator.totals())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), budget=st.sampled_from([0, 100_000, 300_000, 600_000, PLENTY]))
+def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
+    stage: int, seed: int, budget: int
+) -> None:
+    """Some microbatches in flight, some owed; the weights follow at random times."""
+    rng = random.Random(seed)
+    runner = StageRunner(MANIFEST, StageIndex(stage), CPU, budget, PLENTY)
+    whole = StageRunner(MANIFEST, StageIndex(stage), CPU, PLENTY, PLENTY)
+    whole._may_owe = lambda _: False  # type: ignore[method-assign]
+    owed: list[int] = []
+    for number in range(6):
+        for one in (runner, whole):
+            result = _passed(one, number)
+            wired = None if result.input_gradient is None else wire(result.input_gradient)
+            one.transcribe(number, result, wired)
+            if result.owed is not None:
+                owed.append(number)
+        rng.shuffle(owed)
+        while owed and (runner.memory_short or rng.random() < 0.4):
+            assert runner.weights(owed.pop())[0]
+    for number in owed:
+        assert runner.weights(number)[0]
+    assert torch.equal(runner.accumulator.totals(), whole.accumulator.totals())
+    assert runner.accumulator.transcripts == whole.accumulator.transcripts
+
+
+def _passed(runner: StageRunner, number: int) -> BackwardResult:
+    """One microbatch forward and backward."""
+    stage, index = runner.stage, MicrobatchIndex(number)
+    inputs, targets = tokens_of(MANIFEST, number)
+    payload = wire(inputs) if stage.is_first else activation(number)
+    if stage.is_last:
+        payload = memoryview(bytearray(payload.tobytes() + wire(targets).tobytes()))
+    result = runner.forward(number, STEP, index, True, payload)
+    if isinstance(result, ForwardResult):
+        runner.output_sent(number, wire(result.output))
+        result = runner.backward(number, activation(1000 + number))
+    return result
+
+
+def test_a_microbatch_that_is_owed_twice_is_counted_once() -> None:
+    runner = measured()
+    owing(runner, 1, 0)
+    owing(runner, 2, 0)
+    added, transcript = runner.weights(2)
+    assert added
+    assert runner.weights(1) == (False, transcript)
+    assert counted(runner) == (0,)
+
+
+def test_what_is_owed_ends_with_its_step_its_discard_and_its_emptying() -> None:
+    runner = measured()
+    for number in (1, 2):
+        owing(runner, number, number)
+    runner.discard(1)
+    assert failure(runner.weights, 1) == "unknown_microbatch"
+    runner.reset_step(STEP)
+    assert failure(runner.weights, 2) == "unknown_microbatch"
+    owing(runner, 3, 3)
+    StepRunner(runner).reinitialise(Version(4))
+    assert failure(runner.weights, 3) == "unknown_microbatch"
+    assert counted(runner) == ()
+
+
+def test_weights_whose_gradients_are_not_finite_leave_no_trace() -> None:
+    runner = measured()
+    forward(runner, 1, 0)
+    huge = torch.full((2, 16, 32), 2e38)
+    result = runner.backward(1, wire(huge))
+    assert result.owed is not None
+    assert result.input_gradient is not None
+    runner.transcribe(1, result, wire(result.input_gradient))
+    assert failure(runner.weights, 1) == "not_finite"
+    assert counted(runner) == ()
+    assert failure(runner.weights, 1) == "unknown_microbatch"
+
+
+def test_without_memory_for_both_a_backward_pass_is_not_split() -> None:
+    sizes = measured().graph_sizes
+    assert sizes is not None
+    enough = sizes.working_bytes() + sizes.graph_bytes()
+    for budget, splits in ((enough, True), (enough - 1, False)):
+        runner = measured(budget)
+        forward(runner, 1, 0)
+        assert (backward(runner, 1, 0).owed is not None) == splits
+
+
+def test_memory_is_short_when_what_is_owed_leaves_no_room_for_a_graph() -> None:
+    sizes = measured().graph_sizes
+    assert sizes is not None
+    runner = measured(2 * sizes.working_bytes() + sizes.least_working_bytes)
+    assert not runner.memory_short
+    owed = owing(runner, 1, 0).owed
+    assert owed is not None
+    # What is kept is at most a graph, as it was counted on.
+    assert 0 < owed.nbytes <= sizes.graph_bytes()
+    assert not runner.memory_short
+    forward(runner, 2, 1)
+    assert runner.memory_short
+    runner.weights(1)
+    assert not runner.memory_short
