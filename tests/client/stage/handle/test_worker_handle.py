@@ -21,6 +21,7 @@ import trio.testing
 from kits.peer_names import named
 from swarm_client.ipc import shared_memory
 from swarm_client.stage.handle.liveness import Outstanding
+from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
@@ -113,6 +114,11 @@ async def workers_of(
         done.set()
 
 
+async def counted(worker: StageWorker, output: Output) -> bool:
+    """Whether the microbatch of an answer is put into the accumulator, now or before."""
+    return output.added or (output.owed and (await worker.weights(output)).added)
+
+
 async def through(workers: list[StageWorker], manifest: Manifest, microbatch: int) -> float:
     """One microbatch through the chain, as a stage server would drive it; returns the loss."""
     inputs, targets = tokens_of(manifest, microbatch)
@@ -123,7 +129,7 @@ async def through(workers: list[StageWorker], manifest: Manifest, microbatch: in
         if stage == len(workers) - 1:
             parts = [payload, targets.tobytes()]
             with await worker.forward(STEP, index, True, parts) as last:
-                assert last.added
+                assert await counted(worker, last)
                 assert last.loss_sum is not None
                 assert last.tokens == manifest.tokens_per_microbatch
                 return b"" if last.payload is None else bytes(last.payload), last.loss_sum
@@ -132,7 +138,7 @@ async def through(workers: list[StageWorker], manifest: Manifest, microbatch: in
         gradient, loss_sum = await from_stage(stage + 1, output.payload)
         output.release()
         with await worker.backward(output, gradient) as back:
-            assert back.added
+            assert await counted(worker, back)
             assert (back.payload is None) == (stage == 0)
             return b"" if back.payload is None else bytes(back.payload), loss_sum
 
@@ -250,7 +256,7 @@ def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
             assert await refused(worker.accumulated(Step(2))) == "wrong_step"
             assert not (await prepared(worker)).any()
             with await worker.backward(output, np.ones_like(bad).tobytes()) as back:
-                assert back.added
+                assert await counted(worker, back)
             assert await worker.uncommit(STEP, [index])
             assert not await worker.uncommit(Step(9), [index])
             await worker.reset_accumulator(STEP)
@@ -352,8 +358,40 @@ def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
             with pytest.raises(RequestFailed, match="not in flight"):
                 await worker.backward(outputs[0], gradient)
             with await worker.backward(outputs[1], gradient) as back:
-                assert back.added
+                assert await counted(worker, back)
             assert await worker.accumulated(STEP) == (1,)
+
+    run(main)
+
+
+def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_out(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2)
+    inputs, _ = tokens_of(manifest, 0)
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            gradient = bytes(worker.sizes.output_bytes)
+            answers = []
+            for microbatch in range(3):
+                index = MicrobatchIndex(microbatch)
+                held = await worker.forward(STEP, index, True, [inputs.tobytes()])
+                with held, await worker.backward(held, gradient) as answer:
+                    answers.append(answer)
+            assert answers[1].owed
+            assert answers[2].owed
+            before = await worker.accumulated(STEP)
+            assert not {1, 2} & set(before)
+            done = await worker.weights(answers[1])
+            assert done.added
+            assert done.transcript is not None
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await worker.weights(answers[2])
+            with pytest.raises(RequestFailed, match="nothing is owed"):
+                await worker.weights(answers[2])
+            assert await worker.accumulated(STEP) == (*before, 1)
 
     run(main)
 
@@ -378,7 +416,7 @@ def test_a_full_worker_makes_callers_wait_and_backwards_pass_them(
                 nursery.start_soon(wait_for_a_slot)
                 # The slot of the output is not free, and yet its backward goes through.
                 with await worker.backward(held, gradient) as back:
-                    assert back.added
+                    assert await counted(worker, back)
                 assert not waiting_done.is_set()
                 held.release()
                 await waiting_done.wait()
