@@ -27,6 +27,7 @@ _COMMANDS = {
     "top": "cli.top",
     "dashboard": "cli.run",
     "history": "cli.run",
+    "log": "cli.log",
     "verify": "cli.durability",
     "backup": "cli.durability",
     "restore": "cli.durability",

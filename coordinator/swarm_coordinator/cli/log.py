@@ -1,0 +1,108 @@
+"""`swarm-coordinator log`: the metrics of a run for an experiment tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import click
+
+from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.tracking.follow import follow
+from swarm_coordinator.tracking.metrics_reader import read_metrics
+from swarm_coordinator.tracking.targets import (
+    STANDARD_OUTPUT,
+    JsonLines,
+    Target,
+    TensorBoard,
+    TrackedRun,
+    Trackio,
+    WeightsAndBiases,
+)
+from swarm_shared.base.atomic_file import make_folder, storage_error
+from swarm_shared.identity.signed_manifest import run_id_of
+
+JSON_LINES = "jsonl"
+TARGETS: dict[str, Callable[[TrackedRun], Target]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    JSON_LINES: JsonLines,
+}
+ID_CHARACTERS = 12
+"""Characters of the run's id that name it to trackers; enough that no two runs share them."""
+
+
+@click.command("log")
+@RUN_DIR
+@click.option(
+    "--to", "target", required=True, type=click.Choice(list(TARGETS)), help="What to write to."
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="File (jsonl; - for standard output, the default) or folder (the others; by default "
+    "log/TARGET in RUN_DIR).",
+)
+@click.option("--once", is_flag=True, help="Write what there is, and end.")
+def log_command(run_dir: Path, target: str, output: Path | None, once: bool) -> None:
+    """Write the metrics of the run in RUN_DIR to an experiment tracker while the run goes on.
+
+    Loss, held-out loss, learning rate, tokens, seconds and peers of each step. It reads the run's
+    database, whether a coordinator runs or not, and ends with the run or at Ctrl-C. Started again,
+    it continues where it stopped.
+    """
+    folder = RunFolder.open(run_dir)
+    manifest, location = load_manifest(folder), database_location(folder)
+    if output is None:
+        output = STANDARD_OUTPUT if target == JSON_LINES else folder.log / target
+    run = TrackedRun(run_id_of(manifest)[:ID_CHARACTERS], manifest.name, output)
+    position_file = _position_file(run, target)
+    # In this order: a tracker may ask for a login, which Ctrl-C has to interrupt.
+    with contextlib.closing(TARGETS[target](run)) as tracker, _stop_signals() as stop:
+        if output != STANDARD_OUTPUT:
+            click.echo(f"writing {manifest.name} to {quoted(output)}; Ctrl-C ends this", err=True)
+        follow(
+            partial(read_metrics, location, steps=manifest.training.steps),
+            tracker,
+            position_file,
+            stop.wait,
+            once=once,
+        )
+
+
+def _position_file(run: TrackedRun, target: str) -> Path | None:
+    """Return the file that says where to continue; it counts only together with the output."""
+    if target != JSON_LINES:
+        try:
+            make_folder(run.output)
+        except OSError as error:
+            raise storage_error(run.output, error) from error
+        return run.output / f"{run.id}.position"
+    if run.output == STANDARD_OUTPUT:
+        return None
+    path = Path(f"{run.output}.position")
+    if not run.output.exists():
+        path.unlink(missing_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Set an event at Ctrl-C and SIGTERM, so that neither interrupts a record half written."""
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
