@@ -29,6 +29,7 @@ from benchmarks.simulator_scenarios import manifest_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.simulator.fleet import FleetFile, Hardware, HardwareClass, make_fleet
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
+from swarm_coordinator.simulator.pipeline_peer import PART_OF_WORK
 from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
@@ -106,7 +107,7 @@ def _shortest_seconds(swarm: Swarm, microbatches: int) -> float:
         serving = [v for v in swarm.volunteers.values() if v.stage == stage]
         rates = [v.hardware.flops_per_second / work for v in serving]
         longest = max(longest, fastest + microbatches / sum(rates))
-        fastest += 1 / max(rates)  # forward, and later the gradient
+        fastest += 2 * PART_OF_WORK / max(rates)  # forward, and later the input's gradient
     return longest
 
 

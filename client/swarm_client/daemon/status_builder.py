@@ -192,7 +192,7 @@ class StatusBuilder:
             return False
         done = (holding.version, holding.meter.seconds_per_microbatch)
         work = self._activities.setdefault(peer, _Activity((holding.version, None)))
-        if holding.in_flight or holding.account.closing or done != work.done:
+        if holding.in_flight or holding.owed or holding.account.closing or done != work.done:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
