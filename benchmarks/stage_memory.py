@@ -46,7 +46,7 @@ class BudgetedStage:
         self._runner = StageRunner(manifest, MIDDLE, torch.device("cpu"), 0, 0)
         parameters = self._runner.layout.count
         self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters
-        self._runner.graph_budget_bytes = budget_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
+        self._runner.graphs.budget_bytes = budget_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
         sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
         self._payload = memoryview(bytearray(sizes.input_bytes))
         drawn = torch.randn(

@@ -70,11 +70,11 @@ class WeightTape:
 
     def gradient(self, weight: Tensor) -> Tensor:
         """Return the gradient of a recorded weight after the backward pass, computed now if it was
-        left for later. Each can be had once."""
-        known = self._gradients.pop(id(weight), None)
+        left for later."""
+        known = self._gradients.get(id(weight))
         if known is not None:
             return known
-        x, gradient = self._factors.pop(id(weight))
+        x, gradient = self._factors[id(weight)]
         return _weight_gradient(x, weight, gradient)
 
     def record(self, weight: Tensor) -> None:

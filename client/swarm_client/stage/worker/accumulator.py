@@ -10,7 +10,8 @@ exactly; where they are summed in float32, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,30 +67,43 @@ class Accumulator:
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
     ) -> str:
         """Add finite gradients, one per parameter, in the layout's order; return the digest of what
-        was added."""
+        was added. Without the memory for it the accumulator is empty afterwards."""
         self.contents.add(microbatch, kept)
         digest = GradientDigest()
-        if gradients:
-            self._sums.add(gradients, digest.update)
+        with self._whole_or_empty():
+            if gradients:
+                self._sums.add(gradients, digest.update)
         return digest.hex()
 
     def subtract(
         self, removal: Removal[KeptMicrobatch], gradients: Iterable[Sequence[Tensor]]
     ) -> None:
         """Carry out a removal, given the recomputed gradients: all of it, or nothing if a
-        computation fails."""
+        computation fails. Without the memory to subtract them the accumulator is empty
+        afterwards."""
         removed: GradientSums | None = None
         for one in gradients:
             if one:
                 removed = removed or self._sums.zeros()
                 removed.add(one)
         if removed is not None:
-            self._sums.subtract(removed)
+            with self._whole_or_empty():
+                self._sums.subtract(removed)
         self.contents.remove(removal.microbatches)
         for microbatch in removal.microbatches:
             self.transcripts.pop(microbatch, None)
         if not self.contents:
             self._sums.clear()  # removes rounding errors
+
+    @contextmanager
+    def _whole_or_empty(self) -> Iterator[None]:
+        """Empty the accumulator if a change of the sums ends half done: they are sums of nothing
+        then, and what was counted is found missing when the step closes."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         self._sums.clear()

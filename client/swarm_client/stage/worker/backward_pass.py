@@ -40,10 +40,10 @@ class ParameterGradients:
         return kept + sum(gradient.nbytes for gradient in self.direct.values())
 
     def computed(self) -> list[Tensor]:
-        """Return all gradients. Can be called once: nothing is kept any more."""
+        """Return all gradients."""
         gradients: list[Tensor] = []
         for parameter in self.parameters:
-            gradient = self.direct.pop(id(parameter), None)
+            gradient = self.direct.get(id(parameter))
             if gradient is None:
                 assert self.tape is not None
                 gradient = self.tape.gradient(parameter)

@@ -84,10 +84,12 @@ class ComputeLoop:
         """Serve requests until the daemon closes the link."""
         try:
             while self._drain():
-                request = self._waiting.take(memory_short=self._runner.memory_short)
+                request = self._waiting.take(memory_short=self._runner.graphs.is_short)
                 begun = self._clock()
                 self._computing = request.request
                 answer = _answer(request, self._compute)
+                while _lacked_memory(answer) and self._runner.graphs.keep_less():
+                    answer = _answer(request, self._compute)
                 self._computing = None
                 self._link.send(answer)
                 self._duty.computed(self._clock() - begun)
@@ -351,6 +353,10 @@ def _outcome(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Nu
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return messages.Failed(code="out_of_memory", message=message)
+
+
+def _lacked_memory(answer: Numbered) -> bool:
+    return isinstance(answer, messages.Failed) and answer.code == "out_of_memory"
 
 
 def _full_memory() -> str:

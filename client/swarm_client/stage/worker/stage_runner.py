@@ -9,6 +9,8 @@ Graphs are kept from forward to backward within `graph_budget_bytes`, whole or w
 be computed again (`swarm_shared.model.graph_sizes`); beyond it only the input is kept. A
 backward pass that needs room takes the graph of the newest microbatch, which is needed last. The
 sizes are measured on the first forward: the storages that autograd saves, without the parameters.
+Where memory is short nevertheless, because another program takes it, less is kept
+(`GraphMemory.keep_less`), and the computation is repeated.
 
 A backward pass answers first and leaves the gradients of the weights for later where memory allows
 (`swarm_shared.model.split_backward`): what is kept for them counts as part of a graph.
@@ -36,6 +38,8 @@ from swarm_client.stage.worker.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.device_transfer import device_copier
+from swarm_client.stage.worker.flights import Digests, InFlight, OwedWeights
+from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
 from swarm_shared.base.transcript import Transcript
@@ -70,28 +74,6 @@ class BackwardResult:
     """If it is to be accumulated later."""
 
 
-@dataclass(slots=True)
-class Digests:
-    """The digests of one microbatch, while it is computed (`swarm_shared.base.transcript`)."""
-
-    step: Step
-    microbatch: MicrobatchIndex
-    input: str
-    output: str = ""
-    output_gradient: str = ""
-    input_gradient: str = ""
-    gradient: str = ""
-
-    def transcript(self) -> Transcript:
-        return Transcript(
-            input=self.input,
-            output=self.output,
-            output_gradient=self.output_gradient,
-            input_gradient=self.input_gradient,
-            gradient=self.gradient,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class ComputedAgain:
     """What one microbatch gives: the output_BTD (on the last stage the loss), the
@@ -100,31 +82,6 @@ class ComputedAgain:
     output: Tensor
     input_gradient: Tensor | None
     gradients: list[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class OwedWeights:
-    """A microbatch between its answer and the gradients of the weights."""
-
-    digests: Digests
-    kept: KeptMicrobatch
-    gradients: ParameterGradients
-    nbytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """A microbatch between its forward and its backward pass."""
-
-    step: Step
-    microbatch: MicrobatchIndex
-    accumulate: bool
-    digests: Digests | None
-    """If it is to be accumulated."""
-    wire_inputs: bytearray
-    """The inputs as they came, if it is to be accumulated."""
-    inputs: MicrobatchInput | None
-    graph: Graph | None
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -166,11 +123,9 @@ class StageRunner:
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
         self.copier = device_copier(device, largest_bytes)
-        self.graph_sizes: GraphSizes | None = None
-        """Known after the first computation with a graph."""
-        self.graph_budget_bytes = graph_budget_bytes
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._owed: dict[int, OwedWeights] = {}
+        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed)
         self._splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
         """Not where nothing waits for a gradient, nor in compiled layers, which are one product."""
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
@@ -251,7 +206,7 @@ class StageRunner:
                 f"stage {self.stage_index}'s output for microbatch {microbatch} holds infinities "
                 "or NaNs",
             )
-        self._in_flight[request] = _InFlight(
+        self._in_flight[request] = InFlight(
             step,
             microbatch,
             accumulate,
@@ -282,19 +237,31 @@ class StageRunner:
         del self._in_flight[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)
+        kept = KeptMicrobatch(flight.wire_inputs, wire_gradient)
+        try:
+            return self._backward(flight, flight.inputs, output_gradient, kept)
+        except (MemoryError, RuntimeError):
+            # It may be computed again with less memory (`GraphMemory.keep_less`).
+            self._in_flight[forward_request] = flight
+            raise
+
+    def _backward(
+        self, flight: InFlight, inputs: MicrobatchInput, output_gradient: Tensor,
+        kept: KeptMicrobatch,
+    ) -> BackwardResult:  # fmt: skip
         parameter_set = self.parameter_sets.of(flight.step)
         graph, flight.graph = flight.graph, None
         if graph is None:
-            graph = self._graph_now(parameter_set, flight.inputs)
+            graph = self._graph_now(parameter_set, inputs)
         else:
-            self._make_room(self._sizes.working_bytes(graph.recomputed_layers))
+            self.graphs.make_room(self.graphs.sizes.working_bytes(graph.recomputed_layers))
         return self._finish(
             parameter_set,
             flight.microbatch,
             flight.accumulate,
             graph,
             self.copier.to_device(output_gradient),
-            KeptMicrobatch(flight.wire_inputs, wire_gradient),
+            kept,
             flight.digests,
         )
 
@@ -334,9 +301,19 @@ class StageRunner:
     def weights(self, computation: int) -> tuple[bool, Transcript | None]:
         """Accumulate what an answer has left owed; return whether this call added it, and the
         transcript of what is in the accumulator. RequestFailed: unknown_microbatch, not_finite."""
-        owed = self._owed.pop(computation, None)
+        owed = self._owed.get(computation)
         if owed is None:
             raise RequestFailed("unknown_microbatch", "nothing is owed of it: its step is over")
+        try:
+            result = self._count(owed)
+        except RequestFailed:
+            del self._owed[computation]
+            raise
+        # Still owed after a lack of memory: less is kept then (`GraphMemory.keep_less`).
+        del self._owed[computation]
+        return result
+
+    def _count(self, owed: OwedWeights) -> tuple[bool, Transcript | None]:
         digests = owed.digests
         accumulator = self.parameter_sets.of(digests.step).accumulator
         if not accumulator.contents.wants(digests.microbatch, accumulate=True):
@@ -344,15 +321,6 @@ class StageRunner:
         gradients = self._computed(owed.gradients)
         digests.gradient = accumulator.add(digests.microbatch, gradients, owed.kept)
         return True, self._record(digests)
-
-    @property
-    def memory_short(self) -> bool:
-        """Whether what is owed leaves less memory than a forward's graph takes, with room for
-        another microbatch: less would be kept of the graph."""
-        if not self._owed:
-            return False
-        sizes = self._sizes
-        return self._room_bytes() < sizes.working_bytes() + sizes.least_working_bytes
 
     def _digests(self, step: Step, microbatch: MicrobatchIndex, wire: bytearray) -> Digests:
         """The digests of a stage's inputs; the last stage's output are the targets."""
@@ -392,10 +360,10 @@ class StageRunner:
     def reset_step(self, step: Step) -> None:
         """Empty the step's accumulator and drop what is in flight of it; other steps continue."""
         self.parameter_sets.of(step).accumulator.reset()
-        self._in_flight = {
-            n: flight for n, flight in self._in_flight.items() if flight.step != step
-        }
-        self._owed = {n: owed for n, owed in self._owed.items() if owed.digests.step != step}
+        for number in [n for n, flight in self._in_flight.items() if flight.step == step]:
+            del self._in_flight[number]
+        for number in [n for n, owed in self._owed.items() if owed.digests.step == step]:
+            del self._owed[number]
         self._fetched.clear()
 
     def reset(self) -> None:
@@ -478,36 +446,24 @@ class StageRunner:
     ) -> Graph | None:
         """Run forward with as much of a graph as fits beside those in flight; None if nothing
         does."""
-        if self.graph_sizes is None:
+        if self.graphs.measured is None:
             graph = self._run_measured(parameter_set, inputs, entry)
-            fits = self._sizes.working_bytes(graph.recomputed_layers) <= self.graph_budget_bytes
+            fits = (
+                self.graphs.sizes.working_bytes(graph.recomputed_layers) <= self.graphs.budget_bytes
+            )
             return graph if fits else None
-        recomputed = self._layers_to_recompute()
+        recomputed = self.graphs.layers_to_recompute()
         return None if recomputed is None else self._run(parameter_set, inputs, recomputed, entry)
-
-    def _layers_to_recompute(self) -> int | None:
-        """Return the fewest layers with which a further graph fits and, if possible, leaves room
-        for another microbatch with the inputs of its layers: they save a whole forward pass, a kept
-        layer saves its own."""
-        sizes, room_bytes = self._sizes, self._room_bytes()
-        kept = [flight.graph for flight in self._in_flight.values() if flight.graph is not None]
-        if not kept:
-            beside_bytes = sizes.least_working_bytes
-        else:
-            again = any(graph.recomputed_layers == sizes.layers for graph in kept)
-            beside_bytes = sizes.layer_bytes if again else 0
-        found = sizes.fewest_recomputed(room_bytes, beside_bytes)
-        return sizes.fewest_recomputed(room_bytes) if found is None else found
 
     def _graph_now(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None = None
     ) -> Graph:
         """Run forward for a backward pass that follows at once, whatever memory that takes."""
-        if self.graph_sizes is None:
+        if self.graphs.measured is None:
             return self._run_measured(parameter_set, inputs, entry)
-        sizes = self.graph_sizes
-        self._make_room(sizes.least_working_bytes)
-        recomputed = sizes.fewest_recomputed(self._room_bytes())
+        sizes = self.graphs.measured
+        self.graphs.make_room(sizes.least_working_bytes)
+        recomputed = sizes.fewest_recomputed(self.graphs.room_bytes())
         if recomputed is None:
             recomputed = sizes.layers
         return self._run(parameter_set, inputs, recomputed, entry)
@@ -537,33 +493,10 @@ class StageRunner:
                 hook.remove()
         layer_bytes = totals[1] - totals[0]
         others_bytes = saved.total - layer_bytes - recomputed * input_bytes[0]
-        self.graph_sizes = GraphSizes(
+        self.graphs.measured = GraphSizes(
             len(layers), layer_bytes, input_bytes[0], max(0, others_bytes)
         )
         return graph
-
-    @property
-    def _sizes(self) -> GraphSizes:
-        if self.graph_sizes is None:
-            raise RuntimeError("no graph has been measured yet")
-        return self.graph_sizes
-
-    def _room_bytes(self) -> int:
-        """Return the bytes that the graphs in flight leave of the budget."""
-        graphs_bytes = sum(
-            self._sizes.graph_bytes(flight.graph.recomputed_layers)
-            for flight in self._in_flight.values()
-            if flight.graph is not None
-        )
-        owed_bytes = sum(owed.nbytes for owed in self._owed.values())
-        return self.graph_budget_bytes - graphs_bytes - owed_bytes
-
-    def _make_room(self, wanted_bytes: int) -> None:
-        """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""
-        for flight in reversed(self._in_flight.values()):
-            if self._room_bytes() >= wanted_bytes:
-                return
-            flight.graph = None
 
     def _forward_backward(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
@@ -590,7 +523,7 @@ class StageRunner:
             input_gradient, _ = self._differentiate(graph, output_gradient, [], Weights.NEVER)
             known = accumulator.transcripts.get(microbatch) if accumulate else None
             return BackwardResult(input_gradient, False, known=known)
-        weights = Weights.LATER if self._may_owe(graph) else Weights.NOW
+        weights = Weights.LATER if self.graphs.may_owe(graph) else Weights.NOW
         input_gradient, gradients = self._differentiate(
             graph, output_gradient, parameter_set.parameters, weights
         )
@@ -599,13 +532,6 @@ class StageRunner:
             return BackwardResult(input_gradient, False, digests=digests, owed=owed)
         digests.gradient = accumulator.add(microbatch, self._computed(gradients), kept)
         return BackwardResult(input_gradient, True, digests=digests)
-
-    def _may_owe(self, graph: Graph) -> bool:
-        """Whether a backward pass may leave the gradients of weights for later: what is kept for
-        them is at most as large as the graph, in which every factor has its like."""
-        if graph.tape is None:
-            return False
-        return self._room_bytes() >= self._sizes.working_bytes() + self._sizes.graph_bytes()
 
     def _differentiate(
         self, graph: Graph, output_gradient: Tensor | None, parameters: list[Tensor],

@@ -112,6 +112,7 @@ class StepRunner:
         self._optimizer.parameters = parameter_set.parameters
         apply_step(self._optimizer, self._runner.layout, mean, learning_rate, factor)
         self._runner.reset_step(step)
+        self._runner.graphs.keep_more()
         self._runner.version = Version(step)
         return self.fingerprint()
 

@@ -6,18 +6,21 @@ under the operating system's limit.
 
 from __future__ import annotations
 
+import resource
+import sys
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
 from kits.memory import offers, takes
 from kits.peer_names import named
 from swarm_client.machine.devices import Device
-from swarm_client.machine.memory_limit import OVERHEAD_BYTES
+from swarm_client.machine.memory_limit import OVERHEAD_BYTES, _private_bytes
 from swarm_client.stage.handle.stage_memory import worker_allowance
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
@@ -67,6 +70,16 @@ def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int
         return manifest
     cut = manifest.stages[0].model_copy(update={"memory": least_stage_memory(manifest)[0]})
     return manifest.model_copy(update={"stages": (cut,)})
+
+
+def make_inner_manifest() -> Manifest:
+    """A run whose middle stage keeps 110 MB of a microbatch's graph, 14 MB of each layer's, and has
+    34 MB of parameters."""
+    plain = make_manifest(256)
+    model = plain.model.model_copy(update={"layers": 10, "sequence_length": 256})
+    cuts = [(0, 1), (1, 9), (9, 10)]
+    stages = tuple(StageRange(first_layer=low, end_layer=high) for low, high in cuts)
+    return plain.model_copy(update={"model": model, "stages": stages})
 
 
 def loader_of(manifest: Manifest, offered_bytes: int, folder: Path) -> StageLoader:
@@ -159,3 +172,40 @@ def test_a_worker_within_its_limit_works(tmp_path: Path):
             assert peak_bytes(worker) < needed + OVERHEAD_BYTES
 
     trio.run(main)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_worker_whose_memory_shrinks_keeps_less_and_counts_the_same(tmp_path: Path):
+    """Another program takes memory while microbatches are in flight: nothing is lost."""
+    manifest = make_inner_manifest()
+    digests: list[list[object]] = []
+
+    async def count(worker: StageWorker, shrinks: bool) -> None:
+        inputs = np.random.default_rng(1).normal(size=worker.sizes.input_bytes // 4)
+        payload = inputs.astype(np.float32).tobytes()
+        outputs = [await worker.forward(1, 0, True, (payload,))]  # type: ignore[arg-type]
+        if shrinks:
+            # Less than a whole graph, and more than the parameters' gradients with one layer's.
+            limit = _private_bytes(worker.pid) + 64 * MIB
+            resource.prlimit(worker.pid, resource.RLIMIT_DATA, (limit, limit))
+        outputs += [await worker.forward(1, n, True, (payload,)) for n in range(1, 4)]  # type: ignore[arg-type]
+        found: list[object] = []
+        for output in outputs:
+            with await worker.backward(output, payload) as back:
+                done = await worker.weights(back) if back.owed else back
+                found.append(done.transcript)
+            output.release()
+        assert None not in found
+        digests.append(found)
+
+    async def main() -> None:
+        for shrinks in (False, True):
+            async with open_worker(
+                manifest, StageIndex(1), "cpu", 1, 2**30, f"shrink-{uuid.uuid4().hex[:8]}",
+                tmp_path / "worker.log",
+            ) as worker:  # fmt: skip
+                await count(worker, shrinks)
+
+    trio.run(main)
+    assert digests[0] == digests[1]

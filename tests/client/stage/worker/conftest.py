@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_client.stage.worker.graph_memory import GraphMemory
 
 
 @pytest.fixture(autouse=True)
@@ -12,7 +12,7 @@ def answers_with_all_gradients(request: pytest.FixtureRequest, monkeypatch: pyte
     """Compute the weights' gradients before the answer, unless a test has `splits`: most tests are
     about what is computed, and not when."""
     if "splits" not in request.fixturenames:
-        monkeypatch.setattr(StageRunner, "_may_owe", lambda *_: False)
+        monkeypatch.setattr(GraphMemory, "may_owe", lambda *_: False)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from client.stage.worker.test_stage_runner import (
     wire,
 )
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.gradient_sums import CountedSums
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
@@ -83,7 +84,7 @@ def failure(call, *arguments) -> str:
 
 def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> None:
     split, whole = measured(), measured()
-    whole._may_owe = lambda _: False  # type: ignore[method-assign]
+    whole.graphs.may_owe = lambda _: False  # type: ignore[method-assign]
     result = owing(split, 1, 0)
     forward(whole, 1, 0)
     expected = backward(whole, 1, 0)
@@ -111,7 +112,7 @@ def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
     rng = random.Random(seed)
     runner = StageRunner(MANIFEST, StageIndex(stage), CPU, budget, PLENTY)
     whole = StageRunner(MANIFEST, StageIndex(stage), CPU, PLENTY, PLENTY)
-    whole._may_owe = lambda _: False  # type: ignore[method-assign]
+    whole.graphs.may_owe = lambda _: False  # type: ignore[method-assign]
     owed: list[int] = []
     for number in range(6):
         for one in (runner, whole):
@@ -121,7 +122,7 @@ def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
             if result.owed is not None:
                 owed.append(number)
         rng.shuffle(owed)
-        while owed and (runner.memory_short or rng.random() < 0.4):
+        while owed and (runner.graphs.is_short or rng.random() < 0.4):
             assert runner.weights(owed.pop())[0]
     for number in owed:
         assert runner.weights(number)[0]
@@ -181,7 +182,7 @@ def test_weights_whose_gradients_are_not_finite_leave_no_trace() -> None:
 
 
 def test_without_memory_for_both_a_backward_pass_is_not_split() -> None:
-    sizes = measured().graph_sizes
+    sizes = measured().graphs.measured
     assert sizes is not None
     enough = sizes.working_bytes() + sizes.graph_bytes()
     for budget, splits in ((enough, True), (enough - 1, False)):
@@ -191,16 +192,102 @@ def test_without_memory_for_both_a_backward_pass_is_not_split() -> None:
 
 
 def test_memory_is_short_when_what_is_owed_leaves_no_room_for_a_graph() -> None:
-    sizes = measured().graph_sizes
+    sizes = measured().graphs.measured
     assert sizes is not None
     runner = measured(2 * sizes.working_bytes() + sizes.least_working_bytes)
-    assert not runner.memory_short
+    assert not runner.graphs.is_short
     owed = owing(runner, 1, 0).owed
     assert owed is not None
     # What is kept is at most a graph, as it was counted on.
     assert 0 < owed.nbytes <= sizes.graph_bytes()
-    assert not runner.memory_short
+    assert not runner.graphs.is_short
     forward(runner, 2, 1)
-    assert runner.memory_short
+    assert runner.graphs.is_short
     runner.weights(1)
-    assert not runner.memory_short
+    assert not runner.graphs.is_short
+
+
+# ---------------------------------------------------------------- memory that shrinks
+
+
+def test_less_is_kept_when_memory_is_short_and_more_again_step_by_step() -> None:
+    runner = measured()
+    sizes = runner.graphs.sizes
+    for number in (1, 2):
+        forward(runner, number, number)
+    assert runner.graphs.keep_less()
+    # Two graphs were kept and one was computed.
+    assert runner.graphs.budget_bytes == int(0.75 * 3 * sizes.working_bytes())
+    while runner.graphs.keep_less():
+        assert runner.graphs.room_bytes() == runner.graphs.budget_bytes
+    assert runner.graphs.budget_bytes == sizes.least_working_bytes
+    for _ in range(400):
+        runner.graphs.keep_more()
+    assert runner.graphs.budget_bytes == PLENTY
+
+
+def test_a_backward_pass_without_memory_can_be_repeated_with_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, undisturbed = measured(), measured()
+    for one in (runner, undisturbed):
+        forward(one, 1, 0)
+    with monkeypatch.context() as patched:
+
+        def full(*_: object) -> None:
+            raise MemoryError
+
+        patched.setattr(torch.autograd, "grad", full)
+        with pytest.raises(MemoryError):
+            runner.backward(1, activation(1000))
+    while runner.graphs.keep_less():
+        pass
+    result, expected = backward(runner, 1, 0), backward(undisturbed, 1, 0)
+    assert result.input_gradient is not None
+    assert expected.input_gradient is not None
+    assert torch.equal(result.input_gradient, expected.input_gradient)
+    for one in (runner, undisturbed):
+        if one._owed:
+            one.weights(1)
+    assert torch.equal(runner.accumulator.totals(), undisturbed.accumulator.totals())
+
+
+@pytest.mark.parametrize("change", ["add", "subtract"])
+def test_sums_whose_change_ends_half_done_are_emptied(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of a gradient must never stay in a sum."""
+    runner = measured()
+    for number in (1, 2):
+        owing(runner, number, number)
+    runner.weights(1)
+    sums = CountedSums
+    honest = sums._make_room
+    calls = 0
+
+    def full(self: CountedSums, number: int, bound: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise MemoryError
+        honest(self, number, bound)
+
+    if change == "add":
+        monkeypatch.setattr(sums, "_make_room", full)
+        with pytest.raises(MemoryError):
+            runner.weights(2)
+        assert calls == 4
+    else:
+        runner.weights(2)
+        gradients_of_one = len(runner.layout.entries)
+        calls = -gradients_of_one
+        monkeypatch.setattr(sums, "_make_room", full)
+        with pytest.raises(MemoryError):
+            runner.uncommit(STEP, (MicrobatchIndex(1),))
+    monkeypatch.undo()
+    assert counted(runner) == ()
+    assert not torch.any(runner.accumulator.totals())
+    assert runner.accumulator.transcripts == {}
+    if change == "add":
+        assert runner.weights(2)[0]  # it is still owed
+        assert counted(runner) == (2,)

@@ -325,7 +325,7 @@ def test_graphs_of_both_steps_share_one_budget_and_an_apply_frees_those_of_its_s
     manifest = with_staleness(make_manifest(2))
     probe = Pipeline(manifest)
     probe.begin(1, 0)
-    sizes = probe.runners[0].graph_sizes
+    sizes = probe.runners[0].graphs.measured
     assert sizes is not None
     runner = StageRunner(manifest, StageIndex(0), CPU, 2 * sizes.graph_bytes(), PLENTY)
     inputs, _ = tokens_of(manifest, 0)

@@ -173,8 +173,8 @@ def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
     probe = runners_of(manifest)[0]
     inputs, _ = tokens_of(manifest, 0)
     probe.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
-    assert probe.graph_sizes is not None
-    whole_bytes = probe.graph_sizes.graph_bytes()
+    assert probe.graphs.measured is not None
+    whole_bytes = probe.graphs.measured.graph_bytes()
     # More than the input's activations, and far from the parameters, which do not count.
     activation_bytes = manifest.tokens_per_microbatch * manifest.model.hidden_size * 4
     assert whole_bytes > 4 * activation_bytes
@@ -201,8 +201,8 @@ def deep_manifest() -> Manifest:
 def sizes_of(manifest: Manifest) -> GraphSizes:
     probe = runners_of(manifest)[0]
     probe.forward(1, STEP, MicrobatchIndex(0), True, wire(tokens_of(manifest, 0)[0]))
-    assert probe.graph_sizes is not None
-    return probe.graph_sizes
+    assert probe.graphs.measured is not None
+    return probe.graphs.measured
 
 
 def test_of_a_graph_that_does_not_fit_whole_only_some_layers_are_computed_again() -> None:
@@ -259,7 +259,7 @@ def test_a_first_forward_that_is_interrupted_measures_nothing_and_leaves_no_hook
         runner.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
     after = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in layers]
     assert after == before
-    assert runner.graph_sizes is None
+    assert runner.graphs.measured is None
     assert runner._in_flight == {}
 
 

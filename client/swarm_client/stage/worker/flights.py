@@ -1,0 +1,59 @@
+"""Microbatches in a stage: between their passes, and between their answer and the gradients of the
+weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_client.stage.worker.accumulator import KeptMicrobatch
+from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients
+from swarm_client.stage.worker.payloads import MicrobatchInput
+from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.types import MicrobatchIndex, Step
+
+
+@dataclass(slots=True)
+class Digests:
+    """The digests of one microbatch, while it is computed (`swarm_shared.base.transcript`)."""
+
+    step: Step
+    microbatch: MicrobatchIndex
+    input: str
+    output: str = ""
+    output_gradient: str = ""
+    input_gradient: str = ""
+    gradient: str = ""
+
+    def transcript(self) -> Transcript:
+        return Transcript(
+            input=self.input,
+            output=self.output,
+            output_gradient=self.output_gradient,
+            input_gradient=self.input_gradient,
+            gradient=self.gradient,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A microbatch between its forward and its backward pass."""
+
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: bool
+    digests: Digests | None
+    """If it is to be accumulated."""
+    wire_inputs: bytearray
+    """The inputs as they came, if it is to be accumulated."""
+    inputs: MicrobatchInput | None
+    graph: Graph | None
+
+
+@dataclass(frozen=True, slots=True)
+class OwedWeights:
+    """A microbatch between its answer and the gradients of the weights."""
+
+    digests: Digests
+    kept: KeptMicrobatch
+    gradients: ParameterGradients
+    nbytes: int

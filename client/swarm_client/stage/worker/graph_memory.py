@@ -1,0 +1,106 @@
+"""The memory that autograd graphs may take between the passes, and what is kept of each within it.
+
+Owns the budget. Counts the graphs in flight and what is owed; both are the runner's
+(`swarm_client.stage.worker.stage_runner`). The arithmetic of one graph is
+`swarm_shared.model.graph_sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarm_client.stage.worker.backward_pass import Graph
+from swarm_client.stage.worker.flights import InFlight, OwedWeights
+from swarm_shared.model.graph_sizes import GraphSizes
+
+KEPT_WHEN_SHORT = 0.75
+"""Fraction of the memory of graphs that is kept when an allocation fails."""
+
+KEPT_AGAIN = 1.125
+"""Factor by which it grows in every step after that, up to what is offered."""
+
+
+class GraphMemory:
+    """The graphs of one runner."""
+
+    def __init__(
+        self, budget_bytes: int, in_flight: Mapping[int, InFlight], owed: Mapping[int, OwedWeights]
+    ) -> None:
+        self.budget_bytes = self._offered_bytes = budget_bytes
+        self.measured: GraphSizes | None = None
+        """Known after the first computation with a graph."""
+        self._in_flight, self._owed = in_flight, owed
+
+    @property
+    def sizes(self) -> GraphSizes:
+        """The sizes, once they are measured."""
+        if self.measured is None:
+            raise RuntimeError("no graph has been measured yet")
+        return self.measured
+
+    def room_bytes(self) -> int:
+        """Return the bytes that the graphs in flight leave of the budget."""
+        graphs_bytes = sum(
+            self.sizes.graph_bytes(flight.graph.recomputed_layers)
+            for flight in self._in_flight.values()
+            if flight.graph is not None
+        )
+        owed_bytes = sum(owed.nbytes for owed in self._owed.values())
+        return self.budget_bytes - graphs_bytes - owed_bytes
+
+    def make_room(self, wanted_bytes: int) -> None:
+        """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""
+        for flight in reversed(list(self._in_flight.values())):
+            if self.room_bytes() >= wanted_bytes:
+                return
+            flight.graph = None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether what is owed leaves less memory than a forward's graph takes, with room for
+        another microbatch: less would be kept of the graph."""
+        if not self._owed:
+            return False
+        sizes = self.sizes
+        return self.room_bytes() < sizes.working_bytes() + sizes.least_working_bytes
+
+    def layers_to_recompute(self) -> int | None:
+        """Return the fewest layers with which a further graph fits and, if possible, leaves room
+        for another microbatch with the inputs of its layers: they save a whole forward pass, a kept
+        layer saves its own."""
+        sizes, room_bytes = self.sizes, self.room_bytes()
+        kept = [flight.graph for flight in self._in_flight.values() if flight.graph is not None]
+        if not kept:
+            beside_bytes = sizes.least_working_bytes
+        else:
+            again = any(graph.recomputed_layers == sizes.layers for graph in kept)
+            beside_bytes = sizes.layer_bytes if again else 0
+        found = sizes.fewest_recomputed(room_bytes, beside_bytes)
+        return sizes.fewest_recomputed(room_bytes) if found is None else found
+
+    def may_owe(self, graph: Graph) -> bool:
+        """Whether a backward pass may leave the gradients of weights for later: what is kept for
+        them is at most as large as the graph, in which every factor has its like."""
+        if graph.tape is None:
+            return False
+        return self.room_bytes() >= self.sizes.working_bytes() + self.sizes.graph_bytes()
+
+    def keep_less(self) -> bool:
+        """Keep less of graphs from now on, as memory was short; those in flight are dropped. False
+        if as little is kept as can be."""
+        if self.measured is None:
+            return False
+        sizes, budget_bytes = self.measured, self.budget_bytes
+        if budget_bytes <= sizes.least_working_bytes:
+            return False
+        taken_bytes = budget_bytes - self.room_bytes() + sizes.working_bytes()
+        less_bytes = int(KEPT_WHEN_SHORT * min(budget_bytes, taken_bytes))
+        self.budget_bytes = max(sizes.least_working_bytes, less_bytes)
+        for flight in self._in_flight.values():
+            flight.graph = None
+        return True
+
+    def keep_more(self) -> None:
+        """Try after a step whether the memory that was short is there again."""
+        more_bytes = int(self.budget_bytes * KEPT_AGAIN)
+        self.budget_bytes = min(self._offered_bytes, more_bytes)
