@@ -82,14 +82,19 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON d
 
 
 def submit_request(folder: RunFolder, request: Request) -> dict[str, Any]:
-    """Execute the request, in the running coordinator or here; print its warning, return its
-    answer."""
+    """Execute the request; print its warning, return its answer."""
+    answer = execute_request(folder, request)
+    if answer.get("warning"):
+        click.echo(f"note: {answer['warning']}", err=True)
+    return answer
+
+
+def execute_request(folder: RunFolder, request: Request) -> dict[str, Any]:
+    """Execute the request, in the running coordinator or here; return its answer."""
     answer = _execute(folder, request)
     if not answer.get("ok"):
         kind = _ERRORS.get(answer.get("exit_code", 1), SwarmError)
         raise kind(str(answer.get("error", "the coordinator gave no reason")))
-    if answer.get("warning"):
-        click.echo(f"note: {answer['warning']}", err=True)
     return answer
 
 

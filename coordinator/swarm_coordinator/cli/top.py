@@ -3,7 +3,10 @@ once."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,7 +22,10 @@ PROGRAM = "swarm-coordinator top"
 def top_command(
     run_dir: Path | None, record: Path | None, replay: Path | None, unicode: bool | None
 ) -> None:
-    """Show the run in RUN_DIR live: health, stages, peers, loss, events. Changes nothing."""
+    """Show the run in RUN_DIR live: health, stages, peers, loss, events; ban peers from the list.
+
+    It changes nothing by itself.
+    """
     from swarm_shared.tui.terminal_style import this_terminal
 
     if (run_dir is None) == (replay is None):
@@ -35,8 +41,18 @@ def top_command(
         PROGRAM,
         RunApp,
         lambda: RunDocument,
-        lambda: RunFolderSource(folder),
+        lambda: RunFolderSource(folder, partial(change, folder)),
         look,
         record=record,
         replay=replay,
     )
+
+
+def change(run_dir: Path, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Ban or unban a peer as the commands do: in the running coordinator, or without one."""
+    from swarm_coordinator.admission.book import PeerBanned, PeerUnbanned
+    from swarm_coordinator.cli.admission import execute_request
+    from swarm_coordinator.run_dir.folder import RunFolder
+
+    kinds = {"ban": PeerBanned, "unban": PeerUnbanned}
+    return execute_request(RunFolder.open(run_dir), kinds[method](**arguments))

@@ -1,4 +1,4 @@
-"""The lines of each pane of a run: pure functions of the model, a width and a height.
+"""The lines of each drawn pane of a run: pure functions of the model, a width and a height.
 
 The model is the newest document, and what has changed since the view began.
 """
@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.status.document import (
-    ContributorRow,
-    PeerRow,
-    RunDocument,
-    TrustStatus,
-    stage_holders,
-)
+from swarm_coordinator.status.document import RunDocument, TrustStatus, stage_holders
+from swarm_coordinator.tui.tables import name_of
 from swarm_shared.base.text import (
     MISSING,
     duration_text,
     latency_text,
     printable,
-    rate_text,
     size_text,
 )
 from swarm_shared.tui.bars import bar, sparkline
@@ -161,7 +155,7 @@ def _stage_bars(run: RunDocument) -> list[StageBar]:
     ]
 
 
-# ---------------------------------------------------------------- stages and peers
+# ---------------------------------------------------------------- stages
 
 _TIMES = (
     Column("stage", right=True, keep=5),
@@ -191,66 +185,17 @@ def _times(run: RunDocument, width: int) -> list[Line]:
     ]
 
 
-_PEERS = (
-    Column("stage", right=True, keep=7),
-    Column("peer", largest=26, smallest=16, flexible=True, keep=9),
-    Column("phase", largest=10, keep=6),
-    Column("microb./s", right=True, keep=5),
-    Column("path", largest=20, keep=4),
-    Column("round trip", right=True, keep=1),
-    Column("traffic", right=True, keep=2),
-    Column("device", largest=24, smallest=6, flexible=True, keep=0),
-    Column("", largest=60, smallest=10, flexible=True, keep=3),
-)
-
-
 def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
     run = model.document
     if run is None:
         return [EMPTY]
-    order = sorted(run.peers, key=lambda p: (p.stage is None, p.stage or 0, p.peer))
-    paths = {path.reporter: path for path in run.paths if path.remote == run.coordinator}
-    rows = []
-    for peer in order:
-        path = paths.get(peer.peer)
-        rows.append(
-            (
-                line("" if peer.stage is None else str(peer.stage)),
-                line(_name(peer)),
-                line((printable(peer.phase), "good" if peer.phase == "ready" else "accent")),
-                line(number(peer.microbatches_per_second, 2)),
-                line((path.kind, "warn") if path and path.kind == "relayed"
-                     else path.kind if path else MISSING),
-                line(latency_text(path.rtt_seconds if path else None)),
-                line(rate_text(path.bytes_per_second if path else None)),
-                line((printable(peer.device), "dim")),
-                _remarks(peer),
-            )
-        )  # fmt: skip
     return [
         heading("Stages", width),
         *stage_lines(_stage_bars(run), width),
         *_times(run, width),
-        heading(f"Peers ({len(run.peers)}), and their path to the coordinator", width),
-        *table(_PEERS, rows, width),
         heading("Moves between stages", width),
         *_moves(run, width),
     ]
-
-
-def _name(peer: PeerRow | ContributorRow) -> str:
-    short = peer_text(peer.peer, None)
-    return f"{printable(peer.name)} ({short})" if peer.name else short
-
-
-def _remarks(peer: PeerRow) -> Line:
-    if peer.flagged_times:
-        return line((f"flagged {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
-    if peer.leaving:
-        return line(("leaving", "warn"))
-    if peer.silent_seconds > 3.0:
-        return line((f"silent for {duration_text(peer.silent_seconds)}", "warn"))
-    return line(("relays for others", "dim")) if peer.offers_relay else EMPTY
 
 
 def _moves(run: RunDocument, width: int) -> list[Line]:
@@ -269,49 +214,6 @@ def _moves(run: RunDocument, width: int) -> list[Line]:
     if told.reason:
         lines += wrapped(f"no move now: {printable(told.reason)}", width - 2, "dim", "  ")
     return lines
-
-
-# ---------------------------------------------------------------- contributors
-
-_CONTRIBUTORS = (
-    Column("", right=True, keep=8),
-    Column("peer", largest=36, smallest=10, flexible=True, keep=9),
-    Column("stages", largest=16, keep=2),
-    Column("microbatches", right=True, keep=3),
-    Column("tokens", right=True, keep=6),
-    Column("of all", right=True, keep=4),
-    Column("", smallest=12, keep=1),
-)
-
-
-def contributors(model: RunModel, width: int, height: int) -> list[Line]:
-    run = model.document
-    if run is None or not run.contributors:
-        return [
-            heading("Contributors", width),
-            line(("  no step has been applied yet", "dim")),
-        ]
-    total = sum(row.tokens for row in run.contributors)
-    top = run.contributors[0].tokens
-    rows = [
-        (
-            line(str(place)),
-            line(
-                _name(row),
-                (f" ×{row.devices}" if row.devices > 1 else "", "dim"),
-            ),
-            line(", ".join(map(str, sorted(set(row.stages))))),
-            line(number(row.microbatches)),
-            line((number(row.tokens), "strong")),
-            line(percent(row.tokens / total if total else None)),
-            bar(row.tokens / top if top else 0.0, 14),
-        )
-        for place, row in enumerate(run.contributors, 1)
-    ]
-    return [
-        heading("Contributors, by tokens of applied steps", width),
-        *table(_CONTRIBUTORS, rows, width),
-    ]
 
 
 # ---------------------------------------------------------------- events, admission
@@ -352,21 +254,13 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
     if told.mode == "token":
         lines.append(_named("tokens", line(f"{told.valid_tokens} valid")))
     lines.append(_named("sessions", line(f"{run.sessions} open")))
-    lines += [EMPTY, heading(f"Bans ({len(told.bans)})", width)]
-    lines += [
-        line(
-            f"  {printable(ban.peer)}",
-            (f"  {printable(ban.reason)}" if ban.reason else "", "dim"),
-            (f"  since {clock_text(ban.banned_at)}", "dim"),
-        )
-        for ban in told.bans
-    ] or [line(("  no peer is banned", "dim"))]
+    lines.append(_named("bans", line(f"{len(told.bans)}")))
     lines += _audits(run.trust, width)
     flagged = [peer for peer in run.peers if peer.flagged_times]
     lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width)]
     lines += [
         line(
-            f"  {_name(peer)}",
+            f"  {name_of(peer)}",
             (
                 f"  {counted(peer.flagged_times, 'time', 'times')}: "
                 f"{printable(peer.flagged_reason)}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from swarm_coordinator.status.document import (
     current_health,
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
@@ -140,13 +140,22 @@ def contributors(connection: Connection) -> tuple[ContributorRow, ...]:
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 
+Change = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+"""Changes the run as a command does, and returns the answer; blocking."""
+
+
 class RunFolderSource:
     """Reads the folder for as long as the view is open."""
 
     def __init__(
-        self, run_dir: Path, reader: RunFolderReader | None = None, sleep: Sleep = asyncio.sleep
+        self,
+        run_dir: Path,
+        change: Change,
+        reader: RunFolderReader | None = None,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._run_dir = run_dir
+        self._change = change
         self._reader = reader or RunFolderReader(run_dir)
         self._sleep = sleep
 
@@ -154,7 +163,7 @@ class RunFolderSource:
         return wall()
 
     async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise UsageError("this view is read-only; use the other commands of swarm-coordinator")
+        return await asyncio.to_thread(self._change, method, arguments)
 
     async def events(self) -> AsyncIterator[Event[RunDocument]]:
         await asyncio.to_thread(self._reader.prepare)

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.geometry import Offset
 from textual.pilot import Pilot
+from textual.widgets import Input
 
+from kits.coordinator import run as run_kit
+from kits.coordinator.shell_world import make_run
 from kits.tui import FORMS, Script, Session, drive, press, screen, settle, walk
-from kits.tui.run import ANNA, run
+from kits.tui.run import ANNA, BERT, CARL, peer, run
 from swarm_coordinator.cli.main import run as command
-from swarm_coordinator.cli.top import PROGRAM
+from swarm_coordinator.cli.top import PROGRAM, change
+from swarm_coordinator.durability.run_files import read_admission_book
 from swarm_coordinator.status.document import RunDocument
 from swarm_coordinator.tui.app import RunApp
 from swarm_coordinator.tui.run_source import LOOK_SECONDS, RunFolderReader, RunFolderSource
-from swarm_shared.base.errors import StorageError
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.identity.keys import Identity
 from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import DocumentReceived, SourceLost
 from swarm_shared.tui.terminal_style import Look
 
-PANES = ("overview", "pipeline", "contributors", "events", "admission")
+PANES = ("overview", "pipeline", "peers", "contributors", "events", "admission", "bans")
+PEERS_PANE, CONTRIBUTORS_PANE, BANS_PANE = "3", "4", "7"
 
 
 def watch(
@@ -90,6 +99,179 @@ def test_a_finished_run_is_shown_as_it_ended_however_long_ago_that_was() -> None
     health = {"state": "finished", "sentence": "All 100 steps are applied."}
     script.tell(run(phase="finished", running=False, health=health))
     drive(RunApp(script, Look()), session)
+
+
+# ---------------------------------------------------------------- tables
+
+DORA = "12D3KooWdoradora"
+
+
+def order(pilot: Pilot[None]) -> list[str]:
+    """The peers of the table on the screen, from the top."""
+    names = ("anna", "bert", "carl", "emil")
+    rows = [line.lower() for line in screen(pilot).splitlines()[4:-1]]
+    return [name for row in rows for name in names if f"{name * 2}" in row]
+
+
+def test_a_column_sorts_the_table_and_turns_it_round() -> None:
+    peers = [
+        peer(ANNA, 1, microbatches_per_second=2.0), peer(BERT, 0, microbatches_per_second=10.0),
+        peer(CARL, 0, microbatches_per_second=9.5),
+    ]  # fmt: skip
+
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, PEERS_PANE)
+        assert order(pilot) == ["bert", "carl", "anna"]  # by stage
+        await press(pilot, "S")
+        assert order(pilot) == ["anna", "bert", "carl"]
+        await press(pilot, "s", "s")
+        assert order(pilot) == ["bert", "carl", "anna"]  # by rate, as numbers
+        assert "microb./s ▼" in screen(pilot)
+        head = screen(pilot).splitlines()[3]
+        await pilot.click(offset=Offset(head.index("peer"), 3))
+        await settle(pilot)
+        assert order(pilot) == ["anna", "bert", "carl"]
+        await pilot.click(offset=Offset(head.index("peer"), 3))
+        await settle(pilot)
+        assert order(pilot) == ["carl", "bert", "anna"]
+
+    watch(session, run(peers=peers))
+
+
+def test_the_cursor_stays_with_its_peer_when_others_come_and_go() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, PEERS_PANE, "down", "down")
+        assert chosen(pilot) == CARL
+        everyone = run().model_dump()["peers"]
+        script.tell(run(1, peers=[*everyone, peer("12D3KooWemilemil", 0)]))
+        await settle(pilot)
+        assert order(pilot) == ["anna", "bert", "emil", "carl"]
+        assert chosen(pilot) == CARL
+        script.tell(run(2, peers=everyone[:2]))
+        await settle(pilot)
+        assert order(pilot) == ["anna", "bert"]
+        assert chosen(pilot) == BERT
+        script.tell(run(3, peers=[]))
+        await settle(pilot)
+        await press(pilot, "b", "enter")
+        assert order(pilot) == []
+        assert script.asked == []
+
+    script: Script[RunDocument] = Script()
+    script.tell(run())
+    drive(RunApp(script, Look()), session)
+
+
+def chosen(pilot: Pilot[None]) -> str:
+    view = pilot.app
+    assert isinstance(view, RunApp)
+    assert view.shown_table is not None
+    assert view.shown_table.chosen is not None
+    return view.shown_table.chosen.peer
+
+
+def test_a_rate_that_changes_is_drawn_in_its_row() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, PEERS_PANE)
+        script.tell(run(1, peers=[peer(ANNA, 0, microbatches_per_second=12345.0)]))
+        script.tell(run(2, peers=[peer(ANNA, 0, microbatches_per_second=54321.0)]))
+        await settle(pilot)
+        assert "54,321" in screen(pilot)
+        assert "12,345" not in screen(pilot)
+
+    script: Script[RunDocument] = Script()
+    script.tell(run())
+    drive(RunApp(script, Look()), session)
+
+
+def test_enter_shows_the_whole_row() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, PEERS_PANE, "down", "enter")
+        shown = screen(pilot)
+        assert BERT in shown
+        assert "flagged 2x: gradients were not finite" in shown
+        assert "81.2 ms" in shown
+        await press(pilot, "enter")
+        assert BERT not in screen(pilot)
+
+    watch(session, run())
+
+
+def test_a_ban_asks_for_a_reason_and_then_whether_it_is_meant() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, "b")  # no table, no ban
+        await press(pilot, PEERS_PANE, "down", "b")
+        await press(pilot, *"lies", "enter")
+        shown = screen(pilot)
+        assert f"{BERT} is excluded" in " ".join(shown.split())
+        assert script.asked == []
+        await press(pilot, "y")
+        assert script.asked == [("ban", {"peer": BERT, "reason": "lies"})]
+        assert "banned it" in screen(pilot)
+        assert "note: its owner can come back" in screen(pilot)
+
+    script: Script[RunDocument] = Script()
+    script.answers["ban"] = {"text": "banned it", "warning": "its owner can come back"}
+    script.tell(run())
+    drive(RunApp(script, Look()), session)
+
+
+@pytest.mark.parametrize("keys", [("b", "escape"), ("b", "enter", "n"), ("b", "enter", "enter")])
+def test_a_ban_that_is_not_confirmed_is_none(keys: tuple[str, ...]) -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, PEERS_PANE)
+        for key in keys:
+            await press(pilot, key)
+        assert "Ban" not in screen(pilot).splitlines()[10]
+
+    assert watch(session, run()).asked == []
+
+
+def test_a_refused_ban_is_told_and_a_reason_that_is_too_long_is_not_sent() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, CONTRIBUTORS_PANE, "b")
+        view = pilot.app
+        view.screen.query_one("#value", Input).value = "x" * 1000
+        await press(pilot, "enter")
+        assert "A reason has at most" in screen(pilot)
+        view.screen.query_one("#value", Input).value = ""
+        await press(pilot, "enter")
+        await press(pilot, "y")
+        assert script.asked == [("ban", {"peer": CARL, "reason": ""})]
+        assert "no coordinator answers" in screen(pilot)
+
+    script: Script[RunDocument] = Script()
+    script.answers["ban"] = UsageError("no coordinator answers")
+    script.tell(run())
+    drive(RunApp(script, Look()), session)
+
+
+def test_a_ban_is_lifted_from_its_row() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, BANS_PANE, "b")
+        assert "cheats" in screen(pilot)
+        await press(pilot, "u")
+        await press(pilot, "y")
+        assert script.asked == [("unban", {"peer": DORA})]
+
+    script: Script[RunDocument] = Script()
+    script.answers["unban"] = {"text": "it is not banned any more"}
+    script.tell(run())
+    drive(RunApp(script, Look()), session)
+
+
+def test_a_ban_from_the_view_is_the_commands_ban(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run_kit.with_a_past(folder)
+    peer_id = Identity.generate().peer_id
+    source = RunFolderSource(folder.path, partial(change, folder.path))
+    answer = asyncio.run(source.act("ban", {"peer": peer_id, "reason": "lies"}))
+    assert answer["text"].startswith(f"banned {peer_id}; no coordinator is running")
+    assert read_admission_book(folder).bans[peer_id].reason == "lies"
+    asyncio.run(source.act("unban", {"peer": peer_id}))
+    assert read_admission_book(folder).bans == {}
+    with pytest.raises(UsageError, match="is not banned"):
+        asyncio.run(source.act("unban", {"peer": peer_id}))
 
 
 # ---------------------------------------------------------------- the run's folder
@@ -168,6 +350,10 @@ class FakeReader(RunFolderReader):
         return answer
 
 
+def no_change(method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise AssertionError("nothing was to be changed")
+
+
 def follow(
     *answers: tuple[RunDocument, str, float] | StorageError,
 ) -> tuple[list[Any], list[float]]:
@@ -177,7 +363,7 @@ def follow(
         rests.append(seconds)
 
     async def collect() -> list[Any]:
-        source = RunFolderSource(Path("a-run"), FakeReader(*answers), sleep)
+        source = RunFolderSource(Path("a-run"), no_change, FakeReader(*answers), sleep)
         events = source.events()
         return [await anext(events) for _ in answers]
 
@@ -219,7 +405,7 @@ def test_a_recording_shows_every_pane_as_it_was(tmp_path: Path) -> None:
     shown: list[list[str]] = []
 
     async def session(pilot: Pilot[None]) -> None:
-        for key in "12345":
+        for key in "1234567":
             await press(pilot, key)
             shown.append(screen(pilot).splitlines()[2:])
 
