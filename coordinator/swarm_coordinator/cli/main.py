@@ -22,7 +22,7 @@ PROGRAM = "swarm-coordinator"
 _COMMANDS = {
     "init": "cli.run",
     "start": "cli.run",
-    "invite": "cli.run",
+    "invite": "cli.invite",
     "status": "cli.run",
     "top": "cli.top",
     "dashboard": "cli.run",

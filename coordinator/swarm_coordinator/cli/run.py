@@ -21,7 +21,7 @@ from typing import Any
 import click
 import trio
 
-from swarm_coordinator.admission.requests import admission_status, standing_token
+from swarm_coordinator.admission.requests import admission_status
 from swarm_coordinator.configuration.http_address import parse_address, tls_context
 from swarm_coordinator.configuration.run_settings import (
     DEFAULT_PRESET,
@@ -42,7 +42,7 @@ from swarm_coordinator.durability.run_files import (
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.dashboard_process import DashboardProcess
-from swarm_coordinator.server.listen_addresses import dialable_addresses, invite_for, listen_address
+from swarm_coordinator.server.listen_addresses import dialable_addresses, listen_address
 from swarm_coordinator.status.document import AdmissionStatus, current_health
 from swarm_coordinator.status.status_file import read_status
 from swarm_coordinator.status.text import status_lines
@@ -379,24 +379,6 @@ def refresh_command(run_dir: Path) -> None:
 
 
 # ---------------------------------------------------------------- looking at a run
-
-
-@click.command("invite")
-@RUN_DIR
-def invite_command(run_dir: Path) -> None:
-    """Print the invite of the run in RUN_DIR."""
-    folder = RunFolder.open(run_dir)
-    settings, manifest = load_settings(folder), load_manifest(folder)
-    addresses = run_addresses(folder, settings)
-    token = None
-    if settings.admission.mode == "token":
-        token, _ = standing_token(folder, read_admission_book(folder))
-        if token is None:
-            raise UsageError(
-                "this run has no invite of its own: its token was revoked, or other tokens were "
-                f"made; `swarm-coordinator token create {quoted(run_dir)}` makes an invite"
-            )
-    click.echo(invite_for(manifest, addresses, token).encode())
 
 
 def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
