@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.run_data import RunData
-from swarm_client.stage.worker.accumulator import KeptMicrobatch
+from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version

@@ -21,7 +21,7 @@ from swarm_client.averaging.protocol.messages import Started
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.stage.protocol.messages import SumsDigested
-from swarm_client.stage.worker.digests import slice_digests
+from swarm_client.stage.worker.accumulation.digests import slice_digests
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity

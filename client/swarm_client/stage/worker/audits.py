@@ -24,8 +24,8 @@ from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
-from swarm_client.stage.worker.accumulator import KeptMicrobatch
-from swarm_client.stage.worker.digests import counted_pieces
+from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
+from swarm_client.stage.worker.accumulation.digests import counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step

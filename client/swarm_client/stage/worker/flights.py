@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_client.stage.worker.accumulator import KeptMicrobatch
+from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients
 from swarm_client.stage.worker.payloads import MicrobatchInput
 from swarm_shared.base.transcript import Transcript

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from swarm_client.stage.worker.accumulator import Accumulator
+from swarm_client.stage.worker.accumulation.accumulator import Accumulator
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, Stage, build_stage
 from swarm_shared.model.fixed_point_sums import Quantum, quantum_of

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.slot_sizes import slot_sizes
-from swarm_client.stage.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.stage.worker.accumulation.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.device_transfer import device_copier

@@ -19,7 +19,7 @@ from typing import Literal
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.worker.digests import slice_digests
+from swarm_client.stage.worker.accumulation.digests import slice_digests
 from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.errors import ProtocolError, StorageError

@@ -13,7 +13,7 @@ from client.stage.worker.test_payloads import with_codecs
 from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, make_manifest, runners_of
 from client.stage.worker.test_transcripts import MICROBATCH, through
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.worker.accumulator import KeptMicrobatch
+from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner

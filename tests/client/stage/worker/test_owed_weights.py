@@ -19,7 +19,7 @@ from client.stage.worker.test_stage_runner import (
     wire,
 )
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.worker.gradient_sums import CountedSums
+from swarm_client.stage.worker.accumulation.gradient_sums import CountedSums
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version

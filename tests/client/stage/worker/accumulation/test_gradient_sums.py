@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.stage.worker.gradient_sums import INT32_MAX, CountedSums, FloatSums
+from swarm_client.stage.worker.accumulation.gradient_sums import INT32_MAX, CountedSums, FloatSums
 from swarm_shared.model.fixed_point_sums import Quantum
 from swarm_shared.model.flat_gradients import FlatEntry, FlatLayout
 

@@ -1,7 +1,7 @@
 """The sum of one step's gradients, and what is needed to take a microbatch out of it again.
 
-Owns the sums (`swarm_client.stage.worker.gradient_sums`) and the set of microbatches in them, with
-the tensors from which their gradients can be recomputed
+Owns the sums (`swarm_client.stage.worker.accumulation.gradient_sums`) and the set of microbatches
+in them, with the tensors from which their gradients can be recomputed
 (`swarm_shared.volunteer_rules.accumulated_set`). Does not own the computation of gradients. Within
 a step the parameters do not change, so a recomputed gradient is the same gradient. Where gradients
 are fixed-point counts (`swarm_shared.model.fixed_point_sums`), subtracting it undoes the addition
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_client.stage.worker.digests import GradientDigest
-from swarm_client.stage.worker.gradient_sums import GradientSums, gradient_sums
+from swarm_client.stage.worker.accumulation.digests import GradientDigest
+from swarm_client.stage.worker.accumulation.gradient_sums import GradientSums, gradient_sums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout

@@ -6,7 +6,8 @@ in int32 on the device, half of the memory of a float64, which some devices do n
 a parameter has in int32 goes to float64 in host memory before it could overflow. Integers below
 2^53 are exact in float64, so the sums are the same whenever that happens.
 
-Does not own which microbatches are in the sums (`swarm_client.stage.worker.accumulator`).
+Does not own which microbatches are in the sums
+(`swarm_client.stage.worker.accumulation.accumulator`).
 """
 
 from __future__ import annotations
