@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.memory import StageMemory
+from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.run.manifest import StageRange
 
 DEVICE_BYTES_PER_PARAMETER = 4 + 4 + 4
@@ -90,6 +90,20 @@ class StageProfiles:
         saved = self.stage(start, end, is_first, is_last).saved_activation_bytes
         return GRAPHS * (saved + (0 if is_last else self._model.boundary_activation_bytes))
 
+    def memory(self, cut: tuple[int, int, bool, bool], staleness: int, exact: bool) -> StageMemory:
+        """Return the memory of a peer of the stage, as `stage_memory` describes it; `cut` has the
+        arguments of `stage`."""
+        start, end, _, is_last = cut
+        part, boundary = self.stage(*cut), self._model.boundary_activation_bytes
+        in_layers = [layer.saved_activation_bytes for layer in self._model.layers[start:end]]
+        ends = part.saved_activation_bytes - sum(in_layers) + (0 if is_last else boundary)
+        microbatches = 1 if is_last else GRAPHS
+        least = microbatches * (len(in_layers) * boundary + ends) + max(in_layers, default=0)
+        comfortable = self.graphs_bytes(*cut)
+        return parameter_memory(part.parameters, staleness, exact) + StageMemory(
+            device_bytes=min(least, comfortable), comfortable_bytes=comfortable
+        )
+
 
 def stage_profile(
     profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
@@ -114,17 +128,8 @@ def stage_memory(
     `staleness` is the run's: the steps that gradients lag behind. `exact`: its gradients are
     counted (`codecs.average`).
     """
-    stages, cut = StageProfiles(profile), (stage_range.first_layer, stage_range.end_layer)
-    part = stages.stage(*cut, is_first, is_last)
-    boundary = profile.boundary_activation_bytes
-    in_layers = [layer.saved_activation_bytes for layer in profile.layers[slice(*cut)]]
-    ends = part.saved_activation_bytes - sum(in_layers) + (0 if is_last else boundary)
-    microbatches = 1 if is_last else GRAPHS
-    least = microbatches * (len(in_layers) * boundary + ends) + max(in_layers, default=0)
-    comfortable = stages.graphs_bytes(*cut, is_first, is_last)
-    return parameter_memory(part.parameters, staleness, exact) + StageMemory(
-        device_bytes=min(least, comfortable), comfortable_bytes=comfortable
-    )
+    ends = (stage_range.first_layer, stage_range.end_layer)
+    return StageProfiles(profile).memory((*ends, is_first, is_last), staleness, exact)
 
 
 def parameter_memory(parameters: int, staleness: int, exact: bool) -> StageMemory:
@@ -146,31 +151,55 @@ def host_bytes_per_parameter(exact: bool) -> int:
     return OPTIMIZER_BYTES_PER_PARAMETER + AVERAGED_VECTORS * (8 if exact else 4)
 
 
+StageCost = Callable[[PartProfile, bool, bool], float]
+"""What a stage takes, from its profile and whether it is the first and the last one. It grows with
+the layers of a stage."""
+
+
+def flops_cost(part: PartProfile, is_first: bool, is_last: bool) -> float:
+    return part.flops
+
+
 def plan_stages(
     profile: ModelProfile,
     stage_count: int,
     staleness: int = 0,
     exact: bool = False,
+    cost: StageCost = flops_cost,
+    offer: MemoryOffer | None = None,
 ) -> tuple[StageRange, ...]:
-    """Return the cut whose slowest stage has the fewest FLOPs; of equal cuts, the one whose largest
-    stage is smallest, device and host together.
+    """Return the cut whose slowest stage costs least; of equal cuts, the one whose largest stage is
+    smallest, device and host together.
 
     Every stage gets a layer where there are enough; with one or two stages more than layers, the
-    first or last holds only the embedding or the head.
+    first or last holds only the embedding or the head. CapacityError if no cut has only stages that
+    `offer` holds.
     """
     _check_stage_count(profile, stage_count)
     stages, last = StageProfiles(profile), stage_count - 1
     per_parameter = device_bytes_per_parameter(staleness) + host_bytes_per_parameter(exact)
 
-    def cost(stage: int, start: int, end: int) -> float:
-        return stages.stage(start, end, stage == 0, stage == last).flops
+    def time(stage: int, start: int, end: int) -> float:
+        ends = (stage == 0, stage == last)
+        return cost(stages.stage(start, end, *ends), *ends)
 
     def memory(stage: int, start: int, end: int) -> float:
         cut = (start, end, stage == 0, stage == last)
         return per_parameter * stages.stage(*cut).parameters + stages.graphs_bytes(*cut)
 
-    lowest, _ = _minimise(profile, stage_count, cost, lambda *_: True)
-    _, ends = _minimise(profile, stage_count, memory, lambda *cut: cost(*cut) <= lowest)
+    def fits(stage: int, start: int, end: int) -> bool:
+        cut = (start, end, stage == 0, stage == last)
+        return offer is None or offer.holds(stages.memory(cut, staleness, exact))
+
+    lowest, _ = _minimise(profile, stage_count, time, fits)
+    if math.isinf(lowest):
+        raise CapacityError(
+            f"no cut into {stage_count} stages has only stages that {offer} hold; use more stages, "
+            "shorter sequences or a smaller model"
+        )
+    _, ends = _minimise(
+        profile, stage_count, memory, lambda *cut: time(*cut) <= lowest and fits(*cut)
+    )
     starts = (0, *ends[:-1])
     return tuple(
         StageRange(first_layer=start, end_layer=end)

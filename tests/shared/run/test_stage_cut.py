@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
     ModelProfile,
     PartProfile,
+    StageCost,
+    flops_cost,
     plan_stages,
     stage_memory,
     stage_profile,
@@ -64,34 +66,65 @@ def cuts(layers: int, stages: int):
             )
 
 
-def worst_cost(profile: ModelProfile, plan) -> int:
+def worst_cost(profile: ModelProfile, plan, cost: StageCost) -> float:
     last = len(plan) - 1
     return max(
-        stage_profile(profile, cut, at == 0, at == last).flops for at, cut in enumerate(plan)
+        cost(stage_profile(profile, cut, at == 0, at == last), at == 0, at == last)
+        for at, cut in enumerate(plan)
     )
+
+
+def memories(profile: ModelProfile, plan, staleness: int) -> list[StageMemory]:
+    last = len(plan) - 1
+    return [
+        stage_memory(profile, cut, at == 0, at == last, staleness) for at, cut in enumerate(plan)
+    ]
 
 
 def worst_memory(profile: ModelProfile, plan, staleness: int) -> int:
-    last = len(plan) - 1
     return max(
         memory.comfortable_bytes + memory.host_bytes
-        for at, cut in enumerate(plan)
-        for memory in [stage_memory(profile, cut, at == 0, at == last, staleness)]
+        for memory in memories(profile, plan, staleness)
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(profile=profiles(), stages=st.integers(1, 10), staleness=st.integers(0, 1))
-def test_no_cut_is_faster_or_as_fast_and_smaller(profile, stages, staleness):
+def costly_lines(part: PartProfile, is_first: bool, is_last: bool) -> float:
+    """Border and parameters cost as well, each as much as some layers."""
+    return max(part.flops, 15 * (2 - is_first - is_last)) + 3 * part.parameters
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    profile=profiles(), stages=st.integers(1, 10), staleness=st.integers(0, 1),
+    cost=st.sampled_from([flops_cost, costly_lines]),
+    offer=st.none()
+    | st.builds(
+        MemoryOffer, device_bytes=st.integers(0, 4000), host_bytes=st.none() | st.integers(0, 4000)
+    ),
+)  # fmt: skip
+def test_no_cut_that_fits_is_cheaper_or_as_cheap_and_smaller(
+    profile, stages, staleness, cost, offer
+):
     if stages > len(profile.layers) + 2:
         with pytest.raises(ConfigurationError):
             plan_stages(profile, stages)
         return
-    every = list(cuts(len(profile.layers), stages))
-    plan = plan_stages(profile, stages, staleness)
-    assert plan in every
-    best = min((worst_cost(profile, p), worst_memory(profile, p, staleness)) for p in every)
-    assert (worst_cost(profile, plan), worst_memory(profile, plan, staleness)) == best
+    fitting = [
+        plan
+        for plan in cuts(len(profile.layers), stages)
+        if offer is None or all(map(offer.holds, memories(profile, plan, staleness)))
+    ]
+    if not fitting:
+        with pytest.raises(CapacityError, match=f"no cut into {stages} stages"):
+            plan_stages(profile, stages, staleness, cost=cost, offer=offer)
+        return
+    plan = plan_stages(profile, stages, staleness, cost=cost, offer=offer)
+    assert plan in fitting
+
+    def figures(one) -> tuple[float, int]:
+        return worst_cost(profile, one, cost), worst_memory(profile, one, staleness)
+
+    assert figures(plan) == min(map(figures, fitting))
 
 
 def test_equal_layers_are_shared_equally():
