@@ -89,7 +89,17 @@ _CHANGEABLE = (
     show_default=True,
     help="Training data: a text file, a folder, a JSONL file, ready shards, or python-stdlib.",
 )
-@click.option("--stages", type=int, help="Number of pipeline stages; by default the preset's.")
+@click.option(
+    "--stages",
+    type=int,
+    help="Number of pipeline stages; by default the preset's, or the best one for --fleet.",
+)
+@click.option(
+    "--fleet",
+    metavar="FILE|home|N",
+    help="Cut the model for the machines that are expected: a file as for `simulate`, the built-in "
+    "home machines, or a number of them.",
+)
 @click.option("--steps", type=int, help="Optimizer steps of the run; by default the preset's.")
 @click.option("--seed", type=int, help="Seed of initialisation and data order.")
 @click.option(
@@ -113,6 +123,7 @@ def init_command(
     preset: str,
     data: str,
     stages: int | None,
+    fleet: str | None,
     steps: int | None,
     seed: int | None,
     tokenizer: str | None,
@@ -123,6 +134,9 @@ def init_command(
 
     A step's sequences are divided into microbatches as small as their overhead allows, unless
     `--set training.sequences_per_microbatch=N` or `training.microbatches_per_step` is given.
+
+    `--fleet` prints for 2 to 16 stages what share of the machines can hold one and how many tokens
+    a second they would train.
     """
     overrides = dict(parse_override(change) for change in changes)
     for name, value in (
@@ -136,7 +150,7 @@ def init_command(
         overrides |= parse_codec(codec)
     from swarm_coordinator.run_creation.initialise import initialise_run
 
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo)
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet)
     click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
     click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
 

@@ -34,7 +34,12 @@ MAX_FOLLOWED_MACHINES = 200
 
 @click.command("simulate")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--fleet", required=True, metavar="FILE|N", help="Machines: a file, or their number.")
+@click.option(
+    "--fleet",
+    required=True,
+    metavar="FILE|home|N",
+    help="Machines: a file, the built-in home machines, or a number of them.",
+)
 @click.option(
     "--trace",
     required=True,

@@ -9,10 +9,10 @@ coordinator must not import this module; it reads runs through `durability.run_f
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_coordinator.configuration.run_settings import (
@@ -28,18 +28,24 @@ from swarm_coordinator.durability.run_files import (
     load_settings,
 )
 from swarm_coordinator.run_creation.corpus import ReadyShards, read_corpus
-from swarm_coordinator.run_creation.microbatch_size import (
-    StageWork,
-    choice_text,
-    choose_queue,
-    choose_sequences,
-    least_microbatches,
+from swarm_coordinator.run_creation.fleet_cut import (
+    ExpectedFleet,
+    fleet_rows,
+    recommended,
+    table_lines,
 )
+from swarm_coordinator.run_creation.microbatch_size import choice_text, choose_queue
 from swarm_coordinator.run_creation.shards import Progress, prepare_data
+from swarm_coordinator.run_creation.stage_plan import (
+    StagePlan,
+    in_stages,
+    plan_of,
+    with_microbatches_chosen,
+)
 from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
+from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.types import MAX_MICROBATCHES
 from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
@@ -47,7 +53,6 @@ from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.codec_sizes import encoded_bytes
 from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, with_bottlenecks
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory
-from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
 
 _MICROBATCH_SIZES = ("training.microbatches_per_step", "training.sequences_per_microbatch")
 """Settings of which one given number keeps the program from choosing both."""
@@ -60,8 +65,12 @@ def initialise_run(
     stages: int | None = None,
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
+    fleet: str | None = None,
 ) -> Manifest:
-    """Make the folder of a new run from a preset; `overrides` maps names of settings to values."""
+    """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
+
+    `fleet` names the machines that are expected, as `simulate --fleet` does.
+    """
     chosen = dict(overrides or {})
     source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
     settings = default_settings(
@@ -74,19 +83,23 @@ def initialise_run(
             settings = default_settings(
                 preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
             )
-    return _initialise(run_dir, settings, frozenset(chosen), progress)
+    given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
+    return _initialise(run_dir, settings, given, progress, fleet)
 
 
 def _initialise(
-    run_dir: Path, settings: RunSettings, given: Set[str], progress: Progress
+    run_dir: Path, settings: RunSettings, given: Set[str], progress: Progress, fleet: str | None
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
     corpus = read_corpus(settings.data.source)
-    plan = _plan(settings)
-    with _staging_folder(run_dir.absolute()) as folder:
+    if fleet is not None:
+        settings, plan = _cut_for_fleet(settings, fleet, given, progress)
+    else:
         if given.isdisjoint(_MICROBATCH_SIZES):
-            settings, plan = _with_microbatches_chosen(settings, plan)
+            settings = with_microbatches_chosen(settings)
+        plan = plan_of(settings)
+    with _staging_folder(run_dir.absolute()) as folder:
         settings = _with_codecs_selected(settings, progress)
         if given.isdisjoint(_MICROBATCH_SIZES):
             settings, why = _with_queues_chosen(settings, plan, given)
@@ -101,7 +114,8 @@ def _initialise(
 
 
 def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) -> Manifest:
-    """Sign the manifest anew after run.toml was edited, keeping the data.
+    """Sign the manifest anew after run.toml was edited, keeping the data, and the cut unless the
+    model or the number of stages was changed.
 
     `auto` codecs are selected and written to run.toml. The caller ensures that the run has not
     applied a step. ConfigurationError if the edit needs other data.
@@ -121,7 +135,9 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     for split in ("train", "heldout"):
         split_slots(old.data, split, model.sequence_length)
     identity = load_identity(folder)
-    stages = _plan(settings).stages
+    uncut = old.model.model_copy(update={"bottlenecks": ()})
+    same = model == uncut and settings.stages.count == old.stage_count
+    stages = plan_of(settings, old.stages if same else None).stages
     if settings.codecs.needs_selection:
         settings = _with_codecs_selected(settings, progress)
         write_codecs(folder.settings, settings.codecs.config)
@@ -141,29 +157,35 @@ def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSetti
     return chosen
 
 
-def _with_microbatches_chosen(settings: RunSettings, plan: _Plan) -> tuple[RunSettings, _Plan]:
-    """Divide the preset's sequences of a step into microbatches of the chosen size."""
-    training, stages = settings.training, settings.stages.count
-    whole = training.microbatches_per_step * training.sequences_per_microbatch
-    sequences = choose_sequences(
-        plan.works,
-        whole,
-        least_microbatches(stages, settings.limits.starting_peers_per_stage),
-        MAX_MICROBATCHES - training.evaluation_microbatches,
+def _cut_for_fleet(
+    settings: RunSettings, fleet: str, given: Set[str], progress: Progress
+) -> tuple[RunSettings, StagePlan]:
+    """Return the settings and stages with the best cut for the expected machines; a given number of
+    stages is kept."""
+    machines = ExpectedFleet(fleet_from(fleet, random.Random(f"{settings.run.seed} fleet")))
+    # One stage has no boundary; the other rows have.
+    codecs = _with_codecs_selected(in_stages(settings, 2), lambda line: None).codecs
+    rows = fleet_rows(
+        settings.model_copy(update={"codecs": codecs}),
+        machines,
+        given.isdisjoint(_MICROBATCH_SIZES),
     )
-    if sequences == training.sequences_per_microbatch:
-        return settings, plan
-    sizes = {
-        "sequences_per_microbatch": sequences,
-        "microbatches_per_step": whole // sequences,
-    }
-    training = training.model_copy(update=sizes)
-    settings = settings.model_copy(update={"training": training})
-    return settings, _plan(settings)
+    if "stages.count" in given:
+        used = next(row for row in rows if row.stage_count == settings.stages.count)
+        why = "as given"
+    else:
+        used = recommended(rows, machines)
+        why = "the highest rate; --stages N chooses another number"
+    for line in table_lines(rows, machines, used):
+        progress(line)
+    left_out = machines.size - used.holders
+    unused = f"; {left_out} of the machines can hold none" if left_out else ""
+    progress(f"stages: {used.stage_count}, {why}{unused}")
+    return used.settings.model_copy(update={"codecs": settings.codecs}), used.plan
 
 
 def _with_queues_chosen(
-    settings: RunSettings, plan: _Plan, given: Set[str]
+    settings: RunSettings, plan: StagePlan, given: Set[str]
 ) -> tuple[RunSettings, str]:
     """Set the bounds of queues that were not given; return the reason of all sizes in one line."""
     training, model, codecs = settings.training, settings.model.config, settings.codecs
@@ -187,57 +209,6 @@ def _with_queues_chosen(
         plan.works, sequences, training.microbatches_per_step, tokens, limits.stage_queue
     )
     return settings.model_copy(update={"limits": limits}), why
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The cut of the model, and what each stage computes."""
-
-    stages: tuple[StageRange, ...]
-    works: tuple[StageWork, ...]
-
-
-def _plan(settings: RunSettings) -> _Plan:
-    # Imported here because it imports torch, which takes seconds.
-    from swarm_shared.model.profile import profile_layers
-    from swarm_shared.run.stage_cut import (
-        parameter_memory,
-        plan_stages,
-        stage_memory,
-        stage_profile,
-    )
-
-    training = settings.training
-    profile = profile_layers(
-        settings.model.config, training.sequences_per_microbatch, training.dtype
-    )
-    staleness = settings.training_config.staleness
-    exact = settings.codecs.average == "exact"
-    stages = plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
-    tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
-    narrow, widen = bottleneck_parameters(with_bottlenecks(settings.model.config, stages))
-    described: list[StageRange] = []
-    works: list[StageWork] = []
-    for number, stage in enumerate(stages):
-        ends = number == 0, number == len(stages) - 1
-        more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
-        part = stage_profile(profile, stage, *ends)
-        memory = stage_memory(profile, stage, *ends, staleness=staleness, exact=exact)
-        # Per weight and token of a matrix: two operations forward, four backward.
-        flops = float(part.flops + 6 * tokens * more)
-        figures = {
-            "work_flops": flops,
-            "memory": memory + parameter_memory(more, staleness, exact),
-        }
-        described.append(stage.model_copy(update=figures))
-        works.append(
-            StageWork(
-                flops_per_sequence=flops / training.sequences_per_microbatch,
-                layers=stage.end_layer - stage.first_layer,
-                parameters=part.parameters + more,
-            )
-        )
-    return _Plan(tuple(described), tuple(works))
 
 
 def _manifest(

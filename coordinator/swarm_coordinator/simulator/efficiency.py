@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from swarm_coordinator.simulator.fleet import Hardware
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
-from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
@@ -24,21 +26,26 @@ MAX_SEARCHED_MACHINES = 300
 machine divided itself among all stages, which is within a percent and cheap to maintain."""
 
 
-def best_rate(machines: Sequence[SimulatedVolunteer], memory: Sequence[StageMemory]) -> float:
-    """The best pipeline rate over all placements that a greedy search finds.
+def best_rate(
+    machines: Sequence[Hardware], stages: Sequence[StageRange], sizes: Sequence[StageSizes]
+) -> float:
+    """The best pipeline rate over all placements that a greedy search finds; 0 if it leaves a stage
+    without a machine.
 
-    Fastest first, each to the slowest stage that it fits. For identical machines that is the
-    optimum.
+    Fastest first, each to the slowest stage that it fits, of equal ones to the largest. For
+    identical machines that is the optimum.
     """
-    slowest = [(0.0, stage) for stage in range(len(memory))]
-    for machine in sorted(machines, key=lambda m: (-m.hardware.flops_per_second, m.peer)):
-        passed: list[tuple[float, int]] = []
-        while slowest and not machine.hardware.memory.holds(memory[slowest[0][1]]):
+    needs = [stage.memory.device_bytes + stage.memory.host_bytes for stage in stages]
+    slowest = [(0.0, -need, stage) for stage, need in enumerate(needs)]
+    heapq.heapify(slowest)
+    for machine in sorted(machines, key=lambda m: -m.flops_per_second):
+        passed: list[tuple[float, int, int]] = []
+        while slowest and not machine.memory.holds(stages[slowest[0][2]].memory):
             passed.append(heapq.heappop(slowest))
         if slowest:
-            rate, stage = slowest[0]
-            gained = rate + machine.steady_rate_at(StageIndex(stage))
-            heapq.heapreplace(slowest, (gained, stage))
+            rate, need, stage = slowest[0]
+            gained = rate + machine.rate_at(stages[stage], sizes[stage])
+            heapq.heapreplace(slowest, (gained, need, stage))
         for entry in passed:
             heapq.heappush(slowest, entry)
     return slowest[0][0]
@@ -51,7 +58,6 @@ class EfficiencyMeter:
         """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)
-        self._memory = [stage.memory for stage in swarm.manifest.stages]
         self._weights = weights if weights is not None else [1 / stages] * stages
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """Rate of each peer at the stage that it serves, by stage."""
@@ -151,5 +157,6 @@ class EfficiencyMeter:
 
     def _best_rate(self) -> float:
         if len(self._holders) <= MAX_SEARCHED_MACHINES:
-            return best_rate(list(self._holders.values()), self._memory)
+            machines = [holder.hardware for holder in self._holders.values()]
+            return best_rate(machines, self._swarm.manifest.stages, self._swarm.sizes)
         return self._divided

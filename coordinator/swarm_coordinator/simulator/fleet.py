@@ -13,17 +13,21 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from swarm_shared.base.errors import DataError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
 MEGABIT_BYTES = 125_000
 GIBIBYTE = 2**30
 LARGEST_FLEET = 1_000_000
+HOME_FLEET = "home"
+"""Name of the built-in fleet, `HOME` in its whole size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,26 @@ class Hardware:
     arithmetic: int = 0
     """Machines with different numbers round differently."""
 
+    def rate_at(self, stage: StageRange, sizes: StageSizes, uplink: float = 1.0) -> float:
+        """Return its microbatches per second at a stage, with this fraction of its uplink: the
+        slowest of computing, sending and receiving."""
+        seconds = max(
+            self.computing_seconds(stage),
+            sizes.sent_bytes / (uplink * self.up_bytes_per_second),
+            sizes.received_bytes / self.down_bytes_per_second,
+        )
+        return 1.0 / seconds
+
+    def computing_seconds(self, stage: StageRange) -> float:
+        """Return the seconds of the device for a microbatch; more where the stage's memory is
+        short."""
+        speed = self.memory.speed(stage.memory)
+        return (stage.work_flops or 1.0) / (self.flops_per_second * speed)
+
+
+_Figure = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+"""Beyond any machine on both sides; no sum or quotient of such figures overflows."""
+
 
 class HardwareClass(FrozenModel):
     """Machines of one kind. The speed and link of each are drawn about the class's medians."""
@@ -50,16 +74,16 @@ class HardwareClass(FrozenModel):
     name: str = Field(min_length=1, max_length=60)
     machines: int = Field(default=1, ge=1, le=LARGEST_FLEET)
     """Number of machines; for a fleet of another size, a proportion."""
-    teraflops: float = Field(gt=0, allow_inf_nan=False)
+    teraflops: _Figure
     spread: float = Field(default=0.0, ge=0, le=2)
     """Standard deviation of the logarithm of speed and link: 0.2 is about ±20 %."""
-    memory_gib: float = Field(gt=0, allow_inf_nan=False)
+    memory_gib: _Figure
     """Of the device that computes."""
-    host_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    host_memory_gib: _Figure | None = None
     """None: the device computes in the host's memory."""
-    up_mbit: float = Field(gt=0, allow_inf_nan=False)
-    down_mbit: float = Field(gt=0, allow_inf_nan=False)
-    latency_ms: float = Field(ge=0, allow_inf_nan=False)
+    up_mbit: _Figure
+    down_mbit: _Figure
+    latency_ms: float = Field(ge=0, le=1e6, allow_inf_nan=False)
     lies: float = Field(default=0.0, ge=0, le=1)
     arithmetic: int = Field(default=0, ge=0, le=15)
 
@@ -96,13 +120,13 @@ HOME = FleetFile(
 
 
 def fleet_from(text: str, rng: random.Random) -> list[Hardware]:
-    """Parse `--fleet`: a number of home machines, or a file of classes."""
-    if text.isdigit():
+    """Parse `--fleet`: the built-in home machines, a number of them, or a file of classes."""
+    if text.isdecimal():
         count = int(text)
         if not 1 <= count <= LARGEST_FLEET:
             raise UsageError(f"a fleet has 1 to {LARGEST_FLEET:,} machines, not {count:,}")
         return make_fleet(HOME, count, rng)
-    fleet_file = read_fleet(Path(text))
+    fleet_file = HOME if text == HOME_FLEET else read_fleet(Path(text))
     return make_fleet(fleet_file, sum(c.machines for c in fleet_file.classes), rng)
 
 
@@ -112,7 +136,7 @@ def read_fleet(path: Path) -> FleetFile:
     except OSError as error:
         raise DataError(
             f"the fleet {path} cannot be read ({error.strerror}); name a file of machine classes, "
-            "or a number"
+            f"{HOME_FLEET}, or a number of home machines"
         ) from error
     except (ValueError, ValidationError) as error:
         first = str(error).splitlines()[0]

@@ -149,18 +149,11 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
-        hardware, sizes = self.hardware, self._swarm.sizes[stage]
-        seconds = max(
-            self.computing_seconds(stage),
-            sizes.sent_bytes / (uplink * hardware.up_bytes_per_second),
-            sizes.received_bytes / hardware.down_bytes_per_second,
-        )
-        return 1.0 / seconds
+        swarm = self._swarm
+        return self.hardware.rate_at(swarm.manifest.stages[stage], swarm.sizes[stage], uplink)
 
     def computing_seconds(self, stage: StageIndex) -> float:
-        """Seconds of the device for a microbatch; more where the stage's memory is short."""
-        speed = self.hardware.memory.speed(self._swarm.manifest.stages[stage].memory)
-        return self._swarm.works[stage] / (self.hardware.flops_per_second * speed)
+        return self.hardware.computing_seconds(self._swarm.manifest.stages[stage])
 
     def uplink_seconds(self, stage: StageIndex) -> float:
         """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""

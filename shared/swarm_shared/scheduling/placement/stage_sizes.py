@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.codec_sizes import encoded_bytes
+from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange, TrainingSection
 from swarm_shared.run.model_config import ModelConfig
 
 FLOAT_BYTES = 4
@@ -74,14 +76,27 @@ def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
 
 def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
     """Return the sizes of every stage of a run."""
-    config = manifest.model
-    tokens = manifest.tokens_per_microbatch
-    activation, gradient = manifest.activation_bytes, manifest.gradient_bytes
+    return sizes_of_cut(manifest.model, manifest.stages, manifest.training, manifest.codecs)
+
+
+def sizes_of_cut(
+    config: ModelConfig,
+    stages: Sequence[StageRange],
+    training: TrainingSection,
+    codecs: CodecsConfig,
+) -> tuple[StageSizes, ...]:
+    """Return the sizes of every stage of a run that has no manifest yet; `config` has the
+    bottlenecks of these stages."""
+    tokens = training.sequences_per_microbatch * config.sequence_length
+    activation, gradient = (
+        encoded_bytes(codec, tokens * config.boundary_size, training.dtype)
+        for codec in (codecs.activation, codecs.gradient)
+    )
     table = config.vocabulary_size * config.hidden_size
-    last = manifest.stage_count - 1
+    last = len(stages) - 1
     narrow, widen = bottleneck_parameters(config)
     sizes: list[StageSizes] = []
-    for index, cut in enumerate(manifest.stages):
+    for index, cut in enumerate(stages):
         parameters = (cut.end_layer - cut.first_layer) * layer_parameters(config)
         parameters += (narrow if index < last else 0) + (widen if index else 0)
         if index == 0:
@@ -97,7 +112,7 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
                 output_bytes=activation if index < last else 0,
                 input_gradient_bytes=gradient if index else 0,
                 output_gradient_bytes=gradient if index < last else 0,
-                staleness=manifest.training.staleness,
+                staleness=training.staleness,
             )
         )
     return tuple(sizes)
