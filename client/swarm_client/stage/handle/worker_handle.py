@@ -157,7 +157,7 @@ class StageWorker:
         request = messages.RunWeights(computation=handle.request)
         try:
             return await self._rpc.call(request, messages.WeightsDone, on_cancel=messages.Discard)
-        except trio.Cancelled:
+        except (trio.Cancelled, RequestFailed):
             self.discard(handle)
             raise
 

@@ -7,7 +7,9 @@ Owns the budget. Counts the graphs in flight and what is owed; both are the runn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
@@ -78,12 +80,15 @@ class GraphMemory:
         found = sizes.fewest_recomputed(room_bytes, beside_bytes)
         return sizes.fewest_recomputed(room_bytes) if found is None else found
 
-    def may_owe(self, graph: Graph) -> bool:
-        """Whether a backward pass may leave the gradients of weights for later: what is kept for
-        them is at most as large as the graph, in which every factor has its like."""
-        if graph.tape is None:
+    def may_owe(self, graph: Graph, parameters: Iterable[Tensor]) -> bool:
+        """Whether a backward pass may leave the gradients of weights for later. What is kept for
+        them is at most as large as the graph, in which every factor has its like, and the gradients
+        of the other parameters."""
+        tape, sizes = graph.tape, self.sizes
+        if tape is None:
             return False
-        return self.room_bytes() >= self.sizes.working_bytes() + self.sizes.graph_bytes()
+        others_bytes = sum(one.nbytes for one in parameters if one not in tape)
+        return self.room_bytes() >= sizes.working_bytes() + sizes.graph_bytes() + others_bytes
 
     def keep_less(self) -> bool:
         """Keep less of graphs from now on, as memory was short; those in flight are dropped. False

@@ -523,10 +523,9 @@ class StageRunner:
             input_gradient, _ = self._differentiate(graph, output_gradient, [], Weights.NEVER)
             known = accumulator.transcripts.get(microbatch) if accumulate else None
             return BackwardResult(input_gradient, False, known=known)
-        weights = Weights.LATER if self.graphs.may_owe(graph) else Weights.NOW
-        input_gradient, gradients = self._differentiate(
-            graph, output_gradient, parameter_set.parameters, weights
-        )
+        parameters = parameter_set.parameters
+        weights = Weights.LATER if self.graphs.may_owe(graph, parameters) else Weights.NOW
+        input_gradient, gradients = self._differentiate(graph, output_gradient, parameters, weights)
         if weights is Weights.LATER:
             owed = OwedWeights(digests, kept, gradients, gradients.nbytes)
             return BackwardResult(input_gradient, False, digests=digests, owed=owed)

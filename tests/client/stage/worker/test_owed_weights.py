@@ -84,7 +84,7 @@ def failure(call, *arguments) -> str:
 
 def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> None:
     split, whole = measured(), measured()
-    whole.graphs.may_owe = lambda _: False  # type: ignore[method-assign]
+    whole.graphs.may_owe = lambda *_: False  # type: ignore[method-assign]
     result = owing(split, 1, 0)
     forward(whole, 1, 0)
     expected = backward(whole, 1, 0)
@@ -112,7 +112,7 @@ def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
     rng = random.Random(seed)
     runner = StageRunner(MANIFEST, StageIndex(stage), CPU, budget, PLENTY)
     whole = StageRunner(MANIFEST, StageIndex(stage), CPU, PLENTY, PLENTY)
-    whole.graphs.may_owe = lambda _: False  # type: ignore[method-assign]
+    whole.graphs.may_owe = lambda *_: False  # type: ignore[method-assign]
     owed: list[int] = []
     for number in range(6):
         for one in (runner, whole):
@@ -184,11 +184,26 @@ def test_weights_whose_gradients_are_not_finite_leave_no_trace() -> None:
 def test_without_memory_for_both_a_backward_pass_is_not_split() -> None:
     sizes = measured().graphs.measured
     assert sizes is not None
-    enough = sizes.working_bytes() + sizes.graph_bytes()
+    norms_bytes = 4 * 2 * 32 * sizes.layers
+    enough = sizes.working_bytes() + sizes.graph_bytes() + norms_bytes
     for budget, splits in ((enough, True), (enough - 1, False)):
         runner = measured(budget)
         forward(runner, 1, 0)
         assert (backward(runner, 1, 0).owed is not None) == splits
+
+
+def test_the_token_tables_gradient_counts_as_kept_in_the_first_stage() -> None:
+    probe = StageRunner(MANIFEST, StageIndex(0), CPU, PLENTY, PLENTY)
+    _passed(probe, 1)
+    sizes = probe.graphs.sizes
+    table_bytes = 4 * MANIFEST.model.vocabulary_size * MANIFEST.model.hidden_size
+    without = sizes.working_bytes() + sizes.graph_bytes() + 4 * 2 * 32 * sizes.layers
+    for budget, splits in ((without + table_bytes, True), (without + table_bytes - 1, False)):
+        runner = StageRunner(MANIFEST, StageIndex(0), CPU, budget, PLENTY)
+        _passed(runner, 1)
+        runner.reset_step(STEP)
+        result = _passed(runner, 2)
+        assert (result.owed is not None) == splits
 
 
 def test_memory_is_short_when_what_is_owed_leaves_no_room_for_a_graph() -> None:
