@@ -97,9 +97,10 @@ class RunApp(ViewApp[RunDocument]):
     def shown_table(self) -> TablePane | None:
         """The table in the open pane; None in a drawn pane, and while the view begins or ends."""
         for panes in self.query("#panes").results(ContentSwitcher):
-            shown = panes.visible_content
-            if isinstance(shown, TablePane):
-                return shown
+            # Not `visible_content`, which expects the pane also where it is removed already.
+            for table in panes.query(TablePane):
+                if table.id == panes.current:
+                    return table
         return None
 
     def show(self) -> None:
