@@ -162,23 +162,23 @@ def _cut_for_fleet(
 ) -> tuple[RunSettings, StagePlan]:
     """Return the settings and stages with the best cut for the expected machines; a given number of
     stages is kept."""
-    machines = ExpectedFleet(fleet_from(fleet, random.Random(f"{settings.run.seed} fleet")))
+    expected = ExpectedFleet(fleet_from(fleet, random.Random(f"{settings.run.seed} fleet")))
+    in_two = in_stages(settings, 2)
     # One stage has no boundary; the other rows have.
-    codecs = _with_codecs_selected(in_stages(settings, 2), lambda line: None).codecs
-    rows = fleet_rows(
-        settings.model_copy(update={"codecs": codecs}),
-        machines,
-        given.isdisjoint(_MICROBATCH_SIZES),
-    )
-    if "stages.count" in given:
+    codecs = _with_codecs_selected(in_two, lambda line: None).codecs
+    is_given = "stages.count" in given
+    # The preset's number may be too large for the model.
+    first = (settings if is_given else in_two).model_copy(update={"codecs": codecs})
+    rows = fleet_rows(first, expected, given.isdisjoint(_MICROBATCH_SIZES))
+    if is_given:
         used = next(row for row in rows if row.stage_count == settings.stages.count)
         why = "as given"
     else:
-        used = recommended(rows, machines)
+        used = recommended(rows, expected)
         why = "the highest rate; --stages N chooses another number"
-    for line in table_lines(rows, machines, used):
+    for line in table_lines(rows, expected, used):
         progress(line)
-    left_out = machines.size - used.holders
+    left_out = expected.size - used.holders
     unused = f"; {left_out} of the machines can hold none" if left_out else ""
     progress(f"stages: {used.stage_count}, {why}{unused}")
     return used.settings.model_copy(update={"codecs": settings.codecs}), used.plan

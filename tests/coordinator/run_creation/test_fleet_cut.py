@@ -211,6 +211,12 @@ def test_a_given_number_of_stages_is_kept_and_a_refresh_keeps_the_cut(text: Path
     assert refresh_manifest(folder).stage_count == 2
 
 
+def test_a_preset_in_more_stages_than_the_model_has_parts_is_cut_into_fewer(text: Path) -> None:
+    sizes = SIZES | {"model.layers": 3, "data.tokenizer": "bytes"}
+    made = initialise_run(text.parent / "run", "1b", str(text), overrides=sizes, fleet="home")
+    assert 2 <= made.stage_count <= 5
+
+
 @pytest.mark.parametrize(
     ("fleet", "code", "sentence"),
     [
