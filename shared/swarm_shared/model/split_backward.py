@@ -89,7 +89,8 @@ class WeightTape:
         if self.weights is Weights.NOW:
             self._gradients[key] = _weight_gradient(x, weight, gradient)
         elif self.weights is Weights.LATER:
-            self._factors[key] = x, gradient
+            # Detached: the graph holds this tape, which would otherwise hold the graph for ever.
+            self._factors[key] = x.detach(), gradient.detach()
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +105,24 @@ def test_a_tape_keeps_the_factors_of_each_product() -> None:
     # The input once, though it is a factor of both; the output's gradient as well.
     assert tape.nbytes == 3 * 4 * 4 + 3 * 8 * 4
     assert torch.equal(tape.gradient(first), tape.gradient(first))
+
+
+def test_the_tape_and_the_graph_are_freed_without_a_garbage_collection() -> None:
+    first, second = torch.randn(8, 4).requires_grad_(), torch.randn(4, 8).requires_grad_()
+    tape = WeightTape()
+    tape.weights = Weights.LATER
+    with tape.recording():
+        inner = product(torch.randn(3, 4, requires_grad=True), first)
+        outer = product(inner, second)
+    gc.disable()
+    try:
+        torch.autograd.grad(outer, [inner], torch.ones(3, 4), retain_graph=True)
+        tape.gradient(second)
+        gone = weakref.ref(inner), weakref.ref(tape)
+        del inner, outer, tape
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_without_weights_nothing_is_kept() -> None:
