@@ -87,7 +87,8 @@ _CHANGEABLE = (
     "--data",
     default="python-stdlib",
     show_default=True,
-    help="Training data: a text file, a folder, a JSONL file, ready shards, or python-stdlib.",
+    help="Training data: a file or folder of text, .jsonl, .parquet or .arrow, also compressed "
+    "(.gz, .zst); a folder of ready shards; or python-stdlib.",
 )
 @click.option(
     "--stages",
@@ -103,7 +104,15 @@ _CHANGEABLE = (
 @click.option("--steps", type=int, help="Optimizer steps of the run; by default the preset's.")
 @click.option("--seed", type=int, help="Seed of initialisation and data order.")
 @click.option(
-    "--tokenizer", type=click.Choice(["bytes", "bpe"]), help="Tokenizer; by default the preset's."
+    "--tokenizer",
+    metavar="bytes|bpe|FILE",
+    help="Tokenizer: bytes, bpe trained on the data, a tokenizer.json, or a vocabulary with one "
+    "token a line; by default the preset's.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Processes that tokenise; by default one per core, and fewer for little text.",
 )
 @click.option(
     "--codec",
@@ -127,6 +136,7 @@ def init_command(
     steps: int | None,
     seed: int | None,
     tokenizer: str | None,
+    processes: int | None,
     codec: str | None,
     changes: tuple[str, ...],
 ) -> None:
@@ -150,7 +160,7 @@ def init_command(
         overrides |= parse_codec(codec)
     from swarm_coordinator.run_creation.initialise import initialise_run
 
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet)
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, processes)
     click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
     click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
 

@@ -31,6 +31,7 @@ from swarm_shared.run.manifest import (
     LimitsConfig,
     Manifest,
     OptimizerConfig,
+    TokenizerKind,
     TrainingConfig,
     TrainingSection,
 )
@@ -105,11 +106,18 @@ class StagesSection(FrozenModel):
 class DataSection(FrozenModel):
     source: str = Field(
         min_length=1,
-        description='Path of a text file, a folder of text files, a .jsonl with a field "text", '
-        'a folder of ready shards, or "python-stdlib".',
+        description="Path of a file or folder of text, .jsonl, .parquet or .arrow, also as .gz or "
+        '.zst, of a folder of ready shards, or "python-stdlib".',
     )
-    tokenizer: Literal["bytes", "bpe"] = Field(
-        description='"bytes", or "bpe": byte pairs learned from the training text.'
+    column: str = Field(
+        default="text",
+        min_length=1,
+        description="Column of .parquet and .arrow, and field of .jsonl, that has the text.",
+    )
+    tokenizer: str = Field(
+        min_length=1,
+        description='"bytes"; "bpe": byte pairs learned from the training text; or the path of a '
+        "tokenizer.json, or of a vocabulary with one token a line.",
     )
     heldout_share: float = Field(
         default=0.05, gt=0, le=0.5, description="Share of the text kept for measuring progress."
@@ -123,6 +131,12 @@ class DataSection(FrozenModel):
         "(hf://datasets/OWNER/NAME/FOLDER) do. "
         "Volunteers follow https to public addresses only, unless they allow more.",
     )
+
+    @property
+    def tokenizer_kind(self) -> TokenizerKind:
+        if self.tokenizer == "bytes":
+            return "bytes"
+        return "bpe" if self.tokenizer == "bpe" else "file"
 
 
 class NetworkSection(FrozenModel):
@@ -572,13 +586,12 @@ def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
 def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]:
     """Return a sentence for each setting in which run.toml differs from the signed manifest.
 
-    `[data] source` and `heldout_share` are not in the manifest; `durability.run_files` compares
-    them with what the run folder's data was made from.
+    The settings of `[data]` are not in the manifest; `durability.run_files` compares them with
+    what the run folder's data was made from.
     """
     pairs: list[tuple[str, object, object]] = [
         ("[run] name", settings.run.name, manifest.name),
         ("[stages] count", settings.stages.count, manifest.stage_count),
-        ("[data] tokenizer", settings.data.tokenizer, manifest.data.tokenizer),
         ("[checkpoint] every_steps", settings.checkpoint.every_steps, manifest.checkpoint_steps),
     ]
     # The positions of the bottlenecks follow from the stages.

@@ -333,7 +333,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
     model.load_state_dict(merge_stages(manifest.model, files), strict=False)
     tokenizer = load_tokenizer(manifest.data.tokenizer, folder.tokenizer)
     return sample_text(
-        model, tokenizer.encode, tokenizer.decode, SAMPLE_PROMPT,
+        model, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, SAMPLE_PROMPT,
         SAMPLE_TOKENS[manifest.data.tokenizer], SAMPLE_TEMPERATURE, seed,
     )  # fmt: skip
 

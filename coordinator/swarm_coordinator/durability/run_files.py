@@ -101,6 +101,8 @@ def data_differences(folder: RunFolder, settings: RunSettings) -> list[str]:
     made_from = read_shard_index(folder.data)
     pairs = (
         ("source", settings.data.source, made_from.source),
+        ("column", settings.data.column, made_from.column),
+        ("tokenizer", settings.data.tokenizer, made_from.tokenizer),
         ("heldout_share", settings.data.heldout_share, made_from.heldout_share),
     )
     return [

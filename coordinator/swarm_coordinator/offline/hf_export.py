@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, StorageError
-from swarm_shared.data.tokenizer import END_OF_TEXT
+from swarm_shared.data.tokenizer import BytesTokenizer, JsonTokenizer
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
 from swarm_shared.run.manifest import Manifest, StageRange
@@ -45,7 +46,8 @@ def export_huggingface(
             "not load it; its parameters are in the run's checkpoints, as safetensors files"
         )
     tensors = merge_stages(manifest.model, stage_state_files)
-    tokenizer = _tokenizer_json(manifest, tokenizer_path)
+    tokenizer = _tokenizer(manifest, tokenizer_path)
+    config = huggingface_config(manifest.model, tokenizer.end_of_text)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,10 +55,11 @@ def export_huggingface(
             f"the folder {out_dir} cannot be made ({error.strerror}); choose another one"
         ) from error
     save_state(out_dir / "model.safetensors", tensors, {"format": "pt"})
-    write_atomically(out_dir / "tokenizer.json", tokenizer.encode())
-    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest))
-    _write_json(out_dir / "generation_config.json", _generation_config(manifest.model))
-    _write_json(out_dir / "config.json", huggingface_config(manifest.model))
+    write_atomically(out_dir / "tokenizer.json", tokenizer.content)
+    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest, tokenizer))
+    generation = _generation_config(manifest.model, tokenizer.end_of_text)
+    _write_json(out_dir / "generation_config.json", generation)
+    _write_json(out_dir / "config.json", config)
 
 
 def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
@@ -86,7 +89,7 @@ def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict
     return merged
 
 
-def huggingface_config(config: ModelConfig) -> dict[str, object]:
+def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
     """Return config.json, with rotary base and dtype in the forms of transformers 4 and 5."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -107,7 +110,7 @@ def huggingface_config(config: ModelConfig) -> dict[str, object]:
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": None,
-        "eos_token_id": END_OF_TEXT,
+        "eos_token_id": end_of_text,
         "pad_token_id": None,
         "dtype": "float32",
         "torch_dtype": "float32",
@@ -134,29 +137,41 @@ def _byte_characters() -> list[str]:
     return [chr(replacement.get(byte, byte)) for byte in range(256)]
 
 
-def _tokenizer_json(manifest: Manifest, tokenizer_path: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class _TokenizerFile:
+    """The content of tokenizer.json, and its token between documents."""
+
+    content: bytes
+    end_of_text: int
+    end_of_text_word: str
+
+
+def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
     if manifest.data.tokenizer == "bytes":
-        return str(bytes_tokenizer().to_str(pretty=True))
+        content = str(bytes_tokenizer().to_str(pretty=True)).encode("utf-8")
+        end = BytesTokenizer.end_of_text
+        return _TokenizerFile(content, end, _byte_characters()[end])
     try:
-        return tokenizer_path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = tokenizer_path.read_bytes()
+    except OSError as error:
         raise StorageError(
             f"the tokenizer {tokenizer_path} cannot be read ({error}); restore it from a copy"
         ) from error
+    tokenizer = JsonTokenizer(content, str(tokenizer_path))
+    return _TokenizerFile(content, tokenizer.end_of_text, tokenizer.end_of_text_word)
 
 
-def _tokenizer_config(manifest: Manifest) -> dict[str, object]:
-    is_bytes = manifest.data.tokenizer == "bytes"
+def _tokenizer_config(manifest: Manifest, tokenizer: _TokenizerFile) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _byte_characters()[END_OF_TEXT] if is_bytes else "<|endoftext|>",
+        "eos_token": tokenizer.end_of_text_word,
         "model_max_length": manifest.model.sequence_length,
         "clean_up_tokenization_spaces": False,
     }
 
 
-def _generation_config(config: ModelConfig) -> dict[str, object]:
-    return {"do_sample": True, "eos_token_id": END_OF_TEXT, "max_length": config.sequence_length}
+def _generation_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
+    return {"do_sample": True, "eos_token_id": end_of_text, "max_length": config.sequence_length}
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_shared.data.tokenizer import END_OF_TEXT
 from swarm_shared.model.llama import Stage
 
 GREEDY_BELOW = 1e-6
@@ -27,6 +26,7 @@ def sample_text(
     stage_whole: Stage,
     encode: Callable[[str], TokenIds],
     decode: Callable[[Sequence[int]], str],
+    end_of_text: int,
     prompt: str,
     new_tokens: int,
     temperature: float,
@@ -37,7 +37,7 @@ def sample_text(
     The model sees the last `sequence_length` tokens. Equal seeds give equal texts on one machine.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [END_OF_TEXT]
+    ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [end_of_text]
     with torch.no_grad():
         for _ in range(new_tokens):
             ids.append(_next_token(stage_whole, ids, temperature, generator))

@@ -42,6 +42,7 @@ from swarm_coordinator.run_creation.stage_plan import (
     plan_of,
     with_microbatches_chosen,
 )
+from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
 from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
@@ -66,12 +67,13 @@ def initialise_run(
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
     fleet: str | None = None,
+    processes: int | None = None,
 ) -> Manifest:
     """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
 
     `fleet` names the machines that are expected, as `simulate --fleet` does.
     """
-    chosen = dict(overrides or {})
+    chosen = _with_tokenizer_file(dict(overrides or {}))
     source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
     settings = default_settings(
         preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
@@ -79,20 +81,36 @@ def initialise_run(
     if "data.tokenizer" not in chosen:
         corpus = read_corpus(settings.data.source)
         if isinstance(corpus, ReadyShards):
-            chosen["data.tokenizer"] = corpus.index.data.tokenizer
+            chosen["data.tokenizer"] = corpus.index.tokenizer
             settings = default_settings(
                 preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
             )
     given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
-    return _initialise(run_dir, settings, given, progress, fleet)
+    return _initialise(run_dir, settings, given, progress, fleet, processes)
+
+
+def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
+    """Name the organiser's tokenizer by its whole path; the model has its ids unless told how many
+    it has."""
+    tokenizer = chosen.get("data.tokenizer")
+    if not isinstance(tokenizer, str) or tokenizer in ("", "bytes", "bpe"):
+        return chosen
+    path = Path(tokenizer).expanduser().absolute()
+    size = organisers_tokenizer(path).vocabulary_size
+    return {"model.vocabulary_size": size, **chosen, "data.tokenizer": str(path)}
 
 
 def _initialise(
-    run_dir: Path, settings: RunSettings, given: Set[str], progress: Progress, fleet: str | None
+    run_dir: Path,
+    settings: RunSettings,
+    given: Set[str],
+    progress: Progress,
+    fleet: str | None,
+    processes: int | None,
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
-    corpus = read_corpus(settings.data.source)
+    corpus = read_corpus(settings.data.source, settings.data.column)
     if fleet is not None:
         settings, plan = _cut_for_fleet(settings, fleet, given, progress)
     else:
@@ -104,7 +122,7 @@ def _initialise(
         if given.isdisjoint(_MICROBATCH_SIZES):
             settings, why = _with_queues_chosen(settings, plan, given)
             progress(why)
-        data = prepare_data(folder, settings, corpus, progress)
+        data = prepare_data(folder, settings, corpus, progress, processes)
         identity = Identity.load_or_create(folder.organiser_key)
         manifest = _manifest(settings, identity, plan.stages, data)
         write_atomically(folder.manifest, sign_manifest(identity, manifest))
@@ -123,8 +141,6 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     settings, old = load_settings(folder), load_manifest(folder)
     needs_data = data_differences(folder, settings)
     model = settings.model.config
-    if settings.data.tokenizer != old.data.tokenizer:
-        needs_data.append(f"[data] tokenizer was {old.data.tokenizer!r}")
     if model.vocabulary_size != old.model.vocabulary_size:
         needs_data.append(f"[model] vocabulary_size was {old.model.vocabulary_size}")
     if needs_data:

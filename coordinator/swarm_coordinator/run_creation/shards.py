@@ -1,38 +1,34 @@
 """The data folder of a run: tokenizer, shards and their index.
 
 Owns the order of the work and the files it writes (`data/*.tokens`, `data/shards.json`,
-`tokenizer.json`). `run_creation.corpus` reads and splits the text; the shard format and the
-tokenizers are `swarm_shared.data`. Text is streamed: memory holds one batch of documents.
+`tokenizer.json`), and the report of what was read. `run_creation.corpus` reads the text, `split`
+chooses the documents, `tokenise` encodes them; the shard format and the tokenizers are
+`swarm_shared.data`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 from swarm_coordinator.configuration.mirror_addresses import web_address
 from swarm_coordinator.configuration.run_settings import RunSettings
-from swarm_coordinator.run_creation.corpus import (
-    ReadyShards,
-    SplitPlan,
-    TextCorpus,
-    TextDocument,
-    plan_split,
-    sampled,
-    split_documents,
-)
+from swarm_coordinator.run_creation.corpus import MAX_RECORD_BYTES, ReadyShards, TextCorpus
+from swarm_coordinator.run_creation.split import SplitPlan, plan_split, sampled, split_documents
+from swarm_coordinator.run_creation.tokenise import metered, process_count, token_stream
+from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
+from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, DataReport, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically
 from swarm_shared.base.errors import ConfigurationError, DataError
-from swarm_shared.base.text import size_text
+from swarm_shared.base.text import memory_text, size_text
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (
     Split,
     TokenBytes,
-    Tokens,
     token_bytes_for,
     tree_path,
     unigram_entropy_nats,
@@ -40,9 +36,8 @@ from swarm_shared.data.shards import (
     write_shards,
 )
 from swarm_shared.data.tokenizer import (
-    END_OF_TEXT,
-    BpeTokenizer,
     BytesTokenizer,
+    JsonTokenizer,
     Tokenizer,
     load_tokenizer,
     train_bpe,
@@ -52,12 +47,12 @@ from swarm_shared.run.model_config import ModelConfig
 
 Progress = Callable[[str], None]
 
+_SPLITS: tuple[Split, Split] = ("train", "heldout")
+
 BPE_TRAINING_BYTES = 64 * 1024 * 1024
 """Bytes of text from which a tokenizer is trained; more hardly changes the merges, and takes
 minutes and a gigabyte of memory."""
 
-_BATCH_CHARACTERS = 2 * 1024 * 1024
-_PROGRESS_CHARACTERS = 50_000_000
 _MAX_TOKEN_BYTES = 8
 """Upper estimate of a token's bytes, for an early refusal; the tokens themselves are checked
 later."""
@@ -68,59 +63,84 @@ def prepare_data(
     settings: RunSettings,
     corpus: TextCorpus | ReadyShards,
     progress: Progress,
+    processes: int | None = None,
 ) -> DataConfig:
-    """Fill the run's data folder from text or from existing shards; return its description."""
-    model = settings.model.config
+    """Fill the run's data folder from text or from existing shards; return its description.
+
+    `processes` tokenise; by default as many as this machine's cores and the text's size suggest.
+    """
     if isinstance(corpus, ReadyShards):
-        data, vocabulary_size = _copy_ready_shards(folder, settings, corpus, progress)
+        data = _copy_ready_shards(folder, settings, corpus, progress)
+        vocabulary_size, report = corpus.index.vocabulary_size, corpus.index.report
     else:
-        data, vocabulary_size = _tokenise(folder, settings, corpus, progress)
-    for split in ("train", "heldout"):
-        split_slots(data, split, model.sequence_length)
+        data, vocabulary_size, report = _tokenise(folder, settings, corpus, progress, processes)
+    for split in _SPLITS:
+        split_slots(data, split, settings.model.config.sequence_length)
     index = ShardIndex(
         source=settings.data.source,
+        column=settings.data.column,
+        tokenizer=settings.data.tokenizer,
         heldout_share=settings.data.heldout_share,
         vocabulary_size=vocabulary_size,
         data=data,
+        report=report,
     )
     content = index.model_dump_json(indent=1).encode("utf-8")
     write_atomically(folder.data / SHARD_INDEX, content)
+    for line in _report_lines(report, data):
+        progress(line)
     return data
 
 
+def _report_lines(report: DataReport, data: DataConfig) -> list[str]:
+    """Say what became of the text that was read."""
+    train, heldout = (sum(shard.tokens for shard in data.split(split)) for split in _SPLITS)
+    return [
+        f"data: {report.documents:,} document(s), {size_text(report.text_bytes)}: {train:,} tokens "
+        f"to train on, {heldout:,} held out",
+        f"left out: {report.duplicates:,} exact duplicate(s), {report.empty:,} empty, "
+        f"{report.too_long:,} longer than {memory_text(MAX_RECORD_BYTES)}",
+    ]
+
+
 def _tokenise(
-    folder: RunFolder, settings: RunSettings, corpus: TextCorpus, progress: Progress
-) -> tuple[DataConfig, int]:
+    folder: RunFolder,
+    settings: RunSettings,
+    corpus: TextCorpus,
+    progress: Progress,
+    processes: int | None,
+) -> tuple[DataConfig, int, DataReport]:
     model = settings.model.config
+    tokenizer = _given_tokenizer(settings)
+    if tokenizer:
+        _check_vocabulary(tokenizer.vocabulary_size, model.vocabulary_size)
     progress(f"reading {corpus.description}")
-    plan = _planned_split(settings, corpus, model)
-    progress(
-        f"{size_text(plan.train_bytes)} to train on, {size_text(plan.heldout_bytes)} held out, "
-        f"{plan.duplicates} empty or repeated documents left out"
+    plan = _planned_split(settings, corpus, model, progress)
+    tokenizer = tokenizer or _trained_tokenizer(settings, corpus, plan, progress)
+    tokenizer_sha256 = (
+        tokenizer.save(folder.tokenizer) if isinstance(tokenizer, JsonTokenizer) else None
     )
-    tokenizer, tokenizer_sha256 = _make_tokenizer(folder, settings, corpus, plan, progress)
     token_bytes = token_bytes_for(model.vocabulary_size)
     shards: list[ShardInfo] = []
-    for split in _SPLITS:
-        documents = split_documents(corpus, plan, split)
-        written = write_shards(
-            folder.data, split, _tokens(tokenizer, documents, progress), token_bytes
+    for split, split_bytes in zip(_SPLITS, (plan.train_bytes, plan.heldout_bytes), strict=True):
+        documents = metered(
+            split_documents(corpus, plan, split), progress, "tokenised", split_bytes
         )
-        progress(
-            f"{sum(shard.tokens for shard in written):,} {split} tokens in {len(written)} file(s)"
-        )
-        shards += written
+        count = process_count(split_bytes, processes)
+        # Closed at once where writing fails, because processes may work for it.
+        with closing(token_stream(tokenizer, documents, count)) as tokens:
+            shards += write_shards(folder.data, split, tokens, token_bytes)
     data = _data_config(folder, settings, token_bytes, shards, tokenizer_sha256)
-    return data, tokenizer.vocabulary_size
+    return data, tokenizer.vocabulary_size, plan.report
 
 
-_SPLITS: tuple[Split, ...] = ("train", "heldout")
-
-
-def _planned_split(settings: RunSettings, corpus: TextCorpus, model: ModelConfig) -> SplitPlan:
+def _planned_split(
+    settings: RunSettings, corpus: TextCorpus, model: ModelConfig, progress: Progress
+) -> SplitPlan:
     longest = 1 if settings.data.tokenizer == "bytes" else _MAX_TOKEN_BYTES
     least_bytes = (model.sequence_length + 1) * longest
-    plan = plan_split(corpus, settings.data.heldout_share, least_bytes)
+    read = replace(corpus, documents=lambda: metered(corpus.documents(), progress, "read"))
+    plan = plan_split(read, settings.data.heldout_share, least_bytes)
     if plan.train_bytes == 0 or plan.heldout_bytes == 0:
         raise DataError(
             f"the text in {corpus.description} is too short: a sequence has "
@@ -130,64 +150,37 @@ def _planned_split(settings: RunSettings, corpus: TextCorpus, model: ModelConfig
     return plan
 
 
-def _make_tokenizer(
-    folder: RunFolder,
-    settings: RunSettings,
-    corpus: TextCorpus,
-    plan: SplitPlan,
-    progress: Progress,
-) -> tuple[Tokenizer, str | None]:
+def _given_tokenizer(settings: RunSettings) -> Tokenizer | None:
+    """Return the tokenizer that needs no training text; None for bpe."""
+    match settings.data.tokenizer_kind:
+        case "bytes":
+            return BytesTokenizer()
+        case "bpe":
+            return None
+        case "file":
+            return organisers_tokenizer(Path(settings.data.tokenizer))
+
+
+def _trained_tokenizer(
+    settings: RunSettings, corpus: TextCorpus, plan: SplitPlan, progress: Progress
+) -> Tokenizer:
     vocabulary_size = settings.model.config.vocabulary_size
-    if settings.data.tokenizer == "bytes":
-        _check_vocabulary(BytesTokenizer.vocabulary_size, vocabulary_size)
-        return BytesTokenizer(), None
     progress(f"training a tokenizer of {vocabulary_size} ids")
     share = BPE_TRAINING_BYTES / plan.train_bytes
     documents = sampled(split_documents(corpus, plan, "train"), share)
-    tokenizer = train_bpe((document.text for document in documents), vocabulary_size)
-    return tokenizer, tokenizer.save(folder.tokenizer)
-
-
-def _tokens(
-    tokenizer: Tokenizer, documents: Iterator[TextDocument], progress: Progress
-) -> Iterator[Tokens]:
-    """Yield the ids of every document, each preceded by the mark between documents."""
-    mark = np.array([END_OF_TEXT], dtype=np.uint32)
-    characters, reported = 0, 0
-    for batch in _batches(documents):
-        encoded = tokenizer.encode_batch([document.text for document in batch])
-        pieces: list[Tokens] = []
-        for document, ids in zip(batch, encoded, strict=True):
-            pieces += [ids] if document.continues else [mark, ids]
-        yield np.concatenate(pieces)
-        characters += sum(len(document.text) for document in batch)
-        if characters - reported >= _PROGRESS_CHARACTERS:
-            reported = characters
-            progress(f"tokenised {characters / 1e6:.0f} million characters")
-
-
-def _batches(documents: Iterator[TextDocument]) -> Iterator[list[TextDocument]]:
-    batch: list[TextDocument] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return train_bpe((document.text for document in documents), vocabulary_size)
 
 
 def _copy_ready_shards(
     folder: RunFolder, settings: RunSettings, ready: ReadyShards, progress: Progress
-) -> tuple[DataConfig, int]:
+) -> DataConfig:
     """Copy existing shards and verify every byte of the copies."""
     source, model = ready.index.data, settings.model.config
-    if settings.data.tokenizer != source.tokenizer:
+    if settings.data.tokenizer != ready.index.tokenizer:
         raise ConfigurationError(
-            f"the shards in {ready.folder} were made with the {source.tokenizer} tokenizer, but "
-            f"[data] tokenizer is {settings.data.tokenizer!r}; change the setting"
+            f"the shards in {ready.folder} were made with [data] tokenizer = "
+            f"{ready.index.tokenizer!r}, but "
+            f"it is {settings.data.tokenizer!r} here; change the setting"
         )
     _check_vocabulary(ready.index.vocabulary_size, model.vocabulary_size)
     progress(f"copying {len(source.shards)} shards from {ready.folder}")
@@ -196,19 +189,18 @@ def _copy_ready_shards(
         _copy(ready, info, folder)
         tree = verify_shard(copied, info, source.token_bytes, model.vocabulary_size)
         write_atomically(tree_path(copied), tree)
-    if source.tokenizer == "bpe":
+    if source.tokenizer != "bytes":
         # A run folder has the tokenizer beside its data folder.
         homes = (ready.folder, ready.folder.parent)
         path = next(
             (home / "tokenizer.json" for home in homes if (home / "tokenizer.json").exists()),
             ready.folder / "tokenizer.json",
         )
-        tokenizer = load_tokenizer("bpe", path, source.tokenizer_sha256)
-        assert isinstance(tokenizer, BpeTokenizer)
-        write_atomically(folder.tokenizer, path.read_bytes())
+        tokenizer = load_tokenizer(source.tokenizer, path, source.tokenizer_sha256)
+        assert isinstance(tokenizer, JsonTokenizer)
+        tokenizer.save(folder.tokenizer)
     shards = list(source.shards)
-    data = _data_config(folder, settings, source.token_bytes, shards, source.tokenizer_sha256)
-    return data, ready.index.vocabulary_size
+    return _data_config(folder, settings, source.token_bytes, shards, source.tokenizer_sha256)
 
 
 def _copy(ready: ReadyShards, info: ShardInfo, folder: RunFolder) -> None:
@@ -242,7 +234,7 @@ def _data_config(
         token_bytes=token_bytes,
         shards=tuple(shards),
         mirrors=tuple(map(web_address, settings.data.shards_url.split())),
-        tokenizer=settings.data.tokenizer,
+        tokenizer=settings.data.tokenizer_kind,
         tokenizer_sha256=tokenizer_sha256,
         unigram_entropy_nats=0.0,
     )

@@ -49,7 +49,7 @@ class RunFolder:
     organiser_key = _Part("organiser.key")
     data = _Part("data")
     tokenizer = _Part("tokenizer.json")
-    """File of the tokenizer; exists only for a bpe tokenizer."""
+    """File of the tokenizer; the bytes tokenizer has none."""
     checkpoints = _Part("checkpoints")
     database = _Part("coordinator.sqlite")
     status = _Part("status.json")

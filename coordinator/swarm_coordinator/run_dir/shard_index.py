@@ -16,15 +16,31 @@ SHARD_INDEX = "shards.json"
 """Name of the index file within the folder."""
 
 
+class DataReport(FrozenModel):
+    """What was read of the training text, and what was left out of it, in documents."""
+
+    documents: int = Field(ge=0)
+    """Documents in the shards, of both splits."""
+    text_bytes: int = Field(ge=0)
+    """Their text in UTF-8."""
+    duplicates: int = Field(ge=0)
+    empty: int = Field(ge=0)
+    too_long: int = Field(ge=0)
+
+
 class ShardIndex(FrozenModel):
     """The content of `shards.json`: the shards of a folder and what they were made from."""
 
     format: Literal[1] = 1
     source: str
+    column: str
+    tokenizer: str
+    """The setting: "bytes", "bpe", or the path of the organiser's file."""
     heldout_share: float
     vocabulary_size: int = Field(ge=2)
     """Vocabulary size of the tokenizer; every id in the shards is below it."""
     data: DataConfig
+    report: DataReport
 
 
 def read_shard_index(folder: Path) -> ShardIndex:

@@ -1,9 +1,10 @@
-"""Text to token ids and back: plain bytes, or byte-level BPE.
+"""Text to token ids and back: plain bytes, or what a `tokenizer.json` describes.
 
-Owns both tokenizers and the meaning of id 0, the separator of documents. Does not own files of
-tokens (`swarm_shared.data.shards`) or the origin of texts. Byte-level BPE is GPT-2's scheme
-(Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), as the `tokenizers` package trains
-it; the same texts always give the same tokenizer, whatever the number of threads.
+Owns both tokenizers, training byte-level BPE, and which token separates documents. Does not own
+files of tokens (`swarm_shared.data.shards`), the organiser's own files of tokenizers
+(`swarm_coordinator.run_creation.tokenizer_files`) or the origin of texts. Byte-level BPE is GPT-2's
+scheme (Radford et al. 2019; Sennrich et al. 2016, arXiv 1508.07909), as the `tokenizers` package
+trains it; the same texts always give the same tokenizer, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.run.manifest import TokenizerKind
 
 TokenIds = npt.NDArray[np.uint32]
 
-END_OF_TEXT = 0
-"""The id between two documents. As a byte it is NUL, which no text document contains."""
-
 END_OF_TEXT_WORD = "<|endoftext|>"
+END_OF_TEXT_WORDS = (
+    END_OF_TEXT_WORD, "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]",
+)  # fmt: skip
+"""Special tokens that end a document: of GPT-2 and Qwen, Llama 3, Gemma and ESM, Llama 2 and
+Mistral, DeepSeek, BERT. The first one that a tokenizer has separates the documents."""
+
 SMALLEST_BPE_VOCABULARY = 257
 """256 bytes and the separator of documents."""
 
@@ -36,6 +41,8 @@ class BytesTokenizer:
 
     vocabulary_size = 256
     """Exclusive upper bound of the ids that `encode` returns."""
+    end_of_text = 0
+    """Id between two documents: NUL, which no text document contains."""
 
     def encode(self, text: str) -> TokenIds:
         """Return the ids of `text`, without a separator at its end."""
@@ -50,65 +57,90 @@ class BytesTokenizer:
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Return the text of `ids`; separators of documents and ids of no token are left out."""
         known = _known_ids(ids, self.vocabulary_size)
-        return known.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        content: bytes = known[known != self.end_of_text].astype(np.uint8).tobytes()
+        return content.decode("utf-8", errors="replace")
 
 
-class BpeTokenizer:
-    """Byte-level BPE; its file is the `tokenizer.json` that Hugging Face's packages read."""
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` package; `content` is its file, `tokenizer.json`.
 
-    def __init__(self, backend: Any) -> None:
-        # A document that spells the separator out in letters must not end there.
+    Truncation, padding and templates of the file do not apply: training text is encoded whole, and
+    only the separator is added. A tokenizer without one of END_OF_TEXT_WORDS gets the first as one
+    more id. Special tokens that a document spells out in letters are text.
+    """
+
+    def __init__(self, content: bytes, where: str) -> None:
+        """DataError if `content`, which lies at `where`, is no tokenizer."""
+        try:
+            backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:
+            raise DataError(
+                f"{where} is not a tokenizer ({error}); use a tokenizer.json as the tokenizers "
+                "package writes it"
+            ) from error
+        special = {token.content for token in backend.get_added_tokens_decoder().values()
+                   if token.special}  # fmt: skip
+        word = next((word for word in END_OF_TEXT_WORDS if word in special), None)
+        if word is None:
+            word = END_OF_TEXT_WORD
+            backend.add_special_tokens([word])
+            content = backend.to_str(pretty=True).encode("utf-8")
+        backend.no_truncation()
+        backend.no_padding()
         backend.encode_special_tokens = True
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        ids = list(vocabulary.values())
+        self.content = content
+        self.end_of_text_word = word
+        self.end_of_text: int = vocabulary[word]
+        # Not the number of tokens: ids may have gaps.
+        self.vocabulary_size = max(ids) + 1
         self._backend = backend
-        self.vocabulary_size = int(backend.get_vocab_size(with_added_tokens=True))
+        if ids.count(self.end_of_text) > 1:
+            raise DataError(
+                f"{where} has no token that ends a document, and its ids have gaps; add one of "
+                f"{', '.join(END_OF_TEXT_WORDS)} to its added_tokens"
+            )
 
     def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Encode every text. DataError if one has what the tokenizer has no token for."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            unknown = next(filter(None, map(self._first_unknown, texts)), None)
+            raise DataError(unknown or f"the tokenizer cannot encode it ({error})") from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         known = _known_ids(ids, self.vocabulary_size)
         return str(self._backend.decode(known.tolist(), skip_special_tokens=True))
 
-    def to_bytes(self) -> bytes:
-        """Return the content of `tokenizer.json`."""
-        text: str = self._backend.to_str(pretty=True)
-        return text.encode("utf-8")
-
     def save(self, path: Path) -> str:
         """Write `tokenizer.json` and return its SHA-256, as the manifest names it."""
-        content = self.to_bytes()
-        write_atomically(path, content)
-        return hashlib.sha256(content).hexdigest()
+        write_atomically(path, self.content)
+        return hashlib.sha256(self.content).hexdigest()
 
-    @classmethod
-    def from_bytes(cls, content: bytes, where: str) -> BpeTokenizer:
-        try:
-            backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:
-            raise DataError(
-                f"{where} is not a tokenizer ({error}); copy it again or make the run anew"
-            ) from error
-        if backend.id_to_token(END_OF_TEXT) != END_OF_TEXT_WORD:
-            raise DataError(
-                f"{where} is a tokenizer of another kind: its id {END_OF_TEXT} is not "
-                f"{END_OF_TEXT_WORD}; use one made by `swarm-coordinator init`"
-            )
-        return cls(backend)
-
-    @classmethod
-    def load(cls, path: Path) -> BpeTokenizer:
-        return cls.from_bytes(_read(path), str(path))
+    def _first_unknown(self, text: str) -> str | None:
+        if self._backend.pre_tokenizer is None:
+            return None
+        for piece, (start, _) in self._backend.pre_tokenizer.pre_tokenize_str(text):
+            if self._backend.token_to_id(piece) is None:
+                code = f" (U+{ord(piece):04X})" if len(piece) == 1 else ""
+                return (
+                    f"character {start + 1} is {piece!r}{code}, for which the tokenizer has no "
+                    "token; add it to the vocabulary, or <unk> for everything unknown"
+                )
+        return None
 
 
-Tokenizer = BytesTokenizer | BpeTokenizer
-"""A deterministic and lossless tokenizer: `decode(encode(text)) == text`."""
+Tokenizer = BytesTokenizer | JsonTokenizer
+"""A deterministic tokenizer. Bytes and trained BPE are lossless: `decode(encode(text)) == text`."""
 
 
-def train_bpe(texts: Iterable[str], vocabulary_size: int) -> BpeTokenizer:
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> JsonTokenizer:
     """Train a tokenizer of at most `vocabulary_size` ids; a small text yields fewer."""
     if vocabulary_size < SMALLEST_BPE_VOCABULARY:
         raise ConfigurationError(
@@ -126,34 +158,33 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> BpeTokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return BpeTokenizer(backend)
+    return JsonTokenizer(backend.to_str(pretty=True).encode("utf-8"), "the trained tokenizer")
 
 
-def load_tokenizer(
-    kind: Literal["bytes", "bpe"], path: Path, sha256: str | None = None
-) -> Tokenizer:
-    """Load the tokenizer that a manifest names; `path` is read for bpe only, and checked."""
+def load_tokenizer(kind: TokenizerKind, path: Path, sha256: str | None = None) -> Tokenizer:
+    """Load the tokenizer that a manifest names; `path` is not read for bytes, otherwise checked."""
     if kind == "bytes":
         return BytesTokenizer()
-    content = _read(path)
+    content = read_tokenizer_file(path)
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
             f"{path} is not the tokenizer that the manifest names (its hash differs); "
             "restore it from a copy"
         )
-    return BpeTokenizer.from_bytes(content, str(path))
+    return JsonTokenizer(content, str(path))
 
 
-def _read(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"cannot read the tokenizer {path} ({error.strerror}); restore it from a copy"
+            f"cannot read the tokenizer {path} ({error.strerror}); check its path, or restore it "
+            "from a copy"
         ) from error
 
 
 def _known_ids(ids: Sequence[int] | npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
     """Drop ids of no token: a model's vocabulary may be larger than its tokenizer's."""
     values = np.asarray(ids, dtype=np.int64).reshape(-1)
-    return values[(values > END_OF_TEXT) & (values < size)]
+    return values[(values >= 0) & (values < size)]

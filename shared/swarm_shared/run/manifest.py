@@ -36,6 +36,11 @@ MAX_RATE = 1e9
 nothing, so the bound only excludes infinity."""
 
 
+TokenizerKind = Literal["bytes", "bpe", "file"]
+"""Plain bytes, or a tokenizer.json in the run folder: byte pairs learned from the training text, or
+the organiser's own file."""
+
+
 class StageRange(FrozenModel):
     """Transformer layers [first_layer, end_layer) held by one stage.
 
@@ -66,7 +71,7 @@ class DataConfig(FrozenModel):
     shards: tuple[ShardInfo, ...] = Field(min_length=2, max_length=MAX_SHARDS)
     mirrors: Mirrors = ()
     """Web folders with copies of the shards. No part of the run's id: they may change."""
-    tokenizer: Literal["bytes", "bpe"]
+    tokenizer: TokenizerKind
     tokenizer_sha256: Sha256 | None = None
     unigram_entropy_nats: Finite = Field(ge=0, le=100)
     """Entropy of the held-out split's own token distribution, a bound for every unigram model."""

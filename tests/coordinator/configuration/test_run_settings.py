@@ -259,7 +259,6 @@ def test_an_unchanged_file_differs_in_nothing_from_its_manifest():
         ("limits.lease_seconds", 7.0, "[limits] lease_seconds is 7.0"),
         ("codecs.gradient", "none", "[codecs] gradient is 'none' in run.toml but 'int8'"),
         ("checkpoint.every_steps", 7, "[checkpoint] every_steps is 7"),
-        ("data.tokenizer", "bpe", "[data] tokenizer is 'bpe'"),
     ],
 )
 def test_a_changed_setting_that_the_manifest_fixes_is_named(change: str, value: object, named: str):

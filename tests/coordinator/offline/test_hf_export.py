@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kits.peer_names import named
 from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
 from swarm_shared.model.flat_gradients import FlatLayout
@@ -147,6 +148,20 @@ def test_the_bpe_tokenizer_is_copied_and_gives_the_same_ids(tmp_path):
     assert ids == trained.encode(TEXT).tolist()
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == 0
+
+
+def test_the_organisers_tokenizer_is_copied_with_its_own_end_of_text(tmp_path):
+    described = manifest(tied=False, tokenizer="file")
+    (tmp_path / "vocabulary.txt").write_text("A\nC\n<unk>\n<eos>\nG\n")
+    own = organisers_tokenizer(tmp_path / "vocabulary.txt")
+    own.save(tmp_path / "tokenizer.json")
+    paths = save_stages(described, tmp_path)
+    export_huggingface(described, paths, tmp_path / "tokenizer.json", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("GAXC")["input_ids"] == own.encode("GAXC").tolist() == [4, 0, 2, 1]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<eos>", 3)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 3
 
 
 def test_a_bpe_run_without_its_tokenizer_is_refused_before_anything_is_written(tmp_path):

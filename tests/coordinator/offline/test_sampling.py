@@ -40,7 +40,7 @@ def counting() -> Stage:
 
 
 def test_a_trained_model_continues_the_prompt_beyond_its_window():
-    text = sample_text(counting(), BYTES.encode, BYTES.decode, "abcdef", 40, 0.0, 0)
+    text = sample_text(counting(), BYTES.encode, BYTES.decode, 0, "abcdef", 40, 0.0, 0)
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     assert text == (alphabet * 2)[: len("abcdef") + 40]
 
@@ -51,6 +51,7 @@ def sample(prompt: str = "x", seed: int = 1, temperature: float = 1.0) -> list[i
         untrained(),
         BYTES.encode,
         lambda ids: found.extend(ids) or "",
+        BYTES.end_of_text,
         prompt,
         30,
         temperature,

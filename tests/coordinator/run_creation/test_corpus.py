@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -7,16 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm_coordinator.run_creation import compressed_files
 from swarm_coordinator.run_creation import corpus as corpus_module
 from swarm_coordinator.run_creation.corpus import (
     ReadyShards,
     TextCorpus,
-    TextDocument,
-    plan_split,
     read_corpus,
-    sampled,
-    split_documents,
 )
+from swarm_coordinator.run_creation.split import plan_split
 from swarm_shared.base.errors import DataError
 
 
@@ -28,18 +27,6 @@ def text_corpus(source: Path | str) -> TextCorpus:
 
 def read(source: Path | str) -> list[tuple[str, str]]:
     return [(document.name, document.text) for document in text_corpus(source).documents()]
-
-
-def of_texts(texts: dict[str, str]) -> TextCorpus:
-    documents = [TextDocument(name, text) for name, text in texts.items()]
-    return TextCorpus("the test's text", lambda: iter(documents))
-
-
-def both(corpus: TextCorpus, share: float = 0.05, least: int = 1) -> tuple[list[str], list[str]]:
-    plan = plan_split(corpus, share, least)
-    train = [document.text for document in split_documents(corpus, plan, "train")]
-    heldout = [document.text for document in split_documents(corpus, plan, "heldout")]
-    return train, heldout
 
 
 def test_the_standard_library_is_python_source_without_its_tests_in_a_fixed_order():
@@ -81,9 +68,9 @@ def test_each_line_of_jsonl_is_a_document_and_blank_lines_are_none(tmp_path: Pat
     ("line", "reason"),
     [
         ('{"text": "cut', "it is not JSON"),
-        ('{"txt": "no"}', 'a string in its field "text"'),
-        ('["text"]', 'a string in its field "text"'),
-        ('{"text": 7}', 'a string in its field "text"'),
+        ('{"txt": "no", "id": 7}', "no field 'text', but txt, id"),
+        ('["text"]', "it is not an object"),
+        ('{"text": 7}', "its field 'text' is not text"),
         ('{"text": "a\\u0000b"}', "NUL"),
         ('{"text": "\\ud800"}', "surrogate"),
         ("[" * 100_000, "it is not JSON"),
@@ -103,14 +90,56 @@ def test_a_line_of_jsonl_that_is_not_utf_8_is_named(tmp_path: Path):
         read(file)
 
 
-def test_a_line_longer_than_memory_should_hold_is_refused(
+@given(
+    st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8),
+    st.booleans(), st.integers(1, 9),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_lines_are_those_of_the_file_whatever_the_blocks_and_the_longest_are_not_held(
+    lines: list[bytes], ends: bool, size: int
+):
+    content = b"\n".join(lines) + (b"\n" if ends and lines else b"")
+    blocks = [content[start : start + size] for start in range(0, len(content), size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "MAX_RECORD_BYTES", 6)
+        found = list(corpus_module._lines(blocks))
+    assert (
+        found
+        == [line if len(line) <= 6 else None for line in content.removesuffix(b"\n").split(b"\n")][
+            : content.count(b"\n") + (not content.endswith(b"\n") and content != b"")
+        ]
+    )
+
+
+def test_a_line_longer_than_memory_should_hold_is_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_module, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(corpus_module, "MAX_RECORD_BYTES", 100)
     file = tmp_path / "some.jsonl"
-    file.write_text(json.dumps({"text": "x" * 200}))
-    with pytest.raises(DataError, match="line 1: it is longer than 100 bytes"):
-        read(file)
+    lines = [json.dumps({"text": text}) for text in ("one", "x" * 200, "two")]
+    file.write_text("\n".join(lines))
+    assert [text for _, text in read(file)] == ["one", "", "two"]
+    plan = plan_split(text_corpus(file), 0.05, 1)
+    assert (plan.report.documents, plan.report.too_long, plan.report.empty) == (2, 1, 0)
+
+
+def test_another_field_of_jsonl_is_named_and_a_missing_text_is_an_empty_document(tmp_path: Path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"id": 1, "body": "one"}\n{"body": null}\n{"body": ""}\n')
+    corpus = read_corpus(str(file), "body")
+    assert isinstance(corpus, TextCorpus)
+    assert [document.text for document in corpus.documents()] == ["one", "", ""]
+
+
+def test_of_a_folder_with_records_only_these_are_read(tmp_path: Path):
+    (tmp_path / "README.md").write_text("about the data set")
+    (tmp_path / "info.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    with gzip.open(tmp_path / "b.json.gz", "wt") as file:
+        file.write('{"text": "two"}\n{"text": "three"}\n')
+    corpus = text_corpus(tmp_path)
+    assert [document.text for document in corpus.documents()] == ["one", "two", "three"]
+    assert "without 2 file(s)" in corpus.description
 
 
 def test_a_picture_among_the_text_is_refused_by_name(tmp_path: Path):
@@ -177,7 +206,7 @@ def test_a_long_file_comes_in_pieces_that_end_with_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(corpus_module, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(corpus_module, "_READ_BYTES", 7)
+    monkeypatch.setattr(compressed_files, "BLOCK_BYTES", 7)
     file = tmp_path / "a.txt"
     text = "".join(f"line {n} größer €\n" for n in range(40))
     file.write_text(text)
@@ -188,86 +217,12 @@ def test_a_long_file_comes_in_pieces_that_end_with_lines(
     assert len({document.name for document in documents}) == len(documents) > 5
 
 
-def test_about_a_twentieth_of_many_documents_is_held_out_whole():
-    texts = {f"{n}.txt": f"document {n} " * (1 + n % 7) for n in range(1000)}
-    train, heldout = both(of_texts(texts))
-    assert sorted(train + heldout) == sorted(texts.values())
-    share = sum(map(len, heldout)) / sum(map(len, texts.values()))
-    assert 0.04 < share < 0.06
-
-
-def test_the_split_depends_on_names_and_not_on_order():
-    texts = {f"{n}.txt": f"document {n} " * 20 for n in range(100)}
-    backwards = dict(reversed(texts.items()))
-    assert sorted(both(of_texts(texts))[1]) == sorted(both(of_texts(backwards))[1])
-
-
-def test_a_repeated_document_is_used_once_so_that_none_is_on_both_sides():
-    texts = {f"{n}.txt": f"document {n % 50} " * 20 for n in range(500)}
-    train, heldout = both(of_texts(texts))
-    assert len(train) + len(heldout) == 50
-    assert set(train).isdisjoint(heldout)
-    assert train
-    assert heldout
-
-
-@given(st.lists(st.integers(0, 4000), min_size=1, max_size=30), st.sampled_from([0.01, 0.05, 0.3]))
-@settings(max_examples=200, deadline=None)
-def test_both_sides_are_long_enough_and_share_nothing_whatever_the_lengths(
-    lengths: list[int], share: float
-):
-    texts = {f"{n}": f"{n}:" + "x" * length for n, length in enumerate(lengths)}
-    least = 100
-    if sum(map(len, texts.values())) < 4 * least or max(map(len, texts.values())) < 2 * least:
-        return
-    train, heldout = both(of_texts(texts), share, least)
-    assert sum(map(len, train)) + sum(map(len, heldout)) == sum(map(len, texts.values()))
-    assert sum(map(len, train)) >= least
-    assert sum(map(len, heldout)) >= least
-    assert sum(map(len, heldout)) <= sum(map(len, train))
-
-
-def test_the_end_of_a_single_document_is_held_out_after_a_line():
-    text = "".join(f"line {n} ü\n" for n in range(1000))
-    train, heldout = both(of_texts({"a": text}))
-    assert train[0] + heldout[0] == text
-    assert train[0].endswith("\n")
-    assert 0.04 < len(heldout[0]) / len(text) < 0.08
-
-
-def test_a_single_document_without_lines_is_never_cut_inside_a_character():
-    for length in range(100, 110):
-        text = "€" * length
-        train, heldout = both(of_texts({"a": text}), least=20)
-        assert train[0] + heldout[0] == text
-        assert train[0]
-        assert heldout[0]
-
-
-def test_a_corpus_that_changes_while_it_is_read_is_noticed():
-    texts = {"a": "x" * 100, "b": "y" * 100}
-    corpus = TextCorpus("it", lambda: iter([TextDocument(n, t) for n, t in texts.items()]))
-    plan = plan_split(corpus, 0.05, 1)
-    texts["c"] = "z"
-    with pytest.raises(DataError, match="changed while it was read"):
-        list(split_documents(corpus, plan, "train"))
-    del texts["c"], texts["b"]
-    with pytest.raises(DataError, match="changed while it was read"):
-        list(split_documents(corpus, plan, "train"))
-
-
-def test_a_sample_is_about_its_share_and_always_the_same():
-    documents = [TextDocument(str(n), "") for n in range(2000)]
-    names = [document.name for document in sampled(iter(documents), 0.3)]
-    assert names == [document.name for document in sampled(iter(documents), 0.3)]
-    assert 500 < len(names) < 700
-    assert len(list(sampled(iter(documents), 2.5))) == 2000
-
-
 def test_a_folder_with_a_description_of_shards_is_ready(tmp_path: Path):
     shard = {"tokens": 5, "merkle_root": "0" * 64}
     index = {
-        "format": 1, "source": "there", "heldout_share": 0.05, "vocabulary_size": 256,
+        "format": 1, "source": "there", "column": "text", "tokenizer": "bytes",
+        "heldout_share": 0.05, "vocabulary_size": 256,
+        "report": {"documents": 2, "text_bytes": 8, "duplicates": 0, "empty": 0, "too_long": 0},
         "data": {
             "token_bytes": 1, "tokenizer": "bytes", "unigram_entropy_nats": 1.0,
             "shards": [

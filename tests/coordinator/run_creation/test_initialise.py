@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from swarm_coordinator.configuration.run_settings import RunSettings, default_settings
 from swarm_coordinator.durability.run_files import (
@@ -21,11 +23,11 @@ from swarm_coordinator.run_creation import initialise as module
 from swarm_coordinator.run_creation.initialise import initialise_run, refresh_manifest
 from swarm_coordinator.run_creation.shards import Progress
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.run_dir.shard_index import read_shard_index
+from swarm_coordinator.run_dir.shard_index import DataReport, read_shard_index
 from swarm_shared.base.errors import ConfigurationError, DataError, StorageError, UsageError
 from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.shards import verify_shard
-from swarm_shared.data.tokenizer import END_OF_TEXT, load_tokenizer
+from swarm_shared.data.tokenizer import BytesTokenizer, load_tokenizer
 from swarm_shared.run.manifest import Manifest
 
 # A model whose profile takes no time; four layers so that it can be cut.
@@ -103,8 +105,8 @@ def test_the_shards_hold_the_text_and_no_sequence_is_on_both_sides(tmp_path: Pat
     for split in ("train", "heldout"):
         shards = manifest.data.split(split)
         content = b"".join((folder.data / info.name).read_bytes() for info in shards)
-        assert content[0] == END_OF_TEXT
-        documents[split] = set(content.split(bytes([END_OF_TEXT]))[1:])
+        assert content[0] == BytesTokenizer.end_of_text
+        documents[split] = set(content.split(bytes([BytesTokenizer.end_of_text]))[1:])
     originals = {file.read_bytes() for file in text.iterdir()}
     assert documents["train"] | documents["heldout"] == originals
     assert not documents["train"] & documents["heldout"]
@@ -169,7 +171,7 @@ def test_the_shards_of_one_run_are_data_for_another(tmp_path: Path, text: Path, 
     with pytest.raises(ConfigurationError, match="raise it to"):
         initialised(tmp_path / "four", first.path, model__vocabulary_size=200)
     other = "bpe" if kind == "bytes" else "bytes"
-    with pytest.raises(ConfigurationError, match=f"made with the {kind} tokenizer"):
+    with pytest.raises(ConfigurationError, match=f"made with .*{kind!r}"):
         initialised(
             tmp_path / "five", first.path, model__vocabulary_size=300, data__tokenizer=other
         )
@@ -233,7 +235,7 @@ from pathlib import Path
 from swarm_coordinator.run_creation.initialise import initialise_run
 
 def progress(line):
-    if "heldout tokens" in line:
+    if line.startswith("data: "):
         print("half", flush=True)
         sys.stdin.read()
 
@@ -338,6 +340,96 @@ def test_the_standard_library_is_the_tiny_presets_text(tmp_path: Path):
     assert train > 5_000_000
     assert 0.04 < heldout / (train + heldout) < 0.06
     assert 2.5 < manifest.data.unigram_entropy_nats < 4
+
+
+def test_the_report_is_printed_and_kept(tmp_path: Path, text: Path):
+    (text / "again.txt").write_bytes((text / "7.txt").read_bytes())
+    (text / "empty.txt").write_text("\n")
+    lines: list[str] = []
+    manifest = initialise_run(tmp_path / "one", "tiny", str(text), 2, SMALL, lines.append)
+    size = sum(file.stat().st_size for file in text.iterdir() if file.name[0].isdigit())
+    train, heldout = (
+        sum(shard.tokens for shard in manifest.data.split(split)) for split in ("train", "heldout")
+    )
+    assert train + heldout == size + 60
+    said = [
+        f"data: 60 document(s), {size / 1000:.3g} kB: {train:,} tokens to train on, "
+        f"{heldout:,} held out",
+        "left out: 1 exact duplicate(s), 1 empty, 0 longer than 256 MiB",
+    ]
+    assert [line for line in lines if line in said] == said
+    kept = read_shard_index(RunFolder(tmp_path / "one").data).report
+    assert kept == DataReport(documents=60, text_bytes=size, duplicates=1, empty=1, too_long=0)
+    _, _ = initialised(tmp_path / "two", tmp_path / "one")
+    assert read_shard_index(RunFolder(tmp_path / "two").data).report == kept
+
+
+@pytest.fixture
+def proteins(tmp_path: Path) -> Path:
+    """A parquet file of sequences, in another column than text."""
+    path = tmp_path / "proteins.parquet"
+    sequences = [
+        "".join("ACDEFGHIKLMNPQRSTVWY"[byte % 20] for byte in hashlib.sha512(bytes([n])).digest())
+        for n in range(60)
+    ]
+    table = pyarrow.table({"id": list(range(60)), "sequence": sequences})
+    parquet.write_table(table, path)
+    return path
+
+
+@pytest.fixture
+def amino_acids(tmp_path: Path) -> Path:
+    path = tmp_path / "amino acids.txt"
+    path.write_text("\n".join(["<eos>", *"ACDEFGHIKLMNPQRSTVWY"]) + "\n")
+    return path
+
+
+def test_the_organisers_tokenizer_gives_the_model_its_vocabulary(
+    tmp_path: Path, proteins: Path, amino_acids: Path
+):
+    chosen = {"data__tokenizer": str(amino_acids), "data__column": "sequence"}
+    folder, manifest = initialised(tmp_path / "run", proteins, **chosen)
+    assert manifest.model.vocabulary_size == 21
+    assert (manifest.data.tokenizer, manifest.data.token_bytes) == ("file", 1)
+    tokenizer = load_tokenizer("file", folder.tokenizer, manifest.data.tokenizer_sha256)
+    content = b"".join(
+        (folder.data / info.name).read_bytes() for info in manifest.data.split("train")
+    )
+    sequences = set(parquet.read_table(proteins)["sequence"].to_pylist())
+    found = {tokenizer.decode(list(part)) for part in content.split(b"\0")[1:]}
+    assert len(found) > 40
+    assert found <= sequences
+    assert changed_settings(folder, load_settings(folder), manifest) == []
+    # The shards are data for another run, whose tokenizer is named by theirs.
+    amino_acids.unlink()
+    _, again = initialised(tmp_path / "again", folder.path)
+    assert again.data == manifest.data
+
+
+def test_data_made_with_another_column_or_tokenizer_is_noticed(
+    tmp_path: Path, proteins: Path, amino_acids: Path
+):
+    chosen = {"data__tokenizer": str(amino_acids), "data__column": "sequence"}
+    folder, manifest = initialised(tmp_path / "run", proteins, **chosen)
+    edit(folder, 'column = "sequence"', 'column = "id"')
+    edit(folder, f'tokenizer = "{amino_acids}"', 'tokenizer = "bytes"')
+    differences = changed_settings(folder, load_settings(folder), manifest)
+    assert [line.split(" is ")[0] for line in differences] == ["[data] column", "[data] tokenizer"]
+    with pytest.raises(ConfigurationError, match="does not fit its run"):
+        refresh_manifest(folder)
+
+
+def test_a_tokenizer_whose_ids_exceed_the_vocabulary_is_refused_before_the_text_is_read(
+    tmp_path: Path, proteins: Path, amino_acids: Path
+):
+    lines: list[str] = []
+    chosen = {"data.tokenizer": str(amino_acids), "model.vocabulary_size": 20}
+    with pytest.raises(ConfigurationError, match=r"has 21 ids, but .* is 20; raise it to 21"):
+        initialise_run(
+            tmp_path / "run", "tiny", str(proteins), 2, SMALL | chosen, progress=lines.append
+        )
+    assert not [line for line in lines if line.startswith("reading")]
+    assert names_in(tmp_path) == {"proteins.parquet", "amino acids.txt"}
 
 
 ANY_PRESET = {"data.tokenizer": "bytes", "data.heldout_share": 0.5}

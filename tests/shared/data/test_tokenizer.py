@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.data.tokenizer import (
-    END_OF_TEXT,
     END_OF_TEXT_WORD,
-    BpeTokenizer,
     BytesTokenizer,
+    JsonTokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -32,7 +31,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 def test_bytes_give_the_text_back_and_never_the_mark(text: str):
     ids = BytesTokenizer().encode(text)
     assert BytesTokenizer().decode(ids) == text
-    assert END_OF_TEXT not in ids
+    assert BytesTokenizer.end_of_text not in ids
     assert ids.tolist() == list(text.encode("utf-8"))
 
 
@@ -41,7 +40,7 @@ def test_bytes_give_the_text_back_and_never_the_mark(text: str):
 def test_bpe_gives_any_text_back_and_never_the_mark(text: str):
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text
-    assert END_OF_TEXT not in ids
+    assert BPE.end_of_text not in ids
     assert np.all(ids < BPE.vocabulary_size)
 
 
@@ -54,9 +53,9 @@ def test_a_batch_is_what_its_texts_give_one_by_one():
 
 def test_a_document_that_spells_the_mark_out_does_not_end_there():
     text = f"before{END_OF_TEXT_WORD}after"
-    for tokenizer in (BPE, BpeTokenizer.from_bytes(BPE.to_bytes(), "here")):
+    for tokenizer in (BPE, JsonTokenizer(BPE.content, "here")):
         ids = tokenizer.encode(text)
-        assert END_OF_TEXT not in ids
+        assert tokenizer.end_of_text not in ids
         assert tokenizer.decode(ids) == text
 
 
@@ -75,7 +74,7 @@ def test_training_gives_the_same_bytes_in_another_process_and_with_one_thread():
     program = (
         "import hashlib\n"
         "from swarm_shared.data.tokenizer import train_bpe\n"
-        f"print(hashlib.sha256(train_bpe({TEXTS!r}, 320).to_bytes()).hexdigest())"
+        f"print(hashlib.sha256(train_bpe({TEXTS!r}, 320).content).hexdigest())"
     )
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "77"}
     other = subprocess.run(
@@ -86,7 +85,7 @@ def test_training_gives_the_same_bytes_in_another_process_and_with_one_thread():
         check=True,
         timeout=60,
     )
-    assert other.stdout.strip() == hashlib.sha256(BPE.to_bytes()).hexdigest()
+    assert other.stdout.strip() == hashlib.sha256(BPE.content).hexdigest()
 
 
 def test_a_saved_tokenizer_is_the_same_one_when_loaded(tmp_path: Path):
@@ -101,7 +100,8 @@ def test_a_saved_tokenizer_is_the_same_one_when_loaded(tmp_path: Path):
 
 def test_marks_and_ids_of_no_token_are_left_out_of_the_text():
     for tokenizer in (BPE, BytesTokenizer()):
-        ids = [END_OF_TEXT, *tokenizer.encode("a b").tolist(), END_OF_TEXT, 999_999, -1]
+        end = tokenizer.end_of_text
+        ids = [end, *tokenizer.encode("a b").tolist(), end, 999_999, -1]
         assert tokenizer.decode(ids) == "a b"
 
 
@@ -133,12 +133,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes):
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer("bpe", path)
-
-
-def test_a_tokenizer_without_our_mark_is_refused():
-    content = BPE.to_bytes().replace(END_OF_TEXT_WORD.encode(), b"<s>")
-    with pytest.raises(DataError, match="another kind"):
-        BpeTokenizer.from_bytes(content, "there")
 
 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path):
