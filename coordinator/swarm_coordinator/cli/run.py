@@ -110,11 +110,6 @@ _CHANGEABLE = (
     "token a line; by default the preset's.",
 )
 @click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    help="Processes that tokenise; by default one per core, and fewer for little text.",
-)
-@click.option(
     "--codec",
     metavar="auto|NAME|NAME/NAME",
     help="Codecs between stages: none, int8, … for both directions, int8/int4 for activations and "
@@ -136,7 +131,6 @@ def init_command(
     steps: int | None,
     seed: int | None,
     tokenizer: str | None,
-    processes: int | None,
     codec: str | None,
     changes: tuple[str, ...],
 ) -> None:
@@ -160,7 +154,7 @@ def init_command(
         overrides |= parse_codec(codec)
     from swarm_coordinator.run_creation.initialise import initialise_run
 
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, processes)
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet)
     click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
     click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
 

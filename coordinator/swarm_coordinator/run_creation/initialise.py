@@ -67,7 +67,6 @@ def initialise_run(
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
     fleet: str | None = None,
-    processes: int | None = None,
 ) -> Manifest:
     """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
 
@@ -86,7 +85,7 @@ def initialise_run(
                 preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
             )
     given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
-    return _initialise(run_dir, settings, given, progress, fleet, processes)
+    return _initialise(run_dir, settings, given, progress, fleet)
 
 
 def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
@@ -106,7 +105,6 @@ def _initialise(
     given: Set[str],
     progress: Progress,
     fleet: str | None,
-    processes: int | None,
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
@@ -122,7 +120,7 @@ def _initialise(
         if given.isdisjoint(_MICROBATCH_SIZES):
             settings, why = _with_queues_chosen(settings, plan, given)
             progress(why)
-        data = prepare_data(folder, settings, corpus, progress, processes)
+        data = prepare_data(folder, settings, corpus, progress)
         identity = Identity.load_or_create(folder.organiser_key)
         manifest = _manifest(settings, identity, plan.stages, data)
         write_atomically(folder.manifest, sign_manifest(identity, manifest))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from swarm_coordinator.configuration.mirror_addresses import web_address
 from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.run_creation.corpus import MAX_RECORD_BYTES, ReadyShards, TextCorpus
 from swarm_coordinator.run_creation.split import SplitPlan, plan_split, sampled, split_documents
-from swarm_coordinator.run_creation.tokenise import metered, process_count, token_stream
+from swarm_coordinator.run_creation.tokenise import metered, token_stream
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, DataReport, ShardIndex
@@ -63,17 +62,13 @@ def prepare_data(
     settings: RunSettings,
     corpus: TextCorpus | ReadyShards,
     progress: Progress,
-    processes: int | None = None,
 ) -> DataConfig:
-    """Fill the run's data folder from text or from existing shards; return its description.
-
-    `processes` tokenise; by default as many as this machine's cores and the text's size suggest.
-    """
+    """Fill the run's data folder from text or from existing shards; return its description."""
     if isinstance(corpus, ReadyShards):
         data = _copy_ready_shards(folder, settings, corpus, progress)
         vocabulary_size, report = corpus.index.vocabulary_size, corpus.index.report
     else:
-        data, vocabulary_size, report = _tokenise(folder, settings, corpus, progress, processes)
+        data, vocabulary_size, report = _tokenise(folder, settings, corpus, progress)
     for split in _SPLITS:
         split_slots(data, split, settings.model.config.sequence_length)
     index = ShardIndex(
@@ -108,7 +103,6 @@ def _tokenise(
     settings: RunSettings,
     corpus: TextCorpus,
     progress: Progress,
-    processes: int | None,
 ) -> tuple[DataConfig, int, DataReport]:
     model = settings.model.config
     tokenizer = _given_tokenizer(settings)
@@ -126,10 +120,8 @@ def _tokenise(
         documents = metered(
             split_documents(corpus, plan, split), progress, "tokenised", split_bytes
         )
-        count = process_count(split_bytes, processes)
-        # Closed at once where writing fails, because processes may work for it.
-        with closing(token_stream(tokenizer, documents, count)) as tokens:
-            shards += write_shards(folder.data, split, tokens, token_bytes)
+        tokens = token_stream(tokenizer, documents)
+        shards += write_shards(folder.data, split, tokens, token_bytes)
     data = _data_config(folder, settings, token_bytes, shards, tokenizer_sha256)
     return data, tokenizer.vocabulary_size, plan.report
 

@@ -63,14 +63,14 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-def test_a_folder_of_all_kinds_becomes_the_same_shards_for_any_number_of_processes(
-    tmp_path: Path, data: Path, amino_acids: Path
+def test_a_folder_of_all_kinds_becomes_the_same_shards_for_any_number_of_threads(
+    tmp_path: Path, data: Path, amino_acids: Path, monkeypatch: pytest.MonkeyPatch
 ):
     found = []
-    for processes in (1, 2):
-        run = tmp_path / f"run-{processes}"
-        options = ("--tokenizer", str(amino_acids), "--set=data.column=sequence")
-        done = init(run, data, *options, f"--processes={processes}")
+    for threads in (1, 2):
+        monkeypatch.setenv("RAYON_NUM_THREADS", str(threads))
+        run = tmp_path / f"run-{threads}"
+        done = init(run, data, "--tokenizer", str(amino_acids), "--set=data.column=sequence")
         assert (done.returncode, done.stderr) == (0, "")
         assert "(without 1 file(s) that are not .jsonl, .parquet or .arrow)" in done.stdout
         assert f"data: {len(SEQUENCES)} document(s), " in done.stdout
