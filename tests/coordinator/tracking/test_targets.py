@@ -28,7 +28,7 @@ def tracked(output: Path) -> TrackedRun:
     return TrackedRun("0123456789ab", "my-run", output)
 
 
-def told(target: Target) -> None:
+def write_all(target: Target) -> None:
     """Steps 1 to 3, of which the last is lost and computed again; its loss is then no number."""
     for step, loss in ((1, 4.0), (2, 3.0), (3, 9.0)):
         target.write(Metrics(step, 100.0 + step, {"loss": loss, "peers": 2}))
@@ -41,7 +41,7 @@ def told(target: Target) -> None:
 def test_json_lines_are_appended_and_have_no_number_where_there_is_none(tmp_path: Path) -> None:
     for _ in range(2):
         target = JsonLines(tracked(tmp_path / "metrics.jsonl"))
-        told(target)
+        write_all(target)
         target.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[:6] == lines[6:]
@@ -51,14 +51,14 @@ def test_json_lines_are_appended_and_have_no_number_where_there_is_none(tmp_path
     assert lines[5] == {"step": 3, "time": 112.0, "heldout_loss": 2.5}
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="that folder does not exist"):
         JsonLines(tracked(tmp_path / "missing" / "metrics.jsonl"))
 
 
 def test_tensorboard_shows_the_steps_that_count_with_their_times(tmp_path: Path) -> None:
     target = TensorBoard(tracked(tmp_path))
-    told(target)
+    write_all(target)
     target.close()
     later = TensorBoard(tracked(tmp_path))  # another start, another file
     later.write(Metrics(4, 120.0, {"loss": 1.5, "peers": 3}))
@@ -93,7 +93,7 @@ def test_trackio_has_every_record_after_two_starts(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # before it is imported
     pytest.importorskip("trackio", reason="heavy, and not among the packages for development")
     target = Trackio(tracked(tmp_path))
-    told(target)
+    write_all(target)
     target.close()
     later = Trackio(tracked(tmp_path))
     later.write(Metrics(4, 120.0, {"loss": 1.5}))
