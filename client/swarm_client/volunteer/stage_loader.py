@@ -76,6 +76,11 @@ class StageLoader:
         `is_fresh`: the worker is as it was started.
         """
         if assignment.source == "fresh":
+            if self.membership.now.manifest.initial:
+                raise ProtocolError(
+                    "parameters from the seed are asked for, but the manifest has a file of "
+                    "version 0; the coordinator must offer that file"
+                )
             if is_fresh:
                 return worker.configured.digest
             return (await worker.reinitialise(assignment.version)).digest
@@ -124,6 +129,14 @@ class StageLoader:
 
 def check_file_size(manifest: Manifest, assignment: AssignStage) -> None:
     """ProtocolError for a file that cannot be the stage's state, before any of it is fetched."""
+    if assignment.version == 0 and manifest.initial:
+        # The run's id depends on it: where a run begins cannot be changed later.
+        state = manifest.initial[assignment.stage]
+        if (assignment.bytes, assignment.sha256) != (state.bytes, state.sha256):
+            raise ProtocolError(
+                f"the file offered for stage {assignment.stage} at version 0 is not the one that "
+                "the manifest names; another source is needed"
+            )
     state_bytes = stage_sizes(manifest)[assignment.stage].state_bytes
     if not is_size_of_state_file(assignment.bytes, state_bytes):
         raise ProtocolError(

@@ -17,6 +17,7 @@ from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import HistoryStep, history, steps_document
 from swarm_coordinator.storage.records import read_checkpoints
@@ -148,7 +149,9 @@ def _train(
         )
         click.echo(f"step {record.step} loss {record.loss:.4f} {record.seconds:.2f} s")
 
-    stage = train_reference(manifest, samples.of_step, steps, on_step, threads=threads)
+    stage = train_reference(
+        manifest, samples.of_step, steps, on_step, threads, initial_files(folder, manifest)
+    )
     if steps < manifest.training.steps or not manifest.training.evaluation_microbatches:
         return None
     return evaluate(stage, samples.of_evaluation())

@@ -78,10 +78,16 @@ _CHANGEABLE = (
 @RUN_DIR
 @click.option(
     "--preset",
-    default=DEFAULT_PRESET,
-    show_default=True,
     type=click.Choice(list(PRESETS)),
-    help="Preset of model and training sizes.",
+    help=f"Preset of model and training sizes; by default {DEFAULT_PRESET}, or the nearest to the "
+    "model of --from.",
+)
+@click.option(
+    "--from",
+    "given_model",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Continue from a model: a folder in Hugging Face's format, of the Llama family.",
 )
 @click.option(
     "--data",
@@ -124,7 +130,8 @@ _CHANGEABLE = (
 )
 def init_command(
     run_dir: Path,
-    preset: str,
+    preset: str | None,
+    given_model: Path | None,
     data: str,
     stages: int | None,
     fleet: str | None,
@@ -154,7 +161,7 @@ def init_command(
         overrides |= parse_codec(codec)
     from swarm_coordinator.run_creation.initialise import initialise_run
 
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet)
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, given_model)
     click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
     click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
 

@@ -320,7 +320,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
         return ""
     import torch
 
-    from swarm_coordinator.offline.hf_export import merge_stages
+    from swarm_coordinator.offline.merged_stages import merge_stages
     from swarm_coordinator.offline.sampling import sample_text
     from swarm_shared.data.tokenizer import load_tokenizer
     from swarm_shared.model.initialise import build_whole

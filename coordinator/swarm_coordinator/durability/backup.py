@@ -26,6 +26,7 @@ from swarm_coordinator.durability.journal_audit import StepShape, database_probl
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
+from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import (
@@ -120,6 +121,7 @@ def _fill(
 ) -> BackupSummary:
     copies = [folder.path / name for name in _PLAIN_FILES]
     copies += [folder.path / name for name in _SECRET_FILES if with_key]
+    copies += initial_files(folder, manifest)
     copies += sorted(folder.data.iterdir()) if with_data else []
     for path in copies:
         if path.is_file():

@@ -19,6 +19,7 @@ from swarm_coordinator.durability.journal_audit import StepShape, database_probl
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.run_dir.initial_states import verify_initial_states
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_coordinator.storage.sqlite import DatabaseDamaged
@@ -65,12 +66,14 @@ def check_run(
     if manifest is not None:
         inspection.check_data(manifest)
         known = inspection.check_database(manifest, None)
+        inspection.check_initial_states(manifest)
         inspection.check_checkpoints(manifest, known)
     return inspection.result(manifest)
 
 
 def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord | None, RunCheck]:
-    """Check what a start depends on: the database, and the newest checkpoint on disk.
+    """Check what a start depends on: the database, and the newest checkpoint on disk or, before
+    there is one, the states of version 0.
 
     The start begins from the verified checkpoint that is returned, so it is hashed only once.
     """
@@ -81,6 +84,8 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
     for version in [v for v in checkpoints.versions() if Version(v) in known][:1]:
         with inspection.finding("checkpoint", version):
             checkpoint = _checked(checkpoints, Version(version), known)
+    if not known:
+        inspection.check_initial_states(manifest)
     return checkpoint, inspection.result(manifest)
 
 
@@ -163,6 +168,13 @@ class _Inspection:
             )
             return known
         return {}
+
+    def check_initial_states(self, manifest: Manifest) -> None:
+        if not manifest.initial:
+            return
+        with self.finding("initial"):
+            verify_initial_states(self._folder, manifest)
+            self._report(f"{len(manifest.initial)} states of version 0 have the manifest's hashes")
 
     def check_checkpoints(self, manifest: Manifest, known: dict[Version, CheckpointRecord]) -> None:
         checkpoints = CheckpointFolder.of_run(self._folder, manifest)

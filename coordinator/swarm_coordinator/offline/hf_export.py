@@ -1,7 +1,7 @@
 """Export of a trained run to a Hugging Face folder that `transformers` loads as LlamaForCausalLM.
 
-Owns the folder's files and the merge of the stages' states. Parameters have Hugging Face's names
-already during training (`swarm_shared.model.llama`), so merging is the union of the files.
+Owns the folder's files. Parameters have Hugging Face's names already during training
+(`swarm_shared.model.llama`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, JsonTokenizer
-from swarm_shared.model.llama import Stage
-from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
-from swarm_shared.run.manifest import Manifest, StageRange
+from swarm_shared.model.state import save_state
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ModelConfig
-
-REPLICA_TOLERANCE = 1e-4
-"""Relative norm by which rounding may make the two replicas of a tied token table differ."""
 
 
 def export_huggingface(
@@ -60,33 +56,6 @@ def export_huggingface(
     generation = _generation_config(manifest.model, tokenizer.end_of_text)
     _write_json(out_dir / "generation_config.json", generation)
     _write_json(out_dir / "config.json", config)
-
-
-def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """Merge the parameters of all stages' files and check them against the configuration."""
-    merged: dict[str, torch.Tensor] = {}
-    for path in stage_state_files:
-        for name, tensor in open_state(path).tensors.items():
-            if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
-                continue
-            if name in merged:
-                _check_replica(path, name, merged[name], tensor)
-            else:
-                merged[name] = tensor
-    expected = _parameter_shapes(config)
-    if merged.keys() != expected.keys():
-        wrong = sorted(merged.keys() ^ expected.keys())
-        raise StorageError(
-            f"the stages' files do not make up this model: {len(wrong)} parameters are missing "
-            f"or unknown (first {wrong[0]}); give one file of every stage of the same checkpoint"
-        )
-    for name, shape in expected.items():
-        if tuple(merged[name].shape) != shape or merged[name].dtype != torch.float32:
-            raise StorageError(
-                f"{name} is stored as {tuple(merged[name].shape)} {merged[name].dtype}; "
-                f"{shape} in float32 is needed: use another checkpoint"
-            )
-    return merged
 
 
 def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
@@ -176,20 +145,3 @@ def _generation_config(config: ModelConfig, end_of_text: int) -> dict[str, objec
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    whole = StageRange(first_layer=0, end_layer=config.layers)
-    with torch.device("meta"):
-        stage = Stage(config, whole, is_first=True, is_last=True)
-    return {name: tuple(parameter.shape) for name, parameter in stage.all_parameters()}
-
-
-def _check_replica(path: Path, name: str, first: torch.Tensor, second: torch.Tensor) -> None:
-    fits = first.shape == second.shape
-    # `not <=`: a NaN must not pass.
-    if not fits or not bool((first - second).norm() <= REPLICA_TOLERANCE * first.norm()):
-        raise StorageError(
-            f"{name} in {path} differs from the copy in an earlier stage's file; give files of "
-            "the same checkpoint"
-        )

@@ -15,12 +15,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.offline.reference_gradients import ExactSums, PlainSums, step_sums
 from swarm_shared.base.clock import monotonic
 from swarm_shared.codecs.boundary import stage_boundary
@@ -54,19 +56,24 @@ def train_reference(
     steps: int,
     on_step: Callable[[StepRecord], None],
     threads: int | None = None,
+    initial: Sequence[Path] = (),
 ) -> Stage:
-    """Train the whole model from version 0 for `steps` steps and return it.
+    """Train the whole model from version 0 for `steps` steps and return it. `initial`: the files of
+    the manifest's initial states, one a stage.
 
     `samples(step)` returns the microbatches of a step. The learning rate follows the manifest's
     number of steps, so that fewer `steps` are a prefix of the run.
     """
     with _compute_threads(threads):
         stage = build_whole(manifest)
+        if initial:
+            load_parameters(stage, initial)
         insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
         if manifest.training.staleness:
             computing = build_whole(manifest)
+            computing.load_state_dict(stage.state_dict())
             insert_boundary_codecs(computing, manifest)
         layout = FlatLayout.of(stage)
         sums = step_sums(computing, layout, manifest)
@@ -85,6 +92,14 @@ def train_reference(
             )
             on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
+
+
+def load_parameters(stage: Stage, stage_state_files: Sequence[Path]) -> None:
+    """Load the whole model's parameters from one state file per stage."""
+    merged = merge_stages(stage.config, stage_state_files)
+    with torch.no_grad():
+        for name, parameter in stage.all_parameters():
+            parameter.copy_(merged[name])
 
 
 def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:

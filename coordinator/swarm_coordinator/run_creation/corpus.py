@@ -65,7 +65,10 @@ class ReadyShards:
     index: ShardIndex
 
 
-def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> TextCorpus | ReadyShards:
+Corpus = TextCorpus | ReadyShards
+
+
+def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     """Return what `source` names: `python-stdlib`, or the path of a file or folder. `column` of
     tables and JSON lines has the text."""
     if source == PYTHON_STDLIB:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from swarm_coordinator.configuration.run_settings import (
+    DEFAULT_PRESET,
     PYTHON_STDLIB,
     RunSettings,
     default_settings,
@@ -27,12 +28,17 @@ from swarm_coordinator.durability.run_files import (
     load_manifest,
     load_settings,
 )
-from swarm_coordinator.run_creation.corpus import ReadyShards, read_corpus
+from swarm_coordinator.run_creation.corpus import Corpus, ReadyShards, read_corpus
 from swarm_coordinator.run_creation.fleet_cut import (
     ExpectedFleet,
     fleet_rows,
     recommended,
     table_lines,
+)
+from swarm_coordinator.run_creation.given_model import (
+    GivenModel,
+    read_given_model,
+    write_initial_states,
 )
 from swarm_coordinator.run_creation.microbatch_size import choice_text, choose_queue
 from swarm_coordinator.run_creation.shards import Progress, prepare_data
@@ -53,26 +59,41 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.codec_sizes import encoded_bytes
 from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, with_bottlenecks
+from swarm_shared.run.model_config import PRESETS
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory
 
 _MICROBATCH_SIZES = ("training.microbatches_per_step", "training.sequences_per_microbatch")
 """Settings of which one given number keeps the program from choosing both."""
 
+TRAINED_RATE_SHARE = 0.1
+"""Learning rate of a run that continues from a trained model, over the preset's."""
+
+_SEQUENCE_LENGTH = "model.sequence_length"
+
 
 def initialise_run(
     run_dir: Path,
-    preset: str,
+    preset: str | None,
     data: str = PYTHON_STDLIB,
     stages: int | None = None,
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
     fleet: str | None = None,
+    given_model: Path | None = None,
 ) -> Manifest:
     """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
 
-    `fleet` names the machines that are expected, as `simulate --fleet` does.
+    `fleet` names the machines that are expected, as `simulate --fleet` does. `given_model` is the
+    folder of a model from which the run continues; without a preset, the nearest one gives the
+    training sizes.
     """
-    chosen = _with_tokenizer_file(dict(overrides or {}))
+    chosen, model = dict(overrides or {}), None
+    if given_model is not None:
+        model = _given_model(given_model, chosen)
+        preset = preset or model.nearest_preset
+        chosen = _with_model(model, chosen, preset, read_corpus(data), progress)
+    preset = preset or DEFAULT_PRESET
+    chosen = _with_tokenizer_file(chosen)
     source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
     settings = default_settings(
         preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
@@ -85,7 +106,41 @@ def initialise_run(
                 preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
             )
     given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
-    return _initialise(run_dir, settings, given, progress, fleet)
+    return _initialise(run_dir, settings, given, progress, fleet, model)
+
+
+def _given_model(folder: Path, chosen: Mapping[str, object]) -> GivenModel:
+    sizes = [name for name in chosen if name.startswith("model.") and name != _SEQUENCE_LENGTH]
+    if sizes:
+        raise ConfigurationError(
+            f"{', '.join(sizes)} cannot be chosen with --from: the model's own sizes are used"
+        )
+    length = chosen.get(_SEQUENCE_LENGTH)
+    return read_given_model(
+        folder.expanduser().absolute(), length if isinstance(length, int) else None
+    )
+
+
+def _with_model(
+    model: GivenModel, chosen: dict[str, object], preset: str, corpus: Corpus, progress: Progress
+) -> dict[str, object]:
+    """Add the model's sizes, its tokenizer, and a rate that suits a trained model."""
+    sizes = model.config.model_dump(exclude={"bottleneck_size", "bottlenecks"})
+    defaults: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
+    if not isinstance(corpus, ReadyShards):
+        if model.tokenizer is None and "data.tokenizer" not in chosen:
+            raise ConfigurationError(
+                "the model's folder has no tokenizer.json; name one with --tokenizer"
+            )
+        defaults["data.tokenizer"] = str(model.tokenizer)
+    if "optimizer.learning_rate" not in chosen:
+        rate = PRESETS[preset].learning_rate * TRAINED_RATE_SHARE
+        defaults["optimizer.learning_rate"] = rate
+        progress(
+            f"learning rate {rate:g}, a tenth of the preset's, as the model is trained already; "
+            "--set optimizer.learning_rate=RATE chooses another"
+        )
+    return defaults | chosen
 
 
 def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
@@ -105,6 +160,7 @@ def _initialise(
     given: Set[str],
     progress: Progress,
     fleet: str | None,
+    model: GivenModel | None,
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
@@ -123,6 +179,9 @@ def _initialise(
         data = prepare_data(folder, settings, corpus, progress)
         identity = Identity.load_or_create(folder.organiser_key)
         manifest = _manifest(settings, identity, plan.stages, data)
+        if model is not None:
+            initial = write_initial_states(model, manifest, folder)
+            manifest = manifest.model_copy(update={"initial": initial})
         write_atomically(folder.manifest, sign_manifest(identity, manifest))
         write_atomically(folder.settings, render_run_toml(settings).encode("utf-8"))
     progress(f"made {run_dir}: {manifest.stage_count} stage(s), {manifest.training.steps} steps")
@@ -151,11 +210,18 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     identity = load_identity(folder)
     uncut = old.model.model_copy(update={"bottlenecks": ()})
     same = model == uncut and settings.stages.count == old.stage_count
+    if old.initial and not (same and settings.training.staleness == old.training.staleness):
+        raise ConfigurationError(
+            f"the run continues from a model that was cut for {old.stage_count} stage(s) at "
+            "`init`, so that neither the model, nor the number of stages, nor the staleness can "
+            "change; change it back, or make a new run with `swarm-coordinator init --from`"
+        )
     stages = plan_of(settings, old.stages if same else None).stages
     if settings.codecs.needs_selection:
         settings = _with_codecs_selected(settings, progress)
         write_codecs(folder.settings, settings.codecs.config)
     manifest = _manifest(settings, identity, stages, old.data)
+    manifest = manifest.model_copy(update={"initial": old.initial})
     write_atomically(folder.manifest, sign_manifest(identity, manifest))
     return manifest
 

@@ -12,7 +12,6 @@ folder, its pruning and its verification. The pure core decides when a checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 import shutil
@@ -23,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from swarm_coordinator.core.events import CheckpointRecord, StoredStage
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.state_files import stage_file_name, verify_file
 from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.frozen_model import FrozenModel
@@ -67,10 +67,6 @@ class CheckpointSummary(FrozenModel):
 def item_name(version: int, stage: int) -> str:
     """Return the name under which a volunteer fetches a stored stage."""
     return f"checkpoint/{version}/{stage}"
-
-
-def stage_file_name(stage: int) -> str:
-    return f"stage-{stage}.safetensors"
 
 
 class CheckpointFolder:
@@ -203,7 +199,7 @@ class CheckpointFolder:
         if [s.stage for s in summary.stages] != list(range(self._stages)):
             raise StorageError(f"the checkpoint {folder} does not have every stage")
         for stage in summary.stages:
-            _verify_file(folder / stage.file, stage.bytes, stage.sha256)
+            verify_file(folder / stage.file, stage.bytes, stage.sha256)
         return summary.record()
 
     def set_aside(self, version: int) -> Path:
@@ -247,17 +243,3 @@ class CheckpointFolder:
             raise storage_error(folder, error) from error
         sync_folder(self._root)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
-    try:
-        if path.stat().st_size != size_bytes:
-            raise StorageError(f"the checkpoint file {path} is damaged (its size is wrong)")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-    except OSError as error:
-        raise StorageError(
-            f"the checkpoint file {path} cannot be read ({error.strerror})"
-        ) from error
-    if digest.hexdigest() != sha256:
-        raise StorageError(f"the checkpoint file {path} is damaged (its hash is wrong)")

@@ -50,6 +50,8 @@ class RunFolder:
     data = _Part("data")
     tokenizer = _Part("tokenizer.json")
     """File of the tokenizer; the bytes tokenizer has none."""
+    initial = _Part("initial")
+    """Folder of the states of version 0, in a run that continues from a given model."""
     checkpoints = _Part("checkpoints")
     database = _Part("coordinator.sqlite")
     status = _Part("status.json")

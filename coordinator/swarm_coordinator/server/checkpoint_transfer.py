@@ -1,8 +1,8 @@
 """File transfers of the coordinator: the items it serves, and the snapshots it fetches.
 
-Owns the catalogue of TRANSFER_PROTOCOL's files (tokenizer, stored checkpoints) and fetching
-one checkpoint at a time. Not here: chunks and hashes (`swarm_shared.transfer.transfer`), the folder
-(`run_dir.checkpoint_files`), and when a checkpoint is made (the core).
+Owns the catalogue of TRANSFER_PROTOCOL's files (tokenizer, initial states, stored checkpoints) and
+fetching one checkpoint at a time. Not here: chunks and hashes (`swarm_shared.transfer.transfer`),
+the folder (`run_dir.checkpoint_files`), and when a checkpoint is made (the core).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import trio.to_thread
 from swarm_coordinator.core.events import CheckpointFailed, CheckpointStored, FetchSnapshot
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.network import Node
-from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.manifest import Manifest, initial_item
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import Catalogue, fetch
 
@@ -32,7 +33,7 @@ TOKENIZER_ITEM = "tokenizer.json"
 
 def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFolder) -> Catalogue:
     """Map item names to files. Only names from the manifest or of a checkpoint are resolved."""
-    fixed: dict[str, Path] = {}
+    fixed = {initial_item(n): path for n, path in enumerate(initial_files(folder, manifest))}
     if manifest.data.tokenizer_sha256 is not None:
         fixed[TOKENIZER_ITEM] = folder.tokenizer
 

@@ -36,19 +36,21 @@ def open_manifest(envelope: bytes, organiser: PeerId) -> Manifest:
 
 
 def run_id_of(manifest: Manifest) -> RunId:
-    """Derive the run's id from what makes it another run if changed: organiser, model, data and
-    seed.
+    """Derive the run's id from what makes it another run if changed: organiser, model, data, seed
+    and initial parameters.
 
     Length, limits and addresses are left out, so that invites outlive a change of those.
     """
     # Runs from before there were bottlenecks keep their names.
     narrow = set() if manifest.model.bottlenecks else {"bottleneck_size", "bottlenecks"}
-    named = {
+    named: dict[str, object] = {
         "organiser": manifest.organiser,
         "name": manifest.name,
         "model": manifest.model.model_dump(exclude=narrow),
         "data": manifest.data.model_dump(exclude={"mirrors"}),
         "seed": manifest.training.seed,
     }
+    if manifest.initial:
+        named["initial"] = [state.sha256 for state in manifest.initial]
     canonical = json.dumps(named, sort_keys=True, separators=(",", ":")).encode("utf-8")
     return RunId(hashlib.sha256(b"swarmtrain-run-1" + canonical).hexdigest())

@@ -378,7 +378,8 @@ class AssignStage(FrozenModel):
     """An order to hold a stage at a version.
 
     source "fresh" initialises it from the manifest's seed (version 0); "snapshot" downloads `item`
-    from any of `holders` (the coordinator among them when it is a checkpoint).
+    from any of `holders` (the coordinator among them when it is a checkpoint, or the manifest's own
+    file of version 0).
 
     With `prepare`, the peer serves its present stage on and holds this one beside it until a Close
     names it in `moving`; the Apply of that attempt makes it the peer's stage. An Apply of any other

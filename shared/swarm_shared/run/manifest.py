@@ -244,11 +244,23 @@ class LimitsConfig(FrozenModel):
     )
 
 
+def initial_item(stage: int) -> str:
+    """Return the name under which a volunteer fetches a stage's initial state."""
+    return f"initial/{stage}"
+
+
 def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
     """Return the model with a bottleneck at each boundary between these stages, where it has a
     size."""
     borders = tuple(stage.first_layer for stage in stages[1:]) if model.bottleneck_size else ()
     return model.model_copy(update={"bottlenecks": borders})
+
+
+class InitialState(FrozenModel):
+    """The file of a stage's state at version 0, where a run continues from a given model."""
+
+    bytes: int = Field(ge=1, le=2**50)
+    sha256: Sha256
 
 
 class Manifest(FrozenModel):
@@ -264,6 +276,14 @@ class Manifest(FrozenModel):
     limits: LimitsConfig = LimitsConfig()
     codecs: CodecsConfig = CodecsConfig()
     checkpoint_steps: int = Field(default=50, ge=1, le=MAX_STEPS)
+    initial: tuple[InitialState, ...] = Field(default=(), max_length=MAX_STAGES)
+    """The states of version 0, one a stage; empty where the parameters are drawn from the seed."""
+
+    @model_validator(mode="after")
+    def _every_stage_or_none_begins_with_a_file(self) -> Self:
+        if len(self.initial) not in (0, len(self.stages)):
+            raise ValueError("initial must have one file for each stage, or none")
+        return self
 
     @model_validator(mode="after")
     def _stages_cover_the_layers(self) -> Self:

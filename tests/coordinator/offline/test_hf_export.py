@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kits.peer_names import named
-from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface
+from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe

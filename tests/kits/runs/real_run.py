@@ -16,11 +16,12 @@ import torch
 
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, wait_until
-from swarm_coordinator.offline.hf_export import merge_stages
+from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import History, history
@@ -225,7 +226,7 @@ def reference(manifest_json: str, data_folder: str, steps: int | None = None) ->
     key = repr(
         (
             manifest.model, manifest.training, manifest.optimizer, manifest.data, steps,
-            manifest.codecs, cuts,
+            manifest.codecs, cuts, manifest.initial,
         )
     )  # fmt: skip
     if key not in _cache:
@@ -260,6 +261,7 @@ def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
         steps,
         records.append,
         threads=1,
+        initial=initial_files(RunFolder(data_folder.parent), manifest),
     )
     parameters = {name: p.detach().clone() for name, p in stage.all_parameters()}
     return Trained(
@@ -291,15 +293,21 @@ def runs(folder: Path) -> Iterator[Callable[..., Run]]:
 
     with Subprocesses() as children:
 
-        def make(stages: int, steps: int, **overrides: object) -> Run:
+        def make(
+            stages: int, steps: int, given_model: Path | None = None, **overrides: object
+        ) -> Run:
             run_folder = folder / "a run"
+            sizes = {n: v for n, v in SETTINGS.items() if n.startswith("model.")}
+            settings = {
+                **SETTINGS,
+                "training.steps": steps,
+                **{name.replace("__", "."): value for name, value in overrides.items()},
+            }
+            if given_model is not None:
+                settings = {n: v for n, v in settings.items() if n not in sizes}
             manifest = initialise_run(
-                run_folder, "tiny", str(corpus), stages, {
-                    **SETTINGS,
-                    "training.steps": steps,
-                    **{name.replace("__", "."): value for name, value in overrides.items()},
-                },
-            )  # fmt: skip
+                run_folder, "tiny", str(corpus), stages, settings, given_model=given_model
+            )
             made = RunFolder(run_folder)
             return Run(manifest, made, LocalSwarm(run_folder, children), made.database)
 

@@ -26,6 +26,7 @@ from swarm_shared.protocol import (
     SnapshotReady,
     SyncFailed,
 )
+from swarm_shared.run.manifest import initial_item
 
 MAX_SNAPSHOT_HOLDERS = 32
 """Largest number of holders requested at once; below it there are as many as downloading peers."""
@@ -176,7 +177,7 @@ def _find_source(
 ) -> None:
     """Find a source for one transfer."""
     if run.history.version == 0:
-        _assign_from(run, peer, transfer, "fresh", (), ("", 0, ""), now)
+        _from_initialisation(run, peer, transfer, now)
     elif not _from_checkpoint(run, peer, transfer, now):
         _from_replicas(run, peer, transfer, now, queue)
 
@@ -207,6 +208,18 @@ def _assign_from(
             prepare=moves,
         ),
     )
+
+
+def _from_initialisation(
+    run: RunState, peer: PeerState, transfer: StageTransfer, now: float
+) -> None:
+    """Version 0: from the seed, or from the file that the manifest names."""
+    if not run.manifest.initial:
+        _assign_from(run, peer, transfer, "fresh", (), ("", 0, ""), now)
+        return
+    state = run.manifest.initial[transfer.stage]
+    item = (initial_item(transfer.stage), state.bytes, state.sha256)
+    _assign_from(run, peer, transfer, "snapshot", (run.start.record,), item, now)
 
 
 def _from_checkpoint(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> bool:

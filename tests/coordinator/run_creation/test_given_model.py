@@ -1,0 +1,280 @@
+"""Models of Hugging Face's format as the beginning of a run: equal logits, and bad folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from kits.peer_names import named
+from swarm_coordinator.cli.main import run as run_command
+from swarm_coordinator.durability.integrity_check import check_run, check_start
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.offline.reference import load_parameters
+from swarm_coordinator.run_creation.given_model import (
+    GivenModel,
+    read_given_model,
+    write_initial_states,
+)
+from swarm_coordinator.run_creation.initialise import initialise_run, refresh_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.initial_states import initial_files
+from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.data.tokenizer import train_bpe
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.model.initialise import build_whole
+from swarm_shared.run.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+TEXT = "some words of text, and a few more of them\n"
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"rope_theta": 20_000.0} | options)))
+
+
+def saved(folder: Path, model: Any, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    train_bpe([TEXT], 270).save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT * 400)
+    return str(path)
+
+
+def continued(
+    tmp_path: Path, text: str, given: Path, stages: int, **settings: object
+) -> tuple[Manifest, RunFolder]:
+    folder = tmp_path / "run"
+    made = initialise_run(folder, None, text, stages, settings, given_model=given)
+    return made, RunFolder.open(folder)
+
+
+def in_stages(path: Path, given: GivenModel, stages: int) -> tuple[Manifest, RunFolder]:
+    """The model cut into stages of one layer, without the data of a run."""
+    manifest = Manifest(
+        name="test",
+        organiser=named("Lord"),
+        model=given.config,
+        stages=tuple(StageRange(first_layer=n, end_layer=n + 1) for n in range(stages)),
+        data=DataConfig(
+            token_bytes=2, tokenizer="bytes", unigram_entropy_nats=3.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", tokens=9, merkle_root="0" * 64),
+                ShardInfo(name="b.tokens", split="heldout", tokens=9, merkle_root="0" * 64),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+    )  # fmt: skip
+    folder = RunFolder.create(path)
+    initial = write_initial_states(given, manifest, folder)
+    return manifest.model_copy(update={"initial": initial}), folder
+
+
+def unlike(model: Any) -> Any:
+    """Norms begin at one, and every position of a table alike: let each parameter differ."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: llama(),
+        lambda: llama(tie_word_embeddings=True, rms_norm_eps=1e-4),
+        lambda: llama(num_key_value_heads=4),
+        lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=64)),
+    ],
+    ids=["llama", "tied", "multi-head", "mistral"],
+)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, model: Callable[[], Any], dtype: torch.dtype
+) -> None:
+    given = saved(tmp_path / "given", unlike(model()).to(dtype), max_shard_size="20KB")
+    # Not from the one above: its rotary table was rounded to the dtype, too.
+    theirs = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
+    manifest, folder = in_stages(tmp_path / "run", read_given_model(given), 3)
+    ours = build_whole(manifest)
+    load_parameters(ours, initial_files(folder, manifest))
+    tokens = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        difference = (ours(tokens) - theirs(tokens).logits).abs().max()
+    assert float(difference) < 1e-5
+    assert manifest.model.rope_theta == (20_000.0 if "llama" in str(type(theirs)) else 10_000.0)
+
+
+def test_the_run_has_the_models_sizes_its_tokenizer_and_a_tenth_of_the_presets_rate(
+    tmp_path: Path, text: str
+) -> None:
+    given = saved(tmp_path / "given", llama())
+    manifest, folder = continued(tmp_path, text, given, 2)
+    assert manifest.model.model_dump() | {"vocabulary_size": 300, "layers": 3, "heads": 4} == (
+        manifest.model.model_dump()
+    )
+    assert manifest.data.tokenizer == "file"
+    assert folder.tokenizer.read_bytes() == (given / "tokenizer.json").read_bytes()
+    assert manifest.optimizer.learning_rate == pytest.approx(2e-4)  # of tiny
+    assert [path.stat().st_size for path in initial_files(folder, manifest)] == [
+        state.bytes for state in manifest.initial
+    ]
+
+
+def test_where_a_run_begins_is_part_of_its_id(tmp_path: Path, text: str) -> None:
+    manifest, _ = continued(tmp_path, text, saved(tmp_path / "given", llama()), 2)
+    assert run_id_of(manifest) != run_id_of(manifest.model_copy(update={"initial": ()}))
+    with pytest.raises(ValueError, match="one file for each stage"):
+        Manifest.model_validate(manifest.model_dump() | {"initial": manifest.initial[:1]})
+
+
+def test_an_edited_run_keeps_its_beginning_but_not_another_cut(tmp_path: Path, text: str) -> None:
+    given = saved(tmp_path / "given", llama())
+    manifest, folder = continued(tmp_path, text, given, 2)
+    settings = folder.settings.read_text()
+    folder.settings.write_text(settings.replace("weight_decay = 0.1", "weight_decay = 0.2"))
+    again = refresh_manifest(folder)
+    assert (again.initial, again.optimizer.weight_decay) == (manifest.initial, 0.2)
+    folder.settings.write_text(settings.replace("count = 2", "count = 3"))
+    with pytest.raises(ConfigurationError, match="cut for 2 stage"):
+        refresh_manifest(folder)
+    assert load_manifest(folder) == again
+
+
+def test_a_damaged_or_lost_beginning_is_found_before_the_run_starts(
+    tmp_path: Path, text: str
+) -> None:
+    manifest, folder = continued(tmp_path, text, saved(tmp_path / "given", llama()), 2)
+    assert check_start(folder, manifest)[1].findings == ()
+    assert "2 states of version 0 have the manifest's hashes" in check_run(folder).good
+    path = initial_files(folder, manifest)[1]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    (finding,) = check_start(folder, manifest)[1].findings
+    assert "stage-1.safetensors is damaged (its hash is wrong); the run begins" in finding.problem
+    path.unlink()
+    (finding,) = check_run(folder).findings
+    assert "stage-1.safetensors cannot be read" in finding.problem
+
+
+# ---------------------------------------------------------------- bad folders
+
+
+def edited(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def without_head(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, folder / "new")
+    (folder / "new").rename(folder / "model.safetensors")
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+BAD: list[tuple[str, Callable[[Path], object], str]] = [
+    ("family", lambda at: edited(at, model_type="gpt2"), "type 'gpt2'; llama and mistral can be"),
+    ("bias", lambda at: edited(at, attention_bias=True), "attention_bias = True; only False"),
+    ("scaling", lambda at: edited(at, rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn'"),
+    ("heads", lambda at: edited(at, head_dim=16), "head_dim = 16; only 8"),
+    ("no size", lambda at: edited(at, hidden_size=None), "hidden_size: Input should be a valid"),
+    ("odd", lambda at: edited(at, num_attention_heads=5, head_dim=6), "multiple of 2 * heads"),
+    ("layers", lambda at: edited(at, num_hidden_layers=4), "9 are missing and 0 unknown (model.l"),
+    ("fewer", lambda at: edited(at, num_hidden_layers=2), "0 are missing and 9 unknown (model.l"),
+    ("vocabulary", lambda at: edited(at, vocab_size=280), "and the configuration needs (280, 32)"),
+    ("small", lambda at: edited(at, vocab_size=200), "the tokenizer has 270 ids, but"),
+    ("not JSON", lambda at: (at / "config.json").write_text("{"), "config.json is not JSON"),
+    ("no JSON", lambda at: (at / "config.json").unlink(), "there is no "),
+    ("list", lambda at: (at / "config.json").write_text("[]"), "holds no JSON object"),
+    ("no head", without_head, "1 are missing and 0 unknown (lm_head.weight is missing)"),
+    ("cut", cut_short, "model.safetensors cannot be read"),
+    ("NaN", with_nan, "model.norm.weight in "),
+    (
+        "pickle",
+        lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),
+        "no model.s",
+    ),
+    ("no tokenizer", lambda at: (at / "tokenizer.json").unlink(), "name one with --tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_bad_folder_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object], reason: str,
+) -> None:  # fmt: skip
+    given = saved(tmp_path / "given", llama())
+    damage(given)
+    capsys.readouterr()  # a progress bar of transformers
+    before = set(tmp_path.iterdir())
+    code = run_command(["init", str(tmp_path / "run"), "--from", str(given), "--data", text])
+    error = capsys.readouterr().err.strip()
+    assert code in (3, 5), error
+    assert error.count("\n") == 0
+    assert error.startswith("swarm-coordinator: error: ")
+    assert reason in error
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_sizes_and_lengths_that_the_model_does_not_have_are_refused(
+    tmp_path: Path, text: str
+) -> None:
+    given = saved(tmp_path / "given", llama())
+    with pytest.raises(ConfigurationError, match=r"model\.layers cannot be chosen with --from"):
+        initialise_run(tmp_path / "run", None, text, 2, {"model.layers": 2}, given_model=given)
+    with pytest.raises(DataError, match="for at most 64 tokens, not 65"):
+        read_given_model(given, 65)
+    assert read_given_model(given, 16).config.sequence_length == 16
+    with pytest.raises(DataError, match="there is no folder"):
+        read_given_model(tmp_path / "missing")
+
+
+def test_files_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
+    given = saved(tmp_path / "given", llama(), max_shard_size="20KB")
+    index = given / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"] = dict.fromkeys(content["weight_map"], "../../etc/x")
+    index.write_text(json.dumps(content))
+    assert {path.parent for path in read_given_model(given).files.values()} == {given}

@@ -1,0 +1,77 @@
+"""A real run that continues from a model of Hugging Face, under churn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kits.runs.real_run import corpus_sources
+from swarm_coordinator.offline.hf_export import export_huggingface
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_shared.data.tokenizer import train_bpe
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
+
+STEPS = 10
+
+
+def llama(folder: Path) -> LlamaForCausalLM:
+    """A model with random parameters, in bfloat16 and several files, with its tokenizer."""
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            rope_theta=50_000.0,
+            tie_word_embeddings=True,
+        )
+    ).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    texts = [source.read_text(encoding="utf-8") for source in corpus_sources()]
+    train_bpe(texts, 400).save(folder / "tokenizer.json")
+    return model
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_deaths_a_join_and_a_return_to_version_0_change_no_bit(
+    make_run, tmp_path: Path, staleness: int
+) -> None:
+    given = tmp_path / "llama"
+    llama(given)
+    run = make_run(
+        2, STEPS, given_model=given, codecs__average="exact", checkpoint__every_steps=100,
+        training__staleness=staleness,
+    )  # fmt: skip
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    volunteers = [swarm.start_volunteer(invite, stage=number % 2) for number in range(4)]
+
+    run.wait_for_version(3)
+    for volunteer in volunteers[1::2]:
+        # Nobody holds stage 1 any more, and there is no checkpoint yet.
+        run.kill(volunteer)
+    for _ in range(2):
+        swarm.start_volunteer(invite, stage=1)
+    run.wait_for_version(6)
+    run.kill(volunteers[0])
+    swarm.start_volunteer(invite, stage=0)
+    history = swarm.watch(lambda *_: None)
+
+    assert swarm.wait_for_exit() == []
+    assert any("to its checkpoint at 0" in note.text for note in history.notes)
+    run.assert_equals_reference()
+    out = tmp_path / "exported"
+    checkpoints = CheckpointFolder.of_run(run.folder, run.manifest)
+    export_huggingface(run.manifest, checkpoints.stage_files(STEPS), run.folder.tokenizer, out)
+    exported = dict(AutoModelForCausalLM.from_pretrained(out).named_parameters())
+    trained = run.parameters(STEPS)
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in trained.items())
