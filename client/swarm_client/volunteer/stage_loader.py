@@ -129,7 +129,10 @@ class StageLoader:
 
 def check_file_size(manifest: Manifest, assignment: AssignStage) -> None:
     """ProtocolError for a file that cannot be the stage's state, before any of it is fetched."""
+    sizes = stage_sizes(manifest)[assignment.stage]
+    state_bytes = sizes.state_bytes
     if assignment.version == 0 and manifest.initial:
+        state_bytes = sizes.parameter_bytes
         # The run's id depends on it: where a run begins cannot be changed later.
         state = manifest.initial[assignment.stage]
         if (assignment.bytes, assignment.sha256) != (state.bytes, state.sha256):
@@ -137,7 +140,6 @@ def check_file_size(manifest: Manifest, assignment: AssignStage) -> None:
                 f"the file offered for stage {assignment.stage} at version 0 is not the one that "
                 "the manifest names; another source is needed"
             )
-    state_bytes = stage_sizes(manifest)[assignment.stage].state_bytes
     if not is_size_of_state_file(assignment.bytes, state_bytes):
         raise ProtocolError(
             f"the state of stage {assignment.stage} has {size_text(state_bytes)}, and a file of "

@@ -30,6 +30,7 @@ from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.model.state import load_parameters
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.schedule import clip_factor, learning_rate
 
@@ -67,7 +68,7 @@ def train_reference(
     with _compute_threads(threads):
         stage = build_whole(manifest)
         if initial:
-            load_parameters(stage, initial)
+            load_parameters(stage, merge_stages(manifest.model, initial))
         insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
@@ -92,14 +93,6 @@ def train_reference(
             )
             on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
-
-
-def load_parameters(stage: Stage, stage_state_files: Sequence[Path]) -> None:
-    """Load the whole model's parameters from one state file per stage."""
-    merged = merge_stages(stage.config, stage_state_files)
-    with torch.no_grad():
-        for name, parameter in stage.all_parameters():
-            parameter.copy_(merged[name])
 
 
 def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:

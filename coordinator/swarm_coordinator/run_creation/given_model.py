@@ -1,8 +1,8 @@
 """A model in Hugging Face's format from which a run continues, as `init --from` reads it.
 
-Owns which folders the model's blocks can compute, and the states of version 0 that are made of one
+Owns which folders the model's blocks can compute, and the files of version 0 that are made of one
 (`run_dir.initial_states`). The family is Llama's; a Mistral model is the same where no sequence is
-longer than its attention window. Parameters keep their names, so that the states are a cut of the
+longer than its attention window. Parameters keep their names, so that the files are a cut of the
 folder's tensors, in float32. Holds one stage in memory at a time.
 """
 
@@ -25,8 +25,7 @@ from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.state_files import stage_file_name
 from swarm_shared.base.errors import DataError
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage
-from swarm_shared.model.optimizer import make_optimizer
-from swarm_shared.model.state import save_state, state_to_tensors
+from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import InitialState, Manifest
 from swarm_shared.run.model_config import PRESETS, ModelConfig
 
@@ -91,8 +90,8 @@ def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenM
 def write_initial_states(
     model: GivenModel, manifest: Manifest, folder: RunFolder
 ) -> tuple[InitialState, ...]:
-    """Write the state of every stage of version 0 into the run folder; return their sizes and
-    hashes for the manifest. DataError for tensors that are not as the configuration says."""
+    """Write the parameters of every stage into the run folder; return the files' sizes and hashes
+    for the manifest. DataError for tensors that are not as the configuration says."""
     folder.initial.mkdir()
     states: list[InitialState] = []
     for index, cut in enumerate(manifest.stages):
@@ -101,11 +100,8 @@ def write_initial_states(
         with torch.no_grad():
             for name, parameter in stage.all_parameters():
                 parameter.copy_(_tensor(model.files[name], name, tuple(parameter.shape)))
-        optimizer = make_optimizer(stage, manifest.optimizer)
-        previous = stage if manifest.training.staleness else None
         path = folder.initial / stage_file_name(index)
-        tensors = state_to_tensors(stage, optimizer, previous)
-        save_state(path, tensors, {"stage": str(index), "version": "0"})
+        save_state(path, dict(stage.all_parameters()), {"stage": str(index), "version": "0"})
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         states.append(InitialState(bytes=path.stat().st_size, sha256=digest))

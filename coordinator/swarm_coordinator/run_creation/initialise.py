@@ -210,11 +210,11 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     identity = load_identity(folder)
     uncut = old.model.model_copy(update={"bottlenecks": ()})
     same = model == uncut and settings.stages.count == old.stage_count
-    if old.initial and not (same and settings.training.staleness == old.training.staleness):
+    if old.initial and not same:
         raise ConfigurationError(
             f"the run continues from a model that was cut for {old.stage_count} stage(s) at "
-            "`init`, so that neither the model, nor the number of stages, nor the staleness can "
-            "change; change it back, or make a new run with `swarm-coordinator init --from`"
+            "`init`, so that neither the model nor the number of stages can change; change it "
+            "back, or make a new run with `swarm-coordinator init --from`"
         )
     stages = plan_of(settings, old.stages if same else None).stages
     if settings.codecs.needs_selection:

@@ -1,6 +1,6 @@
 """The states of version 0 in the run folder, where a run continues from a given model.
 
-    initial/stage-0.safetensors …     parameters, and the optimizer's state before the first step
+    initial/stage-0.safetensors …     parameters in float32; the optimizer has no state yet
 
 The manifest has their hashes. Owns their paths and their verification; `run_creation` writes them.
 """

@@ -18,6 +18,7 @@ from swarm_shared.model.optimizer import Fingerprint, apply_step, fingerprint, m
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.model.state import (
     StoredState,
+    load_parameters,
     load_state,
     open_state,
     save_state,
@@ -37,6 +38,7 @@ __all__ = [
     "fingerprint",
     "global_norm",
     "initialise",
+    "load_parameters",
     "load_state",
     "make_optimizer",
     "open_state",

@@ -105,6 +105,17 @@ def load_state(
         optimizer.set_steps(step)
 
 
+def load_parameters(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
+    """Load the parameters of a stage, without an optimizer's state. All checks precede the first
+    change."""
+    expected: dict[str, Tensor] = {name: p.detach() for name, p in stage.all_parameters()}
+    _check_names(expected, tensors)
+    for name, target in expected.items():
+        _check_tensor(name, target, tensors[name])
+    for name, target in expected.items():
+        target.copy_(tensors[name])
+
+
 def save_state(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write `path` as safetensors, all or nothing. Equal inputs make equal bytes."""
     with atomic_file(path) as file:

@@ -257,7 +257,7 @@ def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelC
 
 
 class InitialState(FrozenModel):
-    """The file of a stage's state at version 0, where a run continues from a given model."""
+    """The file of a stage's parameters at version 0, where a run continues from a given model."""
 
     bytes: int = Field(ge=1, le=2**50)
     sha256: Sha256

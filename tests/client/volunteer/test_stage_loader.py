@@ -20,6 +20,7 @@ from swarm_shared.base.types import RunId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
 from swarm_shared.protocol import AssignStage, PeerRecord
+from swarm_shared.run.manifest import InitialState
 from swarm_shared.scheduling.placement.stage_sizes import MAX_STATE_HEADER_BYTES, stage_sizes
 from swarm_shared.transfer import download_meter
 from swarm_shared.transfer.download_meter import DownloadProgress
@@ -38,6 +39,42 @@ def test_a_file_that_cannot_be_the_state_of_the_stage_is_not_fetched(surplus: in
     check_file_size(manifest, assignment)
     with pytest.raises(ProtocolError, match="another source is needed"):
         check_file_size(manifest, assignment.model_copy(update={"bytes": size + surplus}))
+
+
+INITIAL = (InitialState(bytes=5, sha256="a" * 64), InitialState(bytes=7, sha256="b" * 64))
+
+
+def test_version_0_of_a_run_with_a_beginning_is_the_file_that_the_manifest_names() -> None:
+    manifest = manifest_of(Options())
+    size = stage_sizes(manifest)[1].parameter_bytes
+    initial = (INITIAL[0], InitialState(bytes=size, sha256="b" * 64))
+    manifest = manifest.model_copy(update={"initial": initial})
+    named = AssignStage(
+        stage=1, version=0, source="snapshot", item="initial/1", bytes=size, sha256="b" * 64
+    )
+    check_file_size(manifest, named)
+    for other in ({"sha256": "a" * 64}, {"bytes": size + 8}):
+        with pytest.raises(ProtocolError, match="not the one that the manifest names"):
+            check_file_size(manifest, named.model_copy(update=other))
+    larger = stage_sizes(manifest)[1].state_bytes
+    check_file_size(manifest, named.model_copy(update={"version": 3, "bytes": larger}))
+    # Nor can a manifest make a volunteer fetch more than the stage's parameters.
+    initial = (INITIAL[0], InitialState(bytes=larger, sha256="b" * 64))
+    with pytest.raises(ProtocolError, match="another source is needed"):
+        check_file_size(
+            manifest.model_copy(update={"initial": initial}),
+            named.model_copy(update={"bytes": larger}),
+        )
+
+
+async def test_a_run_with_a_beginning_starts_at_no_parameters_from_the_seed(tmp_path: Path) -> None:
+    manifest = manifest_of(Options()).model_copy(update={"initial": INITIAL})
+    snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
+    loader = StageLoader(cast(Any, 0), member_of(RUN, manifest), snapshots, cast(Any, 0))
+    fresh = AssignStage(stage=1, version=0, source="fresh")
+    for is_fresh in (True, False):
+        with pytest.raises(ProtocolError, match="the manifest has a file of version 0"):
+            await loader.load(cast(StageWorker, Loaded()), fresh, is_fresh=is_fresh)
 
 
 class Loaded:

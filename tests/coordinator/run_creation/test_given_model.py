@@ -22,7 +22,7 @@ from kits.peer_names import named
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.durability.integrity_check import check_run, check_start
 from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.offline.reference import load_parameters
+from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.given_model import (
     GivenModel,
     read_given_model,
@@ -35,6 +35,7 @@ from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.data.tokenizer import train_bpe
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.initialise import build_whole
+from swarm_shared.model.state import load_parameters
 from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
@@ -128,7 +129,7 @@ def test_logits_are_those_of_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
     manifest, folder = in_stages(tmp_path / "run", read_given_model(given), 3)
     ours = build_whole(manifest)
-    load_parameters(ours, initial_files(folder, manifest))
+    load_parameters(ours, merge_stages(manifest.model, initial_files(folder, manifest)))
     tokens = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         difference = (ours(tokens) - theirs(tokens).logits).abs().max()

@@ -31,6 +31,7 @@ from swarm_shared.model import (
     apply_step,
     fingerprint,
     initialise,
+    load_parameters,
     load_state,
     make_optimizer,
     open_state,
@@ -130,7 +131,8 @@ class StepRunner:
             raise RequestFailed("storage", str(error)) from error
 
     def load(self, path: Path, version: Version) -> Fingerprint:
-        """Load a file that `save` wrote, here or on a peer. All checks come first."""
+        """Load a file that `save` wrote, here or on a peer, or the manifest's file of version 0.
+        All checks come first."""
         try:
             stored = open_state(path)
         except StorageError as error:
@@ -144,6 +146,9 @@ class StepRunner:
             )
         try:
             newest = self._runner.parameter_sets.newest(version).stage
+            if version == 0 and self._runner.manifest.initial:
+                load_parameters(newest, stored.tensors)
+                return self._begin(version)
             load_state(newest, self._optimizer, stored.tensors, self._previous(version))
         except ProtocolError as error:
             raise RequestFailed("bad_input", str(error)) from error
@@ -153,8 +158,13 @@ class StepRunner:
 
     def reinitialise(self, version: Version) -> Fingerprint:
         """Start again from the manifest's seed."""
+        newest = self._runner.parameter_sets.newest(version).stage
+        initialise(newest, self._runner.manifest.training.seed)
+        return self._begin(version)
+
+    def _begin(self, version: Version) -> Fingerprint:
+        """Train from the newest parameters on, with an optimizer before its first step."""
         newest = self._runner.parameter_sets.newest(version)
-        initialise(newest.stage, self._runner.manifest.training.seed)
         for parameter_set in self._runner.parameter_sets:
             if parameter_set is not newest:
                 parameter_set.take_parameters(newest)

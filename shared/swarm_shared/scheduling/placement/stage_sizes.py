@@ -48,6 +48,10 @@ class StageSizes:
         return (STATE_BYTES_PER_PARAMETER + FLOAT_BYTES * self.staleness) * self.parameters
 
     @property
+    def parameter_bytes(self) -> int:
+        return FLOAT_BYTES * self.parameters
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes that the stage's peers average at the end of a step."""
         return FLOAT_BYTES * self.parameters

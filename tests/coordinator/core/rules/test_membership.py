@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kits.memory import offers
-from kits.swarm_world.event_bench import SHA, Bench
+from kits.swarm_world.event_bench import COORDINATOR, SHA, Bench
 from swarm_coordinator.core.events import (
     AppliedStep,
     CloseSession,
@@ -40,6 +40,7 @@ from swarm_shared.protocol import (
     SyncFailed,
     Welcome,
 )
+from swarm_shared.run.manifest import InitialState
 
 
 def kinds(commands: list[Command], peer: str) -> list[str]:
@@ -69,6 +70,18 @@ def test_a_joining_peer_is_welcomed_and_gets_the_stage_that_it_requests() -> Non
     bench.send("a", StageRequest(stage=StageIndex(0)))
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.stage, assigned.version, assigned.source) == (0, 0, "fresh")
+
+
+def test_version_0_of_a_run_with_a_beginning_comes_from_the_organisers_folder() -> None:
+    bench = Bench()
+    initial = (InitialState(bytes=70, sha256="a" * 64), InitialState(bytes=80, sha256="b" * 64))
+    bench.run.manifest = bench.run.manifest.model_copy(update={"initial": initial})
+    bench.attach("a")
+    bench.send("a", StageRequest(stage=StageIndex(0)))
+    [assigned] = bench.sent("a", AssignStage)
+    assert (assigned.source, assigned.item) == ("snapshot", "initial/0")
+    assert (assigned.bytes, assigned.sha256) == (70, "a" * 64)
+    assert [holder.peer for holder in assigned.holders] == [COORDINATOR]
 
 
 def test_of_two_joining_peers_that_choose_the_same_stage_one_is_corrected() -> None:
