@@ -59,6 +59,7 @@ def test_version_0_of_a_run_with_a_beginning_is_the_file_that_the_manifest_names
     larger = stage_sizes(manifest)[1].state_bytes
     check_file_size(manifest, named.model_copy(update={"version": 3, "bytes": larger}))
     # Nor can a manifest make a volunteer fetch more than the stage's parameters.
+    larger = size + MAX_STATE_HEADER_BYTES + 1
     initial = (INITIAL[0], InitialState(bytes=larger, sha256="b" * 64))
     with pytest.raises(ProtocolError, match="another source is needed"):
         check_file_size(

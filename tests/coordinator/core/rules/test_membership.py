@@ -81,7 +81,7 @@ def test_version_0_of_a_run_with_a_beginning_comes_from_the_organisers_folder() 
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.source, assigned.item) == ("snapshot", "initial/0")
     assert (assigned.bytes, assigned.sha256) == (70, "a" * 64)
-    assert [holder.peer for holder in assigned.holders] == [COORDINATOR]
+    assert [holder.peer for holder in assigned.holders] == [COORDINATOR.peer]
 
 
 def test_of_two_joining_peers_that_choose_the_same_stage_one_is_corrected() -> None:
