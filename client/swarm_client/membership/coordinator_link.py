@@ -8,5 +8,9 @@ from swarm_shared.base.frozen_model import FrozenModel
 
 
 class CoordinatorLink(Protocol):
+    @property
+    def attached(self) -> bool:
+        """Whether there is a session."""
+
     def send(self, message: FrozenModel) -> bool:
         """Send a message; False while there is no session."""

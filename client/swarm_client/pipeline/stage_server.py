@@ -282,7 +282,9 @@ class StageServer:
             holding.owed -= 1
         if not counted:
             self.coordinator.send(NotCounted(step=message.step, microbatches=(message.microbatch,)))
-        if not holding.owed and self.holding is holding:
+        # Without a session they stay unreported: one that is being opened has sent its Hello, with
+        # the receipts of before, and reports these next.
+        if not holding.owed and self.holding is holding and self.coordinator.attached:
             # The close of the step may wait for these.
             batch = holding.account.take_unreported()
             if batch:

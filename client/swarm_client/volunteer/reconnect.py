@@ -75,6 +75,10 @@ class Attachment:
         self._scope: trio.CancelScope | None = None
         self._attach_now = trio.Event()
 
+    @property
+    def attached(self) -> bool:
+        return self.session is not None
+
     def send(self, message: FrozenModel) -> bool:
         """Send to the coordinator; False while there is no session."""
         if self.session is not None:

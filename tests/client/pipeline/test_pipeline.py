@@ -147,6 +147,7 @@ class Peer:
         self.uplink_seconds = 0.0
         self.sent: list[NotFinite | NotCounted | Receipts] = []
         """What the coordinator was sent."""
+        self.attached = True
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         gate = AdmissionGate(RUN, world.organiser.peer_id, self.view)
@@ -339,6 +340,18 @@ async def test_an_answer_comes_before_it_is_counted_and_the_receipt_goes_to_the_
         # Forward, backward and weights are one microbatch of its rate.
         assert first.holding.meter.computed == 1
         assert first.holding.meter.busy_seconds == pytest.approx(0.04)
+
+
+async def test_a_receipt_of_the_time_without_a_session_is_left_for_the_next_one() -> None:
+    """Its Hello may have been sent before, without the receipt."""
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        last.worker.owes, last.attached = trio.Event(), False
+        await w.downstream(sender, 1).send(parcel(3, accumulate=(1,)))
+        last.worker.owes.set()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert last.worker.accumulated == [3]
+        assert last.sent == []
+        assert len(last.holding.account.take_unreported()) == 1
 
 
 async def test_a_sender_that_goes_does_not_stop_what_it_was_answered_before_it_was_counted() -> (

@@ -233,11 +233,13 @@ class SimPeer:
         )
 
     def _report_receipts(self) -> None:
-        if self.holding is not None and self.link is not None and self.attached:
+        if self.holding is not None:
             self.report_receipts(self.holding.account)
         self.later(0.5, self._report_receipts)
 
     def report_receipts(self, account: StageAccount[Receipt]) -> None:
+        if self.link is None or not self.attached:
+            return
         batch = account.take_unreported()
         if batch:
             self.deliver(lambda session, peer: events.ReceiptsVerified(session, peer, batch))
