@@ -471,14 +471,51 @@ def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], 
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     driving = trainer_loads(run, step, microbatches)
     for microbatch in microbatches:
-        load, place, trainer = driving[0]
-        heapq.heapreplace(driving, (load + 1, place, trainer))
-        grants.setdefault(trainer, []).append(microbatch)
+        grants.setdefault(_next_trainer(step, microbatch, driving), []).append(microbatch)
     for trainer, granted in grants.items():
         lease = LeaseState(grant(run, step, trainer, granted, len(driving)), trainer, now)
         for microbatch in granted:
             step.speculative_leases.pop(microbatch, None)
             _set_lease(run, step, microbatch, lease)
+
+
+def _next_trainer(
+    step: StepState, microbatch: MicrobatchIndex, driving: list[tuple[int, int, PeerId]]
+) -> PeerId:
+    """Take the trainer with the fewest microbatches among those that have not tried this one.
+
+    Each trainer tries a microbatch before one tries it twice: those that always fail at once, and
+    have the fewest therefore, do not keep it from the others.
+    """
+    before = step.leases.get(microbatch)
+    if before is None:
+        found = least_loaded_except(driving, ())
+    else:
+        tried = step.tried.setdefault(microbatch, set())
+        tried.add(before.trainer)
+        found = least_loaded_except(driving, tried)
+        if found is None:
+            tried.clear()
+            found = least_loaded_except(driving, ())
+    assert found is not None, "a complete pipeline has a trainer"
+    return found
+
+
+def least_loaded_except(
+    driving: list[tuple[int, int, PeerId]], others: Collection[PeerId]
+) -> PeerId | None:
+    """Take the trainer with the fewest microbatches that is none of the `others` from the heap,
+    adding one to its number; None if there is none."""
+    aside: list[tuple[int, int, PeerId]] = []
+    while driving and driving[0][2] in others:
+        aside.append(heapq.heappop(driving))
+    found: PeerId | None = None
+    if driving:
+        load, place, found = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, found))
+    for one in aside:
+        heapq.heappush(driving, one)
+    return found
 
 
 def grant(

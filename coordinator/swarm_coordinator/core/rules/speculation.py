@@ -11,8 +11,6 @@ takes one and a half times as long as that part of the step took is a straggler.
 
 from __future__ import annotations
 
-import heapq
-
 from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import short
@@ -70,7 +68,7 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
     driving = microbatches.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
-        trainer = _least_loaded_except(driving, step.leases[microbatch].trainer)
+        trainer = microbatches.least_loaded_except(driving, (step.leases[microbatch].trainer,))
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
     for trainer, granted in grants.items():
@@ -82,15 +80,3 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
             f"{sum(map(len, grants.values()))} microbatch(es) of step {step.step} lag: "
             f"{', '.join(short(trainer) for trainer in grants)} drive them as well"
         )
-
-
-def _least_loaded_except(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
-    """Take the least loaded trainer other than `first`, adding one microbatch to its load."""
-    aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
-    found: PeerId | None = None
-    if driving:
-        load, place, found = driving[0]
-        heapq.heapreplace(driving, (load + 1, place, found))
-    if aside is not None:
-        heapq.heappush(driving, aside)
-    return found

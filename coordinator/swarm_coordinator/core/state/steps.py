@@ -50,6 +50,8 @@ class StepState:
     """Attempts of this step that failed because a stage's members averaged to different norms."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
+    tried: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
+    """The trainers whose leases of a microbatch did not bring it, since the last of them all."""
     owing: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
     """The peers that have answered a delivered microbatch and have yet to count it."""
     speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)

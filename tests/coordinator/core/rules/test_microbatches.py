@@ -197,6 +197,24 @@ def test_a_failed_microbatch_is_leased_again_after_a_pause_for_the_stages_that_l
     assert again > lease
 
 
+@pytest.mark.parametrize("ok", [False, True], ids=["fails", "claims to have delivered"])
+def test_a_microbatch_goes_to_every_trainer_before_one_that_did_not_bring_it_gets_it_again(
+    ok: bool,
+) -> None:
+    """A trainer that fails at once has the fewest leases, and would keep it for ever."""
+    bench = Bench(microbatches=8, starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    order = [trainer]
+    for _ in range(11):
+        bench.resolve(trainer, microbatch, lease, ok=ok)
+        again = [one for one in leased(bench, bench.tick(1.1)) if one[2] == microbatch]
+        [(trainer, lease, _, _)] = again
+        order.append(trainer)
+    for tried in (order[:4], order[4:8], order[8:]):
+        assert sorted(tried) == ["a0", "a1", "b0", "b1"]
+
+
 def test_a_lease_that_is_not_answered_runs_out() -> None:
     bench = Bench(starting=2, limits={"lease_seconds": 20.0})
     bench.join_all("a0", "b0", "a1", "b1")
