@@ -56,7 +56,7 @@ def test_deaths_a_join_and_a_return_to_version_0_change_no_bit(
 
     run.wait_for_version(3)
     for volunteer in volunteers[1::2]:
-        # Nobody holds stage 1 any more, and there is no checkpoint yet.
+        # Stage 1 has no peer any more, and the run no checkpoint yet.
         run.kill(volunteer)
     for _ in range(2):
         swarm.start_volunteer(invite, stage=1)

@@ -112,7 +112,7 @@ class _TokenizerFile:
 
     content: bytes
     end_of_text: int
-    end_of_text_word: str
+    end_of_text_token: str
 
 
 def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
@@ -127,13 +127,13 @@ def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
             f"the tokenizer {tokenizer_path} cannot be read ({error}); restore it from a copy"
         ) from error
     tokenizer = JsonTokenizer(content, str(tokenizer_path))
-    return _TokenizerFile(content, tokenizer.end_of_text, tokenizer.end_of_text_word)
+    return _TokenizerFile(content, tokenizer.end_of_text, tokenizer.end_of_text_token)
 
 
 def _tokenizer_config(manifest: Manifest, tokenizer: _TokenizerFile) -> dict[str, object]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.end_of_text_word,
+        "eos_token": tokenizer.end_of_text_token,
         "model_max_length": manifest.model.sequence_length,
         "clean_up_tokenization_spaces": False,
     }

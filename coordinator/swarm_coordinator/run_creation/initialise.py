@@ -144,8 +144,8 @@ def _with_model(
 
 
 def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
-    """Name the organiser's tokenizer by its whole path; the model has its ids unless told how many
-    it has."""
+    """Name the organiser's tokenizer by its whole path; the model's vocabulary has its size unless
+    another is given."""
     tokenizer = chosen.get("data.tokenizer")
     if not isinstance(tokenizer, str) or tokenizer in ("", "bytes", "bpe"):
         return chosen

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from swarm_shared.base.errors import DataError
-from swarm_shared.data.tokenizer import END_OF_TEXT_WORDS, JsonTokenizer, read_tokenizer_file
+from swarm_shared.data.tokenizer import END_OF_TEXT_TOKENS, JsonTokenizer, read_tokenizer_file
 
 UNKNOWN_WORD = "<unk>"
 MAX_TOKEN_CHARACTERS = 100
@@ -62,7 +62,7 @@ def _vocabulary(path: Path, content: bytes) -> list[str]:
 
 def _of_vocabulary(tokens: list[str]) -> bytes:
     """Return the tokenizer.json of a vocabulary."""
-    special = [token for token in tokens if token in (UNKNOWN_WORD, *END_OF_TEXT_WORDS)]
+    special = [token for token in tokens if token in (UNKNOWN_WORD, *END_OF_TEXT_TOKENS)]
     ids = {token: number for number, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN_WORD))
     known = _longest_of(set(tokens).difference(special))

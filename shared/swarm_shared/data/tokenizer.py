@@ -25,9 +25,10 @@ from swarm_shared.run.manifest import TokenizerKind
 
 TokenIds = npt.NDArray[np.uint32]
 
-END_OF_TEXT_WORD = "<|endoftext|>"
-END_OF_TEXT_WORDS = (
-    END_OF_TEXT_WORD, "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]",
+END_OF_TEXT_TOKEN = "<|endoftext|>"
+END_OF_TEXT_TOKENS = (
+    END_OF_TEXT_TOKEN, "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>", "[EOS]",
+    "[SEP]",
 )  # fmt: skip
 """Special tokens that end a document: of GPT-2 and Qwen, Llama 3, Gemma and ESM, Llama 2 and
 Mistral, DeepSeek, BERT. The first one that a tokenizer has separates the documents."""
@@ -65,7 +66,7 @@ class JsonTokenizer:
     """A tokenizer of the `tokenizers` package; `content` is its file, `tokenizer.json`.
 
     Truncation, padding and templates of the file do not apply: training text is encoded whole, and
-    only the separator is added. A tokenizer without one of END_OF_TEXT_WORDS gets the first as one
+    only the separator is added. A tokenizer without one of END_OF_TEXT_TOKENS gets the first as one
     more id. Special tokens that a document spells out in letters are text.
     """
 
@@ -80,10 +81,10 @@ class JsonTokenizer:
             ) from error
         special = {token.content for token in backend.get_added_tokens_decoder().values()
                    if token.special}  # fmt: skip
-        word = next((word for word in END_OF_TEXT_WORDS if word in special), None)
-        if word is None:
-            word = END_OF_TEXT_WORD
-            backend.add_special_tokens([word])
+        separator = next((token for token in END_OF_TEXT_TOKENS if token in special), None)
+        if separator is None:
+            separator = END_OF_TEXT_TOKEN
+            backend.add_special_tokens([separator])
             content = backend.to_str(pretty=True).encode("utf-8")
         backend.no_truncation()
         backend.no_padding()
@@ -91,15 +92,15 @@ class JsonTokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         ids = list(vocabulary.values())
         self.content = content
-        self.end_of_text_word = word
-        self.end_of_text: int = vocabulary[word]
+        self.end_of_text_token = separator
+        self.end_of_text: int = vocabulary[separator]
         # Not the number of tokens: ids may have gaps.
         self.vocabulary_size = max(ids) + 1
         self._backend = backend
         if ids.count(self.end_of_text) > 1:
             raise DataError(
                 f"{where} has no token that ends a document, and its ids have gaps; add one of "
-                f"{', '.join(END_OF_TEXT_WORDS)} to its added_tokens"
+                f"{', '.join(END_OF_TEXT_TOKENS)} to its added_tokens"
             )
 
     def encode(self, text: str) -> TokenIds:
@@ -152,7 +153,7 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> JsonTokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[END_OF_TEXT_WORD],
+        special_tokens=[END_OF_TEXT_TOKEN],
         # The alphabet comes as a set; sorted, the ids are the same in every process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

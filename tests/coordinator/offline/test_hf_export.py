@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kits.peer_names import named
+from kits.runs.no_data import NO_DATA
 from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
@@ -25,10 +26,8 @@ from swarm_shared.model.initialise import build_stage, build_whole
 from swarm_shared.model.optimizer import apply_step, make_optimizer
 from swarm_shared.model.state import open_state, save_state, state_to_tensors
 from swarm_shared.run.manifest import (
-    DataConfig,
     Manifest,
     OptimizerConfig,
-    ShardInfo,
     StageRange,
     TrainingConfig,
 )
@@ -48,13 +47,7 @@ def manifest(tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2) -> 
             rope_theta=5000.0, norm_epsilon=3e-5,
         ),
         stages=(StageRange(first_layer=0, end_layer=2), StageRange(first_layer=2, end_layer=3)),
-        data=DataConfig(
-            token_bytes=2, tokenizer=tokenizer, unigram_entropy_nats=3.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", tokens=9, merkle_root="0" * 64),
-                ShardInfo(name="b.tokens", split="heldout", tokens=9, merkle_root="0" * 64),
-            ),
-        ),
+        data=NO_DATA.model_copy(update={"tokenizer": tokenizer}),
         training=TrainingConfig(
             steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
         ),

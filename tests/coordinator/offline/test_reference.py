@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from kits.peer_names import named
+from kits.runs.no_data import NO_DATA
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint
 from swarm_shared.run.codec_sizes import AverageCodec
 from swarm_shared.run.manifest import (
     CodecsConfig,
-    DataConfig,
     Manifest,
     OptimizerConfig,
-    ShardInfo,
     StageRange,
     TrainingConfig,
 )
@@ -41,13 +40,7 @@ def manifest(
             StageRange(first_layer=2 * stage // stages, end_layer=2 * (stage + 1) // stages)
             for stage in range(stages)
         ),
-        data=DataConfig(
-            token_bytes=2, tokenizer="bytes", unigram_entropy_nats=3.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", tokens=9, merkle_root="0" * 64),
-                ShardInfo(name="b.tokens", split="heldout", tokens=9, merkle_root="0" * 64),
-            ),
-        ),
+        data=NO_DATA,
         training=TrainingConfig(
             steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4,
             staleness=staleness,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,8 +20,11 @@ from transformers import (
 )
 
 from kits.peer_names import named
+from kits.runs.no_data import NO_DATA
 from swarm_coordinator.cli.main import run as run_command
+from swarm_coordinator.durability.backup import make_backup
 from swarm_coordinator.durability.integrity_check import check_run, check_start
+from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.given_model import (
@@ -32,15 +36,14 @@ from swarm_coordinator.run_creation.initialise import initialise_run, refresh_ma
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.tokenizer import train_bpe
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.state import load_parameters
 from swarm_shared.run.manifest import (
-    DataConfig,
     Manifest,
     OptimizerConfig,
-    ShardInfo,
     StageRange,
     TrainingConfig,
 )
@@ -84,13 +87,7 @@ def in_stages(path: Path, given: GivenModel, stages: int) -> tuple[Manifest, Run
         organiser=named("Lord"),
         model=given.config,
         stages=tuple(StageRange(first_layer=n, end_layer=n + 1) for n in range(stages)),
-        data=DataConfig(
-            token_bytes=2, tokenizer="bytes", unigram_entropy_nats=3.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", tokens=9, merkle_root="0" * 64),
-                ShardInfo(name="b.tokens", split="heldout", tokens=9, merkle_root="0" * 64),
-            ),
-        ),
+        data=NO_DATA,
         training=TrainingConfig(
             steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
         ),
@@ -188,6 +185,38 @@ def test_a_damaged_or_lost_beginning_is_found_before_the_run_starts(
     path.unlink()
     (finding,) = check_run(folder).findings
     assert "stage-1.safetensors cannot be read" in finding.problem
+
+
+def test_a_backup_has_the_beginning_of_the_run(tmp_path: Path, text: str) -> None:
+    manifest, folder = continued(tmp_path, text, saved(tmp_path / "given", llama()), 2)
+    make_backup(folder, tmp_path / "backup", with_key=True, with_data=True)
+    restore_backup(tmp_path / "backup", tmp_path / "restored")
+    restored = RunFolder.open(tmp_path / "restored")
+    assert check_start(restored, manifest)[1].findings == ()
+    for one, other in zip(
+        initial_files(folder, manifest), initial_files(restored, manifest), strict=True
+    ):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_reference_begins_with_the_models_own_loss(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = unlike(llama())
+    given = saved(tmp_path / "given", theirs)
+    manifest, folder = continued(
+        tmp_path, text, given, 2,
+        **{"training.microbatches_per_step": 2, "training.sequences_per_microbatch": 3},
+    )  # fmt: skip
+    capsys.readouterr()
+    assert run_command(["reference", str(folder.path), "--steps", "1"]) == 0
+    losses = []
+    for inputs, targets in ShardSamples(folder.data, manifest).of_step(1):
+        with torch.no_grad():
+            logits = theirs(torch.from_numpy(inputs.astype("int64"))).logits
+        wanted = torch.from_numpy(targets.astype("int64"))
+        losses.append(float(cross_entropy(logits.flatten(0, 1), wanted.flatten())))
+    assert f"step 1 loss {sum(losses) / 2:.4f} " in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- bad folders

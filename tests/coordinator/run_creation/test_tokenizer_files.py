@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
 from swarm_shared.base.errors import DataError
-from swarm_shared.data.tokenizer import END_OF_TEXT_WORDS, JsonTokenizer
+from swarm_shared.data.tokenizer import END_OF_TEXT_TOKENS, JsonTokenizer
 
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -117,17 +117,17 @@ def saved(folder: Path, backend: Tokenizer) -> JsonTokenizer:
     return organisers_tokenizer(path)
 
 
-@pytest.mark.parametrize("word", END_OF_TEXT_WORDS)
-def test_a_tokenizers_own_end_of_text_separates_documents(tmp_path: Path, word: str):
-    tokenizer = saved(tmp_path, words("<pad>", word))
-    assert (tokenizer.end_of_text_word, tokenizer.end_of_text) == (word, 4)
+@pytest.mark.parametrize("token", END_OF_TEXT_TOKENS)
+def test_a_tokenizers_own_end_of_text_separates_documents(tmp_path: Path, token: str):
+    tokenizer = saved(tmp_path, words("<pad>", token))
+    assert (tokenizer.end_of_text_token, tokenizer.end_of_text) == (token, 4)
     assert tokenizer.content == (tmp_path / "tokenizer.json").read_bytes()
     assert tokenizer.encode("two one what").tolist() == [1, 0, 2]
 
 
 def test_a_tokenizer_without_an_end_of_text_gets_one_more_id(tmp_path: Path):
     tokenizer = saved(tmp_path, words())
-    assert (tokenizer.end_of_text_word, tokenizer.end_of_text) == (END_OF_TEXT_WORDS[0], 3)
+    assert (tokenizer.end_of_text_token, tokenizer.end_of_text) == (END_OF_TEXT_TOKENS[0], 3)
     assert tokenizer.vocabulary_size == 4
     again = JsonTokenizer(tokenizer.content, "here")
     assert (again.end_of_text, again.content) == (3, tokenizer.content)

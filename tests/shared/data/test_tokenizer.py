@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.data.tokenizer import (
-    END_OF_TEXT_WORD,
+    END_OF_TEXT_TOKEN,
     BytesTokenizer,
     JsonTokenizer,
     load_tokenizer,
@@ -52,7 +52,7 @@ def test_a_batch_is_what_its_texts_give_one_by_one():
 
 
 def test_a_document_that_spells_the_mark_out_does_not_end_there():
-    text = f"before{END_OF_TEXT_WORD}after"
+    text = f"before{END_OF_TEXT_TOKEN}after"
     for tokenizer in (BPE, JsonTokenizer(BPE.content, "here")):
         ids = tokenizer.encode(text)
         assert tokenizer.end_of_text not in ids
