@@ -21,9 +21,6 @@ HARDWARE = re.compile(
 )
 """Reasons that name what no installation changes: these may always skip."""
 
-PACKAGES = re.compile(r"heavy, and not among the packages for development")
-"""Reasons that name packages of an extra that development does without: these may always skip."""
-
 TOOLS = {
     "lab": re.compile(r"install_network_lab|miniupnpd needs iptables-legacy"),
     "postgresql": re.compile(r"install_postgresql"),
@@ -38,8 +35,7 @@ def may_skip(reason: str) -> bool:
         raise pytest.UsageError(
             f"{MAY_SKIP_VARIABLE} names {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}"
         )
-    always = HARDWARE.search(reason) or PACKAGES.search(reason)
-    return bool(always) or any(TOOLS[name].search(reason) for name in named)
+    return bool(HARDWARE.search(reason)) or any(TOOLS[name].search(reason) for name in named)
 
 
 def _fail_if_not_allowed(report: pytest.TestReport | pytest.CollectReport) -> None:
