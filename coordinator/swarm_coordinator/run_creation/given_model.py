@@ -42,6 +42,7 @@ _NOT_PARAMETERS = re.compile(r"\.rotary_emb\.inv_freq$")
 class GivenModel:
     """A folder whose configuration and names of tensors are checked."""
 
+    folder: Path
     config: ModelConfig
     files: Mapping[str, Path]
     """The file of each parameter."""
@@ -84,7 +85,7 @@ def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenM
             f"and {len(unknown)} unknown ({example}); fetch the folder again"
         )
     tokenizer = folder / "tokenizer.json"
-    return GivenModel(config, files, tokenizer if tokenizer.is_file() else None)
+    return GivenModel(folder, config, files, tokenizer if tokenizer.is_file() else None)
 
 
 def write_initial_states(

@@ -53,6 +53,7 @@ from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
 from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.text import size_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
@@ -182,6 +183,8 @@ def _initialise(
         if model is not None:
             initial = write_initial_states(model, manifest, folder)
             manifest = manifest.model_copy(update={"initial": initial})
+            size = size_text(sum(state.bytes for state in initial))
+            progress(f"the run continues from the model in {model.folder}, {size} in float32")
         write_atomically(folder.manifest, sign_manifest(identity, manifest))
         write_atomically(folder.settings, render_run_toml(settings).encode("utf-8"))
     progress(f"made {run_dir}: {manifest.stage_count} stage(s), {manifest.training.steps} steps")
