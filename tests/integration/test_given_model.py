@@ -40,7 +40,7 @@ def llama(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_deaths_a_join_and_a_return_to_version_0_change_no_bit(
     make_run, tmp_path: Path, staleness: int
 ) -> None:

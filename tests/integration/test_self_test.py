@@ -56,6 +56,7 @@ def assert_ends_equal(run: Run) -> None:
     check_ledger(run)
 
 
+@pytest.mark.nightly
 def test_a_machine_that_passes_its_self_test_counts_again(make_run, tmp_path: Path) -> None:
     run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong in one process")
     peer = verdicts(run)[0].peer

@@ -117,6 +117,7 @@ def test_a_late_verdict_takes_the_lies_out_of_the_model(make_run, tmp_path: Path
     check_ledger(run)
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_after_a_late_verdict_has_it_in_its_ledger(
     make_run, tmp_path: Path
 ) -> None:

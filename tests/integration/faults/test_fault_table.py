@@ -81,15 +81,16 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.CLOCK_JUMP, P.RECEIPT, 1, -100_000.0),
     ],
 }
-IN_EVERY_RUN = {"deaths": 1, "silences": 3, "damage": 3}
-"""Of each group, one case of so many is in every run, and the others in the nightly one."""
+IN_EVERY_RUN = "deaths"
+"""The group that is carried out for every change; the others are left to the nightly tier."""
 
 
-def parameters(group: str, case: Case) -> Any:
+def parameters(group: str, *case: Case) -> Any:
     """One worker carries out a group, in one run."""
-    rare = GROUPS[group].index(case) % IN_EVERY_RUN[group] > 0
-    marks = [pytest.mark.xdist_group(group), *([pytest.mark.nightly] if rare else [])]
-    return pytest.param(group, case, marks=marks, id=case.name)
+    marks = [pytest.mark.xdist_group(group)]
+    if group != IN_EVERY_RUN:
+        marks.append(pytest.mark.nightly)
+    return pytest.param(group, *case, marks=marks, id=case[0].name if case else group)
 
 
 CASES = [parameters(group, case) for group, cases in GROUPS.items() for case in cases]
@@ -130,15 +131,7 @@ def test_a_fault_changes_no_loss_and_stops_no_run(
     carried(group).check(case)
 
 
-@pytest.mark.parametrize(
-    "group",
-    [
-        pytest.param(group, marks=[pytest.mark.xdist_group(group), *marks], id=f"{group}{when}")
-        for group in GROUPS
-        for when, marks in (("", []), (" of the night", [pytest.mark.nightly]))
-        if not marks or IN_EVERY_RUN[group] > 1
-    ],
-)
+@pytest.mark.parametrize("group", [parameters(group) for group in GROUPS])
 def test_after_all_its_faults_a_run_has_the_parameters_of_the_reference(
     carried: Callable[[str], FaultRun], group: str
 ) -> None:
