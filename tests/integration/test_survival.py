@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kits.runs.real_run import Run
+from swarm_coordinator.status.status_file import read_status
+from swarm_coordinator.storage.database import open_for_reading
+from swarm_coordinator.storage.records import read_newest_evaluation
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 
 STEPS = 8
@@ -14,7 +19,10 @@ STEPS = 8
 
 def test_a_stopped_run_continues_at_its_last_step_with_other_volunteers(make_run) -> None:
     """The other ones compute with two threads each, as the reference does not."""
-    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3)
+    run = make_run(
+        2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3,
+        evaluation__every_steps=1,
+    )  # fmt: skip
     swarm = run.swarm
     invite = swarm.start_coordinator()
     for _ in range(2):
@@ -41,6 +49,25 @@ def test_a_stopped_run_continues_at_its_last_step_with_other_volunteers(make_run
     assert len(before) == stopped_at >= 2
     assert run.losses()[:stopped_at] == before  # the checkpoint was of the very last step
     run.assert_equals_reference()
+    # The finished run stays up, and its last checkpoint is evaluated here as the swarm did it.
+    swarm.wait_for_exit()
+    swarm.start_coordinator()
+    run.wait_for(lambda: evaluated(run) == STEPS, "an evaluation of the last checkpoint")
+    with open_for_reading(run.database) as connection:
+        found = read_newest_evaluation(connection)
+    seen = run.history()
+    assert found is not None
+    assert seen is not None
+    assert found.heldout_loss == seen.heldout_loss
+    assert found.sample
+    swarm.coordinator.signal(signal.SIGINT)
+    assert swarm.coordinator.wait(60) == 0
+
+
+def evaluated(run: Run) -> int | None:
+    """The checkpoint whose evaluation the status shows."""
+    status = read_status(run.folder.status)
+    return None if status is None or status.evaluation is None else status.evaluation.version
 
 
 def test_a_stage_with_a_member_without_hivemind_averages_over_libp2p(

@@ -24,6 +24,16 @@ class ControlModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
+class EvaluationView(ControlModel):
+    """The organiser's evaluation of a checkpoint."""
+
+    version: int
+    heldout_loss: float | None = None
+    """Nats per held-out token."""
+    sample: str = ""
+    """The beginning of a text that the model has written."""
+
+
 class RunView(ControlModel):
     """The current run, as far as this peer has received it."""
 
@@ -36,6 +46,7 @@ class RunView(ControlModel):
     loss: float | None = None
     """Nats per token in the last applied step."""
     tokens_per_second: float | None = None
+    evaluation: EvaluationView | None = None
     rebalancing: tuple[str, ...] = ()
     """The newest decisions, one sentence each, oldest first."""
 

@@ -18,6 +18,7 @@ from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
     AuditsView,
     DeviceView,
+    EvaluationView,
     InterruptionView,
     KnownRun,
     LeaderboardRow,
@@ -256,6 +257,9 @@ def run_view(volunteer: Volunteer) -> RunView:
         version=version if news is None else max(version, news.version),
         loss=None if news is None else news.loss,
         tokens_per_second=None if news is None else news.tokens_per_second,
+        evaluation=None
+        if news is None or news.evaluation is None
+        else EvaluationView.model_validate(news.evaluation.model_dump()),
         rebalancing=() if news is None else news.rebalancing,
     )
 

@@ -9,6 +9,7 @@ from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, shar
 from swarm_shared.base.text import (
     MISSING,
     duration_text,
+    excerpt,
     memory_text,
     printable,
     rate_text,
@@ -20,7 +21,7 @@ from swarm_shared.tui.plot import plot
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
 
 if TYPE_CHECKING:
-    from swarm_client.control.status_document import DeviceView, Status
+    from swarm_client.control.status_document import DeviceView, EvaluationView, Status
 
 TWO_COLUMNS = 116
 """Width from which two blocks stand side by side."""
@@ -76,6 +77,16 @@ def _named(name: str, *parts: Line) -> Line:
     return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
 
 
+def _evaluation(evaluation: EvaluationView | None, width: int) -> list[Line]:
+    if evaluation is None:
+        return []
+    loss = number(evaluation.heldout_loss, 4)
+    lines = [_named("held-out", line(f"{loss} after step {evaluation.version:,}"))]
+    if evaluation.sample:
+        lines.append(_named("it writes", line(excerpt(evaluation.sample, width - _NAME))))
+    return lines
+
+
 def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
     run = status.run
     if run is None:
@@ -104,6 +115,7 @@ def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
             line(f"{short_number(run.tokens_per_second) + ' tokens/s':<16}"),
             line((sparkline(model.tokens_per_second.values(), spark), "accent")),
         ),
+        *_evaluation(run.evaluation, width),
         _named("my share", *_share(status, width)),
     ]
     if not run.coordinator_attached:

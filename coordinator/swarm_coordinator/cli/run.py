@@ -41,8 +41,9 @@ from swarm_coordinator.durability.run_files import (
     read_progress,
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, listen_address
+from swarm_coordinator.server.processes.dashboard import DashboardProcess
+from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
 from swarm_coordinator.status.document import AdmissionStatus, current_health
 from swarm_coordinator.status.status_file import read_status
 from swarm_coordinator.status.text import status_lines
@@ -247,6 +248,9 @@ def _serve(
             if over
             else _print_serving(folder, settings, manifest),
             dashboard_process=_dashboard_process(folder, http),
+            evaluator_process=EvaluatorProcess(folder, _report)
+            if settings.evaluation.every_steps
+            else None,
         )
         trio.run(serve, service)
     except LeadershipError:

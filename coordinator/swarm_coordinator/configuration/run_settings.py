@@ -167,6 +167,25 @@ class CheckpointSection(FrozenModel):
     keep: int = Field(default=3, ge=1, description="Number of newest checkpoints that are kept.")
 
 
+class EvaluationSection(FrozenModel):
+    """Evaluations of checkpoints by the organiser's machine."""
+
+    every_steps: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_STEPS,
+        description="Steps after which the newest checkpoint is evaluated again; 0 for never.",
+    )
+    prompt: str = Field(
+        default="",
+        max_length=1000,
+        description="What the text begins with that the model then writes.",
+    )
+    sample_tokens: int = Field(
+        default=120, ge=0, le=1000, description="Tokens of that text; 0 for no text."
+    )
+
+
 class CoordinatorSection(FrozenModel):
     store: str = Field(
         default=SQLITE,
@@ -397,6 +416,11 @@ class RunSettings(FrozenModel):
         default=CheckpointSection(),
         description="Saved states, from which a run continues when no peer has its state any more.",
     )
+    evaluation: EvaluationSection = Field(
+        default=EvaluationSection(),
+        description="Loss on held-out data, and a text by the model, of checkpoints while the run "
+        "goes on: computed by this machine, at low priority, with one stage in memory at a time.",
+    )
     limits: LimitsConfig = Field(
         default=LimitsConfig(),
         description="Bounds that every peer enforces, so that no remote decides how much memory "
@@ -433,6 +457,11 @@ class RunSettings(FrozenModel):
             raise ValueError(
                 "[limits] dead_after_seconds must be longer than heartbeat_seconds, "
                 "or every peer counts as dead between two heartbeats"
+            )
+        if self.evaluation.every_steps and not self.training.evaluation_microbatches:
+            raise ValueError(
+                "[evaluation] every_steps needs held-out data: [training] evaluation_microbatches "
+                "must be at least 1"
             )
         return self
 

@@ -280,9 +280,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
+    """An evaluation on held-out data: by the swarm at the end of the run, or of a checkpoint by the
+    organiser's machine."""
+
     version: Version
     heldout_loss: float
+    """Nats per token."""
     tokens: int
+    sample: str | None = None
+    """A text that the model has written; None in the swarm's evaluation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A request must never slow the run, so nothing here runs in the coordinator's process. The
 dashboard's process reads what the coordinator writes anyway (`status.json` once a second, and the
 database) and makes an immutable snapshot of it, from which all requests are answered. It runs at
-low priority, with bounded connections, requests and memory. `server.dashboard_process` restarts it
-when it dies.
+low priority, with bounded connections, requests and memory. `server.processes.supervisor` restarts
+it when it dies.
 
     process          the process: wires the parts together
     http_server      HTTP/1.1 by uvicorn, with deadlines and bounds of a connection

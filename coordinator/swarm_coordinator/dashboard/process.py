@@ -1,8 +1,8 @@
 """The dashboard's process: serves the coordinator's folder over HTTP until the coordinator ends.
 
-Started by `server.dashboard_process` with a listening socket, and with a pipe as standard input
+Started by `server.processes.dashboard` with a listening socket, and with a pipe as standard input
 that closes when the coordinator ends, however it ends. Reads the run folder and writes only its log
-there.
+there, and at its first start the organiser's token.
 """
 
 from __future__ import annotations

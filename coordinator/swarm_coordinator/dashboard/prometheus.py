@@ -27,7 +27,7 @@ from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
 from swarm_coordinator.dashboard.snapshot import Snapshot
-from swarm_coordinator.status.document import StatusDocument
+from swarm_coordinator.status.document import RunProgress, StatusDocument
 from swarm_shared.protocol import PathKind, Reachability
 
 Buckets = tuple[Sequence[float], Sequence[int], float]
@@ -121,13 +121,19 @@ def _of_the_run(snapshot: Snapshot) -> Iterator[Metric]:
     )
 
 
+def _heldout_loss(run: RunProgress) -> float | None:
+    if run.heldout_loss is None and run.evaluation is not None:
+        return run.evaluation.heldout_loss
+    return run.heldout_loss
+
+
 def _of_steps(snapshot: Snapshot) -> Iterator[Metric]:
     run, read, work = snapshot.run, snapshot.database, snapshot.status.work
     yield _metric("swarm_loss_nats", "Mean loss per token in the last applied step.", run.loss)
     yield _metric(
         "swarm_heldout_loss_nats",
-        "Mean loss per held-out token, once it is measured.",
-        run.heldout_loss,
+        "Mean loss per held-out token: at the run's end, before it of an evaluated checkpoint.",
+        _heldout_loss(run),
     )
     yield _metric("swarm_trained_tokens", "Tokens of all steps in the run's history.", run.tokens)
     yield _metric(

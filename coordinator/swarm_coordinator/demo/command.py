@@ -64,7 +64,6 @@ last one."""
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = {"bytes": 320, "bpe": 120}
-SAMPLE_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,22 +319,15 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
         return ""
     import torch
 
-    from swarm_coordinator.offline.merged_stages import merge_stages
-    from swarm_coordinator.offline.sampling import sample_text
+    from swarm_coordinator.evaluation.checkpoint_evaluation import written_text
     from swarm_shared.data.tokenizer import load_tokenizer
-    from swarm_shared.model.initialise import build_whole
 
     # One token at a time is too little work for several threads.
     torch.set_num_threads(1)
-    checkpoints = CheckpointFolder.of_run(folder, manifest)
-    model = build_whole(manifest)
-    files = checkpoints.stage_files(checkpoint.version)
-    model.load_state_dict(merge_stages(manifest.model, files), strict=False)
-    tokenizer = load_tokenizer(manifest.data.tokenizer, folder.tokenizer)
-    return sample_text(
-        model, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, SAMPLE_PROMPT,
-        SAMPLE_TOKENS[manifest.data.tokenizer], SAMPLE_TEMPERATURE, seed,
-    )  # fmt: skip
+    files = CheckpointFolder.of_run(folder, manifest).stage_files(checkpoint.version)
+    kind = manifest.data.tokenizer
+    tokenizer = load_tokenizer(kind, folder.tokenizer)
+    return written_text(manifest, files, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS[kind], seed)
 
 
 def free_folder(wanted: Path) -> Path:

@@ -252,7 +252,7 @@ def read_decision(connection: Connection, kind: str, row_id: int) -> JournalReco
         return read_step(connection, row_id)
     columns = {
         "rollback": "version, reason", "checkpoint": "version", "finish": "version",
-        "evaluation": "version, heldout_loss, tokens",
+        "evaluation": "version, heldout_loss, tokens, sample",
     }.get(kind)  # fmt: skip
     if columns is None:
         return None
@@ -265,7 +265,7 @@ def read_decision(connection: Connection, kind: str, row_id: int) -> JournalReco
         case "rollback":
             return RolledBack(Version(row[0]), row[1])
         case "evaluation":
-            return EvaluationRecord(Version(row[0]), float_or_nan(row[1]), row[2])
+            return EvaluationRecord(Version(row[0]), float_or_nan(row[1]), row[2], row[3])
         case "finish":
             return RunFinished(Version(row[0]))
     return CheckpointRecord(Version(row[0]), read_stored_stages(connection, row_id))

@@ -240,6 +240,8 @@ class Coordinator:
             nursery.start_soon(self._admission_service.renew_certificates)
             if self._service.dashboard_process is not None:
                 nursery.start_soon(self._service.dashboard_process.run)
+            if self._service.evaluator_process is not None:
+                nursery.start_soon(self._service.evaluator_process.run, self._service.store)
             await self._queue.take_all(self._handle_event)
             nursery.cancel_scope.cancel()
 
@@ -323,7 +325,9 @@ class Coordinator:
 
     def _publish_news(self, event: Event) -> None:
         """Send due run news, after the event's commands: a joining peer has its Welcome by then."""
-        news = self._news.due(self._state, self._service.clock())
+        evaluator = self._service.evaluator_process
+        shown = None if evaluator is None else evaluator.shown(self._state.history.version)
+        news = self._news.due(self._state, self._service.clock(), shown)
         if news is not None:
             self._sessions.broadcast(self._state.peers, news)
         elif isinstance(event, PeerAttached) and self._news.latest is not None:

@@ -14,11 +14,12 @@ from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.waiting import waiting_reason
 from swarm_coordinator.core.trust.standing import Standing, Standings
+from swarm_coordinator.status.document import Evaluation
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, Version
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 from swarm_shared.credit.credit import work_shares
-from swarm_shared.protocol import LeaderboardEntry, RunNews, VerdictNews
+from swarm_shared.protocol import EvaluationNews, LeaderboardEntry, RunNews, VerdictNews
 from swarm_shared.run.manifest import Manifest
 
 MIN_INTERVAL_SECONDS = 2.0
@@ -85,22 +86,27 @@ class NewsPublisher:
         self.leaderboard = leaderboard
         self.latest: RunNews | None = None
         """The last message, for peers that attach before the next one."""
-        self._published: tuple[Version, str] | None = None
+        self._published: tuple[Version, str, Evaluation | None] | None = None
         self._next_at = -math.inf
 
-    def due(self, run: RunState, now: float) -> RunNews | None:
-        """The message to broadcast now; None while nothing is new or it is too soon."""
+    def due(
+        self, run: RunState, now: float, evaluation: Evaluation | None = None
+    ) -> RunNews | None:
+        """The message to broadcast now; None while nothing is new or it is too soon.
+
+        `evaluation` is the newest one of a checkpoint.
+        """
         if now < self._next_at:
             return None
         waits = waiting_reason(run)
-        if (run.history.version, waits) == self._published:
+        if (run.history.version, waits, evaluation) == self._published:
             return None
-        self._published = (run.history.version, waits)
+        self._published = (run.history.version, waits, evaluation)
         self._next_at = now + max(MIN_INTERVAL_SECONDS, INTERVAL_SECONDS_PER_PEER * len(run.peers))
-        self.latest = self._news(run, waits)
+        self.latest = self._news(run, waits, evaluation)
         return self.latest
 
-    def _news(self, run: RunState, waits: str) -> RunNews:
+    def _news(self, run: RunState, waits: str, evaluation: Evaluation | None) -> RunNews:
         last = run.history.last_applied
         finite = last is not None and math.isfinite(last.loss)
         decisions = [note.text for note in run.rebalancing.decisions][-DECISIONS_PER_MESSAGE:]
@@ -108,6 +114,13 @@ class NewsPublisher:
             version=run.history.version,
             loss=last.loss if last is not None and finite else None,
             tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
+            evaluation=None
+            if evaluation is None
+            else EvaluationNews(
+                version=Version(evaluation.version),
+                heldout_loss=evaluation.heldout_loss,
+                sample=evaluation.sample[:500],
+            ),
             waiting_for=waits[:500],
             rebalancing=tuple(text[:500] for text in decisions),
             leaderboard=self.leaderboard.rows(standings=run.audits.standings),

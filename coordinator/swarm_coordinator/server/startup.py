@@ -20,8 +20,9 @@ from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
-from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
+from swarm_coordinator.server.processes.dashboard import DashboardProcess
+from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
 from swarm_coordinator.storage.records import generation_floor, read_checkpoints
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, monotonic, wall
@@ -64,6 +65,8 @@ class CoordinatorContext:
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
     dashboard_process: DashboardProcess | None = None
     """None where no dashboard is configured."""
+    evaluator_process: EvaluatorProcess | None = None
+    """None where no evaluations are configured."""
 
 
 async def restore(

@@ -46,6 +46,7 @@ class StatusWriter:
     async def write_status(self, *, running: bool = True) -> float:
         """Write the status file. Returns the CPU seconds that this took."""
         service, pages = self.service, self.service.dashboard_process
+        evaluator = service.evaluator_process
         try:
             return await write_status(
                 service.folder.status,
@@ -61,6 +62,9 @@ class StatusWriter:
                 sessions=len(self.sessions),
                 sessions_ended=dict(self.control.ended),
                 http=DashboardStatus() if pages is None else pages.status(),
+                evaluation=None
+                if evaluator is None
+                else evaluator.shown(self.state.history.version),
             )
         except StorageError:
             return 0.0  # a full disk must not stop a run that can still train; the file gets old

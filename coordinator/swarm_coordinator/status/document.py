@@ -34,6 +34,9 @@ ReportedNumber = Annotated[
 """A measurement; None where there is none or it is not finite, which JSON cannot express."""
 
 
+MAX_SAMPLE_CHARACTERS = 20_000
+
+
 class StatusModel(BaseModel):
     """Base of the document's models. They are built at first use, after a view has drawn."""
 
@@ -295,6 +298,15 @@ class TrustStatus(TrustCounts):
 # ---------------------------------------------------------------- the document
 
 
+class Evaluation(StatusModel):
+    """A checkpoint's evaluation by the organiser's machine."""
+
+    version: int = Field(description="Applied steps of the checkpoint.")
+    heldout_loss: ReportedNumber
+    tokens: int = Field(description="Held-out tokens.")
+    sample: str = Field(max_length=MAX_SAMPLE_CHARACTERS, description="A text by the model.")
+
+
 class RunProgress(StatusModel):
     """The public part of the run as a whole."""
 
@@ -312,7 +324,10 @@ class RunProgress(StatusModel):
     )
     cells_total: int = 0
     loss: ReportedNumber = Field(default=None, description="Of the last applied step.")
-    heldout_loss: ReportedNumber = None
+    heldout_loss: ReportedNumber = Field(default=None, description="At the end of the run.")
+    evaluation: Evaluation | None = Field(
+        default=None, description="Of the newest checkpoint that was evaluated."
+    )
     tokens_per_second: ReportedNumber = Field(default=None, description="In the last applied step.")
     checkpoint_version: int | None = None
     uptime_seconds: float = Field(default=0.0, description="Of this start of the coordinator.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarm_coordinator.status.document import (
     AdmissionStatus,
+    Evaluation,
     PathRow,
     PeerRow,
     RebalancingStatus,
@@ -12,12 +13,20 @@ from swarm_coordinator.status.document import (
     StatusDocument,
     TrustStatus,
 )
-from swarm_shared.base.text import duration_text, latency_text, printable, rate_text, size_text
+from swarm_shared.base.text import (
+    duration_text,
+    excerpt,
+    latency_text,
+    printable,
+    rate_text,
+    size_text,
+)
 
 DECISIONS_SHOWN = 3
 """The newest rebalancing decisions; the older ones are in the run's log."""
 MIN_SHOWN_BYTES_PER_SECOND = 500
 """Rate of a link below which it is not shown; keep-alive traffic stays below."""
+SAMPLE_CHARACTERS_SHOWN = 200
 PATHS_SHOWN = 4
 """Paths of one peer, the busiest ones; `--json` prints all of them."""
 
@@ -40,6 +49,7 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
         lines.append(f"  {document.tokens_per_second:,.0f} tokens/s in the last step")
     if document.heldout_loss is not None:
         lines.append(f"  held-out loss {document.heldout_loss:.4f}")
+    lines += evaluation_lines(document.evaluation)
     checkpoint = document.checkpoint_version
     lines.append(f"  checkpoint: {'none yet' if checkpoint is None else f'step {checkpoint}'}")
     lines += admission_lines(document.admission)
@@ -54,6 +64,17 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
         lines += trust_lines(document.trust)
         lines += _peer_lines(document)
     return [printable(line) for line in lines]
+
+
+def evaluation_lines(evaluation: Evaluation | None) -> list[str]:
+    """The newest evaluation of a checkpoint, with the beginning of its text."""
+    if evaluation is None:
+        return []
+    loss = "–" if evaluation.heldout_loss is None else f"{evaluation.heldout_loss:.4f}"
+    lines = [f"  held-out loss {loss} after step {evaluation.version}"]
+    if evaluation.sample:
+        lines.append(f"  the model writes: {excerpt(evaluation.sample, SAMPLE_CHARACTERS_SHOWN)}")
+    return lines
 
 
 def admission_lines(admission: AdmissionStatus) -> list[str]:

@@ -83,8 +83,10 @@ def _content(record: JournalRecord | None) -> Iterator[str]:
                 yield f"{stage.stage} {stage.bytes} {stage.sha256} {stage.item}"
         case RolledBack(version, reason):
             yield from (str(version), reason)
-        case EvaluationRecord(version, heldout_loss, tokens):
+        case EvaluationRecord(version, heldout_loss, tokens, sample):
             yield from (str(version), _exact(heldout_loss), str(tokens))
+            if sample is not None:
+                yield sample
         case RunFinished(version):
             yield str(version)
 

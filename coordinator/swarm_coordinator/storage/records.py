@@ -331,7 +331,7 @@ def read_restored(connection: Connection) -> Restored:
     # Only of this version: a run whose steps were raised has an evaluation of its former end.
     evaluation = connection.execute(
         "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL AND version = ? "
-        "ORDER BY id DESC LIMIT 1",
+        "AND sample IS NULL ORDER BY id DESC LIMIT 1",
         (version,),
     ).fetchone()
     finished = connection.execute(
@@ -365,6 +365,17 @@ def read_restored(connection: Connection) -> Restored:
             )
         ),
     )
+
+
+def read_newest_evaluation(connection: Connection) -> EvaluationRecord | None:
+    """The organiser's newest evaluation of a checkpoint of the run's history."""
+    row = connection.execute(
+        "SELECT version, heldout_loss, tokens, sample FROM evaluations "
+        "WHERE superseded_by IS NULL AND sample IS NOT NULL ORDER BY id DESC LIMIT 1"
+    ).fetchone()
+    if row is None:
+        return None
+    return EvaluationRecord(Version(row[0]), float_or_nan(row[1]), row[2], row[3])
 
 
 def _columns(record: type[Any]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
 
@@ -87,6 +87,7 @@ CREATE TABLE evaluations (
     version INTEGER NOT NULL,
     heldout_loss REAL,
     tokens INTEGER NOT NULL,
+    sample TEXT,
     written_at REAL NOT NULL,
     superseded_by INTEGER REFERENCES rollbacks
 ) STRICT;

@@ -12,6 +12,7 @@ from swarm_coordinator.tui.tables import name_of
 from swarm_shared.base.text import (
     MISSING,
     duration_text,
+    excerpt,
     latency_text,
     printable,
     size_text,
@@ -71,7 +72,7 @@ def overview(model: RunModel, width: int, height: int) -> list[Line]:
     run = model.document
     if run is None:
         return [EMPTY, line(("  reading the run's folder ...", "dim"))]
-    facts = [heading("Run", width), *_progress(model, run)]
+    facts = [heading("Run", width), *_progress(model, run, width)]
     stages = [
         heading("Stages", width),
         *stage_lines(_stage_bars(run), width)[: max(2, height // 3)],
@@ -93,10 +94,15 @@ def _named(name: str, *parts: Line) -> Line:
     return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
 
 
-def _progress(model: RunModel, run: RunDocument) -> list[Line]:
+def _progress(model: RunModel, run: RunDocument, width: int) -> list[Line]:
     done = run.version / run.steps if run.steps else None
     cells = run.cells_done / run.cells_total if run.cells_total else None
+    evaluation = run.evaluation
     heldout = EMPTY if run.heldout_loss is None else line(f"held-out {run.heldout_loss:.4f}")
+    if run.heldout_loss is None and evaluation is not None:
+        loss = number(evaluation.heldout_loss, 4)
+        heldout = line(f"held-out {loss} after step {evaluation.version:,}")
+    sample = "" if evaluation is None else excerpt(evaluation.sample, width - _NAME)
     checkpoint = MISSING if run.checkpoint_version is None else f"step {run.checkpoint_version}"
     left = model.seconds_left()
     return [
@@ -129,6 +135,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
             line(f"{percent(run.figures.bubble_share)} idle"),
             line(f"{sum(run.figures.rejected.values()):,} rejected"),
         ),
+        *([_named("it writes", line(sample))] if sample else []),
     ]  # fmt: skip
 
 

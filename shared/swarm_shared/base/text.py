@@ -73,6 +73,12 @@ def latency_text(seconds: float | None) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
+def excerpt(text: str, characters: int) -> str:
+    """Return the beginning of a text as one line of at most so many characters."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= characters else f"{line[: characters - 1]}…"
+
+
 def printable(text: str, replacement: str = "\N{REPLACEMENT CHARACTER}") -> str:
     """Replace every control character, so that text from a remote cannot steer a terminal."""
     return "".join(c if c.isprintable() else replacement for c in text)

@@ -105,6 +105,12 @@ def load_state(
         optimizer.set_steps(step)
 
 
+def is_parameter(name: str) -> bool:
+    """Whether a tensor of a state is a parameter of its version, and not what training needs
+    besides."""
+    return not name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX))
+
+
 def load_parameters(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
     """Load the parameters of a stage, without an optimizer's state. All checks precede the first
     change."""

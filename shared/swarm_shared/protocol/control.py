@@ -570,6 +570,16 @@ class VerdictNews(FrozenModel):
     reason: Text
 
 
+class EvaluationNews(FrozenModel):
+    """The evaluation of a checkpoint by the organiser's machine."""
+
+    version: Version
+    heldout_loss: Loss | None = None
+    """Nats per held-out token; None also when it was not a number."""
+    sample: Text = ""
+    """The beginning of a text that the model has written."""
+
+
 class RunNews(FrozenModel):
     """A summary of the whole run for people; no computation depends on it."""
 
@@ -578,6 +588,8 @@ class RunNews(FrozenModel):
     loss: Loss | None = None
     """Nats per token in the last applied step; None also when it was not a number."""
     tokens_per_second: Rate | None = None
+    evaluation: EvaluationNews | None = None
+    """Of the newest checkpoint that was evaluated."""
     waiting_for: Text = ""
     """Why no step is in progress."""
     rebalancing: tuple[Text, ...] = Field(default=(), max_length=10)

@@ -20,9 +20,10 @@ from kits.tui import (
     settle,
     walk,
 )
-from kits.tui.client import status
+from kits.tui.client import run, status
 from swarm_client.control.status_document import (
     DaemonState,
+    EvaluationView,
     Status,
     SuspendReason,
 )
@@ -103,6 +104,19 @@ PANES = ("overview", "pipeline", "contribution", "leaderboard", "logs", "setting
 def test_every_pane_looks_as_it_did(form: str) -> None:
     columns, rows, look = FORMS[form]
     watch(walk("client", PANES, form), running(), columns=columns, rows=rows, look=look)
+
+
+def test_what_the_model_writes_is_one_printable_line() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        shown = screen(pilot)
+        assert "2.5000 after step 100" in shown
+        assert "def f(self): return\N{REPLACEMENT CHARACTER}[2J" in shown
+
+    script: Script[Status] = Script()
+    sample = "def f(self):\n    return\x1b[2J"
+    evaluation = EvaluationView(version=100, heldout_loss=2.5, sample=sample)
+    script.tell(status(run=run(evaluation=evaluation)))
+    watch(session, script)
 
 
 def test_before_the_daemons_first_word_it_says_that_it_waits() -> None:

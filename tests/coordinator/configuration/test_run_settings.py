@@ -167,6 +167,10 @@ def test_the_tolerance_of_audits_follows_the_dtype_unless_it_is_given(
         ("[http]\nproxies = ['10.0.0.1/8']", "[http] 10.0.0.1/8 has host bits set"),
         ("[http]\nkey = 'x'", "[http] certificate and key: one is no use without the other"),
         ("[limits]\nheartbeat_seconds = 9", "[limits] dead_after_seconds must be longer than"),
+        (
+            "[training]\nevaluation_microbatches = 0\n[evaluation]\nevery_steps = 5",
+            "[evaluation] every_steps needs held-out data",
+        ),
         ("[training]\nsteps = ten\n", "run.toml is not TOML: Invalid value (at line 2, column 9)"),
         ("[run]\nseed = 9223372036854775808", "[run] seed must be less than 9223372036854775808"),
     ],

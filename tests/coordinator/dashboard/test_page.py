@@ -31,6 +31,8 @@ from swarm_coordinator.storage.records import PeerSeen
 
 pytestmark = pytest.mark.process
 
+SAMPLE = "def f(x):\n    return '<b>bold</b>'"
+EVALUATION = {"version": 3, "heldout_loss": 2.5, "tokens": 64, "sample": SAMPLE}
 LIVE = "document.querySelector('#live').textContent === 'live'"
 PEERS = [
     peer(ANNA, 0, name="anna", version=59),
@@ -48,7 +50,7 @@ def folder(tmp_path: Path) -> RunFolder:
         folder, PeerSeen(run_kit.ANNA, HOSTILE), PeerSeen(run_kit.BERT, "bert" * 15),
         *(run_kit.step(number) for number in range(6, 60)),
     )  # fmt: skip
-    write_status(folder, version=59, steps=90, peers=PEERS)
+    write_status(folder, version=59, steps=90, peers=PEERS, evaluation=EVALUATION)
     return folder
 
 
@@ -100,6 +102,17 @@ async def test_a_stage_shows_its_computing_time_and_its_idle_share(
         assert "Bubble\n30 %" in tiles
         rejected = await page.evaluate("document.querySelector('#rejected').innerText")
         assert rejected == "Rejected since the coordinator started: 3 × not finite."
+
+
+async def test_what_the_model_writes_is_text_with_its_lines(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    async with opened(folder, tmp_path, 1280) as (page, _):
+        assert await page.evaluate("document.querySelector('#sample-part').hidden") is False
+        shown = await page.evaluate("document.querySelector('#sample').innerText")
+        assert shown == SAMPLE
+        tiles = await page.evaluate("document.querySelector('#tiles').innerText")
+        assert "Held-out loss\n2.5000 at step 3" in tiles
 
 
 async def test_whatever_volunteers_call_themselves_is_text(

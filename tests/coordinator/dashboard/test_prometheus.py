@@ -197,3 +197,13 @@ def test_the_dashboard_is_whole() -> None:
         assert all(target["expr"] for target in panel["targets"])
         position = panel["gridPos"]
         assert position["x"] + position["w"] <= 24
+
+
+def test_until_the_run_ends_its_held_out_loss_is_that_of_an_evaluated_checkpoint(
+    folder: RunFolder,
+) -> None:
+    evaluation = {"version": 3, "heldout_loss": 2.5, "tokens": 64, "sample": "def"}
+    found = dict(samples(emitted(folder, evaluation=evaluation)))
+    assert found["swarm_heldout_loss_nats", ()] == 2.5
+    found = dict(samples(emitted(folder, evaluation=evaluation, heldout_loss=2.25)))
+    assert found["swarm_heldout_loss_nats", ()] == 2.25

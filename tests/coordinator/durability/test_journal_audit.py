@@ -44,6 +44,7 @@ def a_past(path: Path) -> sqlite3.Connection:
             step(4, 10, attempts=(10, 9)),
             checkpoint(4),
             EvaluationRecord(Version(4), 1.5, 10),
+            EvaluationRecord(Version(4), 1.5, 10, "def f():"),
             RunFinished(Version(4)),
         ),
     ):
@@ -130,6 +131,9 @@ DAMAGES: dict[str, tuple[str, str]] = {
     ),
     "an evaluation is another": (
         "UPDATE evaluations SET heldout_loss = 1.4", "table evaluations: row 1 is not"
+    ),
+    "a text of the model is another": (
+        "UPDATE evaluations SET sample = 'def g():' WHERE id = 2", "table evaluations: row 2 is not"
     ),
     "a step that nobody wrote": (
         "INSERT INTO applied_steps SELECT 99, 5, 11, loss, tokens, seconds, global_norm, "

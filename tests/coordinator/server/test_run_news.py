@@ -19,10 +19,11 @@ from swarm_coordinator.server.run_news import (
     Leaderboard,
     NewsPublisher,
 )
+from swarm_coordinator.status.document import Evaluation
 from swarm_coordinator.storage.contributions import StageContribution
-from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 from swarm_shared.identity.owners import effective_bindings, group_by_owner
-from swarm_shared.protocol import RunNews, coordinator_messages, encode, parse
+from swarm_shared.protocol import EvaluationNews, RunNews, coordinator_messages, encode, parse
 
 MANIFEST = Bench().manifest
 PEERS = st.sampled_from([PeerId(name) for name in "ABCDEF"])
@@ -170,3 +171,16 @@ def test_a_loss_that_is_no_number_is_none() -> None:
     news = desk_of(bench).due(bench.run, bench.now)
     assert isinstance(news, RunNews)
     assert news.loss is None
+
+
+def test_a_new_evaluation_is_news_and_its_text_is_cut() -> None:
+    bench = Bench()
+    desk = desk_of(bench)
+    assert desk.due(bench.run, 0.0) is not None
+    found = Evaluation(version=0, heldout_loss=2.5, tokens=64, sample="x" * 2000)
+    later = MIN_INTERVAL_SECONDS
+    news = desk.due(bench.run, later, found)
+    assert news is not None
+    assert news.evaluation == EvaluationNews(version=Version(0), heldout_loss=2.5, sample="x" * 500)
+    assert parse(coordinator_messages, encode(news)) == news
+    assert desk.due(bench.run, 2 * later, found) is None

@@ -38,6 +38,16 @@ def document(*paths: dict[str, Any], **changes: object) -> StatusDocument:
     })  # fmt: skip
 
 
+def test_an_evaluation_is_two_lines_and_its_text_one_of_them() -> None:
+    evaluation = {"version": 50, "heldout_loss": 2.5, "tokens": 64, "sample": "def f():\n  x" * 99}
+    lines = shown(evaluation=evaluation)
+    assert "  held-out loss 2.5000 after step 50" in lines
+    [text] = [line for line in lines if "the model writes: def f(): x" in line]
+    assert len(text) < 230
+    nothing = {"version": 50, "heldout_loss": None, "tokens": 64, "sample": ""}
+    assert "  held-out loss – after step 50" in shown(evaluation=nothing)
+
+
 def shown(*paths: dict[str, Any], **changes: object) -> list[str]:
     return status_lines(document(*paths, **changes), True, 0.0)
 

@@ -27,7 +27,12 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history, steps_document
-from swarm_coordinator.storage.records import LinksReported, PeerSeen
+from swarm_coordinator.storage.records import (
+    LinksReported,
+    PeerSeen,
+    read_newest_evaluation,
+    read_restored,
+)
 from swarm_coordinator.storage.store import open_store
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
@@ -117,6 +122,20 @@ def test_the_evaluation_of_a_former_end_is_not_that_of_a_run_whose_steps_were_ra
 ) -> None:
     write_all(place, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
     assert history(place).restored.heldout_loss is None
+
+
+def test_an_evaluation_by_the_organiser_is_kept_beside_that_of_the_swarm(
+    place: DatabaseLocation,
+) -> None:
+    swarm = EvaluationRecord(Version(2), 1.75, 640)
+    own = [EvaluationRecord(Version(v), 1.5 + v, 64, f"def s{v}():\n\N{SNOWMAN}") for v in (1, 2)]
+    write_all(place, step(1), own[0], step(2), swarm, own[1])
+    with open_for_reading(place) as connection:
+        assert read_newest_evaluation(connection) == own[1]
+        assert read_restored(connection).heldout_loss == swarm.heldout_loss
+    write_all(place, RolledBack(Version(1), "every peer of stage 0 is gone"))
+    with open_for_reading(place) as connection:
+        assert read_newest_evaluation(connection) == own[0]
 
 
 def test_a_rollback_supersedes_later_rows_and_deletes_none(place: DatabaseLocation) -> None:

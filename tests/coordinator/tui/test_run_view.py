@@ -76,6 +76,19 @@ def test_the_head_shows_the_health_and_its_reason(
     watch(session, run(**changes))
 
 
+def test_what_the_model_writes_is_one_printable_line() -> None:
+    async def session(pilot: Pilot[None]) -> None:
+        shown = screen(pilot)
+        assert "held-out 2.5000 after step 30" in shown
+        assert "it writes   def f(self): return self.x" in shown
+
+    evaluation = {
+        "version": 30, "heldout_loss": 2.5, "tokens": 64,
+        "sample": "def f(self):\n    return self.x\n",
+    }  # fmt: skip
+    watch(session, run(evaluation=evaluation), columns=120)
+
+
 def test_who_came_and_who_went_is_counted_while_the_view_is_open() -> None:
     others = run().model_dump()["peers"][1:]
     new = {**others[0], "peer": "12D3KooWemilemil"}

@@ -48,7 +48,7 @@ def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
 
 
 def status(**changes: object) -> StatusDocument:
-    """A status document; `test_dashboard_process` checks this form with a real coordinator."""
+    """A status document; `test_dashboard` checks this form with a real coordinator."""
     found: dict[str, Any] = {
         "format": 1, "running": True, "pid": 1, "time": time.time(),
         "addresses": [LEAKED[2]], "coordinator": "12D3KooWself", "run": "a run",

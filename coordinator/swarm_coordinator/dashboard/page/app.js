@@ -52,7 +52,14 @@ function showRun(run) {
   const rejected = Object.entries(run.rejected).filter(([, count]) => count > 0);
   $("rejected").textContent = rejected.length
     ? `Rejected since the coordinator started: ${rejected.map(([reason, count]) => `${count} × ${reason}`).join(", ")}.` : "";
+  const evaluation = run.evaluation;
   if (run.heldout_loss !== null) tiles.push(["Held-out loss", number(run.heldout_loss, 4)]);
+  else if (evaluation) tiles.push(["Held-out loss", `${number(evaluation.heldout_loss, 4)} at step ${evaluation.version}`]);
+  $("sample-part").hidden = !evaluation || !evaluation.sample;
+  if (evaluation) {
+    $("sample-step").textContent = `after step ${evaluation.version}`;
+    $("sample").textContent = evaluation.sample;
+  }
   $("tiles").replaceChildren(...tiles.map(([title, value]) => {
     const tile = element("div");
     tile.append(element("dt", title), element("dd", value));

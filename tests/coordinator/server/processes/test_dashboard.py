@@ -26,7 +26,7 @@ from swarm_coordinator.configuration.http_address import (
 )
 from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.dashboard_process import DashboardProcess
+from swarm_coordinator.server.processes.dashboard import DashboardProcess
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
@@ -80,7 +80,7 @@ async def test_a_request_before_the_process_is_ready_is_answered_when_it_is(
             f"dashboard at {made.address.url if made.address else ''} (yours: `swarm-coordinator "
             f"dashboard {folder.path}`)"
         ]
-        process = made.pid
+        process = made.supervisor.pid
     assert process is not None
     assert not psutil.pid_exists(process)
 
@@ -89,12 +89,12 @@ async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
     folder: RunFolder,
 ) -> None:
     async with dashboard_process(folder) as (made, _):
-        await until(lambda: made.pid is not None)
-        first, address = made.pid, made.address
+        await until(lambda: made.supervisor.pid is not None)
+        first, address = made.supervisor.pid, made.address
         await get(address, "/")
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: made.pid not in (None, first))
+        await until(lambda: made.supervisor.pid not in (None, first))
         assert (await get(address, "/"))[0] == 200
         assert made.status() == DashboardStatus(url=address.url, restarts=1, failures=1)
 
@@ -135,7 +135,7 @@ async def test_a_chosen_port_in_use_is_reported_and_the_run_continues(
 async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:
     program = (
         "import sys, trio; from pathlib import Path\n"
-        "from swarm_coordinator.server.dashboard_process import DashboardProcess\n"
+        "from swarm_coordinator.server.processes.dashboard import DashboardProcess\n"
         "from swarm_coordinator.configuration.http_address import HttpAddress\n"
         "from swarm_coordinator.run_dir.folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1]))\n"

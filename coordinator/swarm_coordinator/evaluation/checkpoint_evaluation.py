@@ -1,0 +1,115 @@
+"""The held-out loss of a checkpoint, and a text that its model writes.
+
+The loss is computed stage by stage, with one stage's parameters in memory at a time, so that a
+machine can evaluate a model that it could not hold. It is the loss that the swarm itself measures
+at the end of a run: activations pass the run's codecs at every stage boundary. A text needs all
+stages at once, for each token again; a model that is too large for that writes none.
+
+Shape suffixes: B sequences, T positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from swarm_coordinator.offline.merged_stages import merge_stages
+from swarm_coordinator.offline.reference import Microbatch, Tokens
+from swarm_coordinator.offline.sampling import sample_text
+from swarm_coordinator.status.document import MAX_SAMPLE_CHARACTERS
+from swarm_shared.codecs.boundary import stage_boundary
+from swarm_shared.data.tokenizer import Tokenizer
+from swarm_shared.model.llama import Stage
+from swarm_shared.model.state import is_parameter, load_parameters, open_state
+from swarm_shared.run.manifest import Manifest, StageRange
+
+SAMPLE_TEMPERATURE = 0.7
+LARGEST_SHARE_OF_MEMORY = 0.5
+"""Of the memory that is free, the most that a whole model may take for writing a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldoutLoss:
+    """Mean cross entropy over the held-out tokens."""
+
+    nats: float
+    tokens: int
+
+
+def heldout_loss(
+    manifest: Manifest, stage_files: Sequence[Path], microbatches: Sequence[Microbatch]
+) -> HeldoutLoss:
+    """Evaluate a checkpoint on held-out microbatches; `stage_files` has one file a stage.
+
+    Memory: the parameters of one stage, and the residual stream of all microbatches. StorageError
+    for a file that cannot be read, ProtocolError for one that is not of this model.
+    """
+    cross = stage_boundary(manifest.codecs.activation, manifest.codecs.gradient)
+    inputs = [_tensor(inputs_BT) for inputs_BT, _ in microbatches]
+    targets = [_tensor(targets_BT) for _, targets_BT in microbatches]
+    last = manifest.stage_count - 1
+    with torch.no_grad():
+        for index, path in enumerate(stage_files):
+            stage = _stage(manifest, index, path)
+            received = inputs if index == 0 else [cross(x_BTD) for x_BTD in inputs]
+            inputs = [
+                stage(x, targets_BT if index == last else None)
+                for x, targets_BT in zip(received, targets, strict=True)
+            ]
+    tokens = sum(targets_BT.numel() for targets_BT in targets)
+    return HeldoutLoss(math.fsum(map(float, inputs)) / tokens, tokens)
+
+
+def written_text(
+    manifest: Manifest,
+    stage_files: Sequence[Path],
+    tokenizer: Tokenizer,
+    prompt: str,
+    new_tokens: int,
+    seed: int,
+) -> str:
+    """Return a text that the model of a checkpoint writes after `prompt`; empty where the model is
+    too large for the memory that is free, or `new_tokens` is 0."""
+    needed_bytes = sum(path.stat().st_size for path in stage_files)
+    if not new_tokens or needed_bytes > LARGEST_SHARE_OF_MEMORY * psutil.virtual_memory().available:
+        return ""
+    model = whole_model(manifest, stage_files)
+    text = sample_text(
+        model, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, prompt, new_tokens,
+        SAMPLE_TEMPERATURE, seed,
+    )  # fmt: skip
+    # PostgreSQL stores no NUL in a text.
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")[:MAX_SAMPLE_CHARACTERS]
+
+
+def whole_model(manifest: Manifest, stage_files: Sequence[Path]) -> Stage:
+    """Load the uncut model from one file a stage."""
+    everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
+    model = Stage(
+        manifest.model, everything, is_first=True, is_last=True, dtype=manifest.training.dtype
+    )
+    load_parameters(model, merge_stages(manifest.model, stage_files))
+    return model
+
+
+def _stage(manifest: Manifest, index: int, path: Path) -> Stage:
+    stage = Stage(
+        manifest.model,
+        manifest.stages[index],
+        is_first=index == 0,
+        is_last=index == manifest.stage_count - 1,
+        dtype=manifest.training.dtype,
+    )
+    tensors = open_state(path).tensors
+    load_parameters(stage, {name: t for name, t in tensors.items() if is_parameter(name)})
+    return stage
+
+
+def _tensor(tokens_BT: Tokens) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64))

@@ -1,0 +1,1 @@
+"""Processes that the coordinator starts beside itself, and that never end the run."""

@@ -1,0 +1,174 @@
+"""A checkpoint's evaluation, stage by stage, beside that of the uncut model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kits.peer_names import named
+from kits.runs.no_data import NO_DATA
+from swarm_coordinator.evaluation import checkpoint_evaluation
+from swarm_coordinator.evaluation.checkpoint_evaluation import (
+    HeldoutLoss,
+    heldout_loss,
+    whole_model,
+    written_text,
+)
+from swarm_coordinator.offline.reference import Microbatch, evaluate, insert_boundary_codecs
+from swarm_shared.base.errors import ProtocolError, StorageError
+from swarm_shared.data.tokenizer import BytesTokenizer
+from swarm_shared.model.initialise import build_stage, build_whole
+from swarm_shared.model.optimizer import make_optimizer
+from swarm_shared.model.state import save_state, state_to_tensors
+from swarm_shared.run.manifest import (
+    CodecsConfig,
+    Manifest,
+    OptimizerConfig,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import ModelConfig
+
+LAYERS = 3
+BYTES = BytesTokenizer()
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), max_size=LAYERS - 1)))
+    edges = [0, *cuts, LAYERS]
+    codec = draw(st.sampled_from(["none", "int8", "int4"]))
+    bottlenecks = tuple(cuts) if draw(st.booleans()) else ()
+    return Manifest(
+        name="test",
+        organiser=named("Lord"),
+        model=ModelConfig(
+            vocabulary_size=256, hidden_size=32, intermediate_size=48, layers=LAYERS, heads=2,
+            key_value_heads=1, sequence_length=16, tie_embeddings=draw(st.booleans()),
+            bottlenecks=bottlenecks, bottleneck_size=16 if bottlenecks else 0,
+        ),
+        stages=tuple(
+            StageRange(first_layer=a, end_layer=b) for a, b in itertools.pairwise(edges)
+        ),
+        data=NO_DATA,
+        training=TrainingConfig(
+            steps=12, microbatches_per_step=3, sequences_per_microbatch=4,
+            seed=draw(st.integers(0, 9)),
+            dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
+        codecs=CodecsConfig(activation=codec, gradient=codec),
+    )  # fmt: skip
+
+
+def manifest() -> Manifest:
+    """One with two stages; its model is large enough to write."""
+    return Manifest(
+        name="test",
+        organiser=named("Lord"),
+        model=ModelConfig(
+            vocabulary_size=256, hidden_size=32, intermediate_size=48, layers=2, heads=2,
+            key_value_heads=1, sequence_length=16,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=1), StageRange(first_layer=1, end_layer=2)),
+        data=NO_DATA,
+        training=TrainingConfig(
+            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
+        codecs=CodecsConfig(),
+    )  # fmt: skip
+
+
+def write_checkpoint(manifest: Manifest, folder: Path) -> list[Path]:
+    """Write the states of version 0, as peers store them: with the optimizer's."""
+    files = []
+    for index in range(manifest.stage_count):
+        stage = build_stage(manifest, index)
+        path = folder / f"stage-{index}.safetensors"
+        optimizer = make_optimizer(stage, manifest.optimizer)
+        save_state(path, state_to_tensors(stage, optimizer), {"stage": str(index)})
+        files.append(path)
+    return files
+
+
+def heldout(seed: int, count: int) -> list[Microbatch]:
+    tokens = np.random.default_rng(seed).integers(0, 256, (count, 2, 17))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
+
+
+@settings(max_examples=25)
+@given(manifest=manifests(), seed=st.integers(0, 99), count=st.integers(1, 3))
+def test_the_loss_is_that_of_the_uncut_model_to_the_bit(
+    tmp_path_factory: pytest.TempPathFactory, manifest: Manifest, seed: int, count: int
+) -> None:
+    microbatches = heldout(seed, count)
+    files = write_checkpoint(manifest, tmp_path_factory.mktemp("checkpoint"))
+    whole = build_whole(manifest)
+    insert_boundary_codecs(whole, manifest)
+    expected = HeldoutLoss(evaluate(whole, microbatches), 32 * count)
+    assert heldout_loss(manifest, files, microbatches) == expected
+
+
+def test_a_checkpoint_of_another_model_or_that_is_gone_is_refused(tmp_path: Path) -> None:
+    files = write_checkpoint(manifest(), tmp_path)
+    with pytest.raises(ProtocolError, match="not this stage's"):
+        heldout_loss(manifest(), files[::-1], heldout(1, 1))
+    files[1].unlink()
+    with pytest.raises(StorageError, match="cannot be read"):
+        heldout_loss(manifest(), files, heldout(1, 1))
+
+
+def test_the_whole_model_has_the_checkpoints_parameters(tmp_path: Path) -> None:
+    loaded = dict(whole_model(manifest(), write_checkpoint(manifest(), tmp_path)).all_parameters())
+    expected = dict(build_whole(manifest()).all_parameters())
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_a_text_continues_the_prompt(tmp_path: Path) -> None:
+    files = write_checkpoint(manifest(), tmp_path)
+    text = written_text(manifest(), files, BYTES, "def ", 30, seed=1)
+    assert text.startswith("def ")
+    assert len(text) > len("def ")
+    assert written_text(manifest(), files, BYTES, "def ", 30, seed=1) == text
+    assert written_text(manifest(), files, BYTES, "def ", 0, seed=1) == ""
+
+
+class WritesNul(BytesTokenizer):
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        return "a\0b"
+
+
+def test_a_text_that_a_database_cannot_store_is_changed(tmp_path: Path) -> None:
+    files = write_checkpoint(manifest(), tmp_path)
+    text = written_text(manifest(), files, WritesNul(), "def ", 3, seed=1)
+    assert text == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_a_model_larger_than_half_of_the_free_memory_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_checkpoint(manifest(), tmp_path)
+    size = sum(path.stat().st_size for path in files)
+
+    def free(available: int) -> None:
+        monkeypatch.setattr(
+            checkpoint_evaluation.psutil, "virtual_memory",
+            lambda: SimpleNamespace(available=available),
+        )  # fmt: skip
+
+    free(2 * size - 2)
+    assert written_text(manifest(), files, BYTES, "def ", 5, seed=1) == ""
+    free(2 * size)
+    assert written_text(manifest(), files, BYTES, "def ", 5, seed=1) != ""
