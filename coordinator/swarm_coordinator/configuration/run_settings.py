@@ -22,7 +22,7 @@ from swarm_coordinator.configuration.mirror_addresses import ADDRESS_PATTERN
 from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId
 from swarm_shared.codecs.quality import measured_noise
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.run.manifest import (
@@ -51,7 +51,7 @@ class RunSection(FrozenModel):
     name: str = Field(min_length=1, max_length=100, description="Shown to volunteers. (fixed)")
     seed: int = Field(
         ge=0,
-        lt=2**63,
+        le=MAX_EXACT_INTEGER,
         description="Determines the initial parameters and the order of the data. (fixed)",
     )
 

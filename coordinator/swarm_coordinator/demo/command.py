@@ -47,7 +47,7 @@ from swarm_coordinator.storage.history import History
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import StorageError, UsageError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
@@ -102,7 +102,7 @@ class DemoOptions:
     help="Optimizer steps; by default as many as fit three minutes.",
 )
 @click.option(
-    "--seed", default=1, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    "--seed", default=1, show_default=True, type=click.IntRange(0, MAX_EXACT_INTEGER),
     help="Seed of initialisation and data order.",
 )  # fmt: skip
 @click.option(

@@ -1,9 +1,10 @@
 """The public ledger of a run: each peer's counted work in every applied step, signed by the
 organiser.
 
-Owns the file's form, writing and checking it. Lines of JSON, each with a digest that covers the
-line before; the last one is the organiser's signature over the last digest, so that it covers every
-line.
+Owns the file's form, writing and checking it. Lines of JSON in the canonical form of RFC 8785, each
+with a digest that covers the line before; the last one is the organiser's signature over the last
+digest, so that it covers every line. A line's `digest` is the SHA-256, in hex, of the digest of the
+line before as text (the first line's: 64 zeros), a line break, and the line without its `digest`.
 
     head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
     owner    that one peer is another key's device, signed by that key
@@ -59,6 +60,7 @@ from swarm_shared.credit.ledger_lines import (
     VerdictLine,
     ledger_lines,
 )
+from swarm_shared.identity.canonical_json import canonical_json
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import (
@@ -188,16 +190,11 @@ class _Chain:
         content = line.model_dump(mode="json")
         self.digest = _digest(self.digest, content)
         self.lines += 1
-        return _canonical_json({**content, "digest": self.digest}) + b"\n"
+        return canonical_json({**content, "digest": self.digest}) + b"\n"
 
 
 def _digest(before: str, content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(before.encode() + b"\n" + _canonical_json(content)).hexdigest()
-
-
-def _canonical_json(content: Mapping[str, Any]) -> bytes:
-    """Encode in one canonical form, so that every digest is of the same bytes."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return hashlib.sha256(before.encode() + b"\n" + canonical_json(content)).hexdigest()
 
 
 # ---------------------------------------------------------------- checking

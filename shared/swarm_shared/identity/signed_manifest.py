@@ -8,9 +8,9 @@ manifest is in `swarm_shared.run.manifest`; the envelope's format in
 from __future__ import annotations
 
 import hashlib
-import json
 
 from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.canonical_json import canonical_json
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import open_message, sign_message
 from swarm_shared.run.manifest import Manifest
@@ -36,21 +36,18 @@ def open_manifest(envelope: bytes, organiser: PeerId) -> Manifest:
 
 
 def run_id_of(manifest: Manifest) -> RunId:
-    """Derive the run's id from what makes it another run if changed: organiser, model, data, seed
-    and initial parameters.
+    """Derive the run's id from what makes it another run if changed: organiser, name, model, data,
+    seed and initial parameters, hashed in canonical JSON (RFC 8785).
 
     Length, limits and addresses are left out, so that invites outlive a change of those.
     """
-    # Runs from before there were bottlenecks keep their names.
-    narrow = set() if manifest.model.bottlenecks else {"bottleneck_size", "bottlenecks"}
     named: dict[str, object] = {
         "organiser": manifest.organiser,
         "name": manifest.name,
-        "model": manifest.model.model_dump(exclude=narrow),
+        "model": manifest.model.model_dump(),
         "data": manifest.data.model_dump(exclude={"mirrors"}),
         "seed": manifest.training.seed,
     }
     if manifest.initial:
         named["initial"] = [state.sha256 for state in manifest.initial]
-    canonical = json.dumps(named, sort_keys=True, separators=(",", ":")).encode("utf-8")
-    return RunId(hashlib.sha256(b"swarmtrain-run-1" + canonical).hexdigest())
+    return RunId(hashlib.sha256(b"swarmtrain-run-1" + canonical_json(named)).hexdigest())

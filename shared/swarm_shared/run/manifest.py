@@ -19,6 +19,7 @@ from swarm_shared.base.types import (
     MAX_MICROBATCHES,
     MAX_SHARDS,
     MAX_STAGES,
+    Count,
     Finite,
     Mirrors,
     PeerId,
@@ -116,7 +117,7 @@ class TrainingSection(FrozenModel):
 
 
 class TrainingConfig(TrainingSection):
-    seed: int = Field(ge=0, lt=2**63)
+    seed: Count
 
     @property
     def heldout_microbatches(self) -> range:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -52,7 +53,7 @@ def manifest_of(shards: int = 1, merkle_root: str = "0" * 64, **changes: object)
             unigram_entropy_nats=3.1415926535897931,
         ),
         "training": TrainingConfig(
-            steps=3, microbatches_per_step=2, sequences_per_microbatch=1, seed=2**63 - 1
+            steps=3, microbatches_per_step=2, sequences_per_microbatch=1, seed=2**53 - 1
         ),
         "optimizer": OptimizerConfig(learning_rate=0.1 + 0.2, warmup_steps=1),
     }
@@ -125,9 +126,32 @@ def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_r
     assert read.activation_bytes == read.gradient_bytes == 128 * 128 * 4
 
 
-def test_a_manifest_from_before_there_were_bottlenecks_names_the_same_run():
+def test_a_runs_id_is_the_hash_of_its_canonical_json():
     manifest = manifest_of(organiser="somebody")
-    assert run_id_of(manifest) == "221d650dfc286451fdf2e9875a212210f03b268a4d520d8164a96a47bb56fc6c"
+    model = manifest.model.model_dump()
+    # By hand, in the order and with the numbers of RFC 8785.
+    text = (
+        '{"data":{"shards":['
+        + ",".join(
+            f'{{"merkle_root":"{shard.merkle_root}","name":"{shard.name}",'
+            f'"split":"{shard.split}","tokens":67108864}}'
+            for shard in manifest.data.shards
+        )
+        + '],"token_bytes":1,"tokenizer":"bytes","tokenizer_sha256":null,'
+        '"unigram_entropy_nats":3.141592653589793},'
+        f'"model":{{"bottleneck_size":0,"bottlenecks":[],"heads":{model["heads"]},'
+        f'"hidden_size":{model["hidden_size"]},"intermediate_size":{model["intermediate_size"]},'
+        f'"key_value_heads":{model["key_value_heads"]},"layers":{model["layers"]},'
+        f'"norm_epsilon":0.00001,"rope_theta":10000,"sequence_length":{model["sequence_length"]},'
+        '"tie_embeddings":false,'
+        f'"vocabulary_size":{model["vocabulary_size"]}}},'
+        '"name":"test","organiser":"somebody","seed":9007199254740991}'
+    )
+    assert run_id_of(manifest) == hashlib.sha256(f"swarmtrain-run-1{text}".encode()).hexdigest()
+
+
+def test_a_model_with_bottlenecks_is_another_run():
+    manifest = manifest_of()
     words = manifest.model_dump()
     words["stages"] = [{"first_layer": 0, "end_layer": 2}, {"first_layer": 2, "end_layer": 4}]
     words["model"] |= {"bottleneck_size": 16, "bottlenecks": (2,)}
