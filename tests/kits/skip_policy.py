@@ -16,7 +16,7 @@ MAY_SKIP_VARIABLE = "SWARM_MAY_SKIP"
 
 HARDWARE = re.compile(
     r"needs a GPU|needs a CUDA device|there is a GPU here|this machine has a GPU"
-    r"|needs? root|one core leaves no choice"
+    r"|needs? root|one core leaves no choice|there is no container engine here"
     r"|this (?:machine's )?kernel (?:or container )?(?:does not allow|has no)|the kernel needs"
 )
 """Reasons that name what no installation changes: these may always skip."""
