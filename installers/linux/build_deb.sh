@@ -109,6 +109,7 @@ add_files() {
     mkdir -p "$tree/usr/lib/systemd/system" "$tree/usr/share/doc/swarmtrain" "$tree/DEBIAN"
     # Through the link: inside the package there is no checkout to point to.
     cp -L "$here/swarm-client-system.service" "$tree/usr/lib/systemd/system/swarm-client.service"
+    cp "$here/swarm-coordinator@.service" "$tree/usr/lib/systemd/system"
     cp "$here/deb/copyright" "$tree/usr/share/doc/swarmtrain"
     (cd "$here/deb" && cp postinst prerm postrm "$tree/DEBIAN" && cd "$tree/DEBIAN" && chmod 755 ./*)
     "$python" -c 'import sys

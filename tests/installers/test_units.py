@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kits.installers.command_lines import parse
 from swarm_client.service import launchd, systemd
 from swarm_client.service.steps import Remove, RunCommand, WriteFile
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.errors import ConfigurationError, UsageError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "client" / "swarm_client" / "service"
@@ -30,11 +33,16 @@ BREAKING = {
 }
 
 
-def settings(name: str) -> configparser.SectionProxy:
+COORDINATOR = ROOT / "installers" / "linux" / "swarm-coordinator@.service"
+COORDINATOR_CEILING = 15
+"""Tenths; measured with systemd 252: 1.4."""
+
+
+def settings(name: str, section: str = "Service") -> configparser.SectionProxy:
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(SHIPPED / name)
-    return parser["Service"]
+    return parser[section]
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -119,6 +127,58 @@ def test_systemd_understands_every_line_and_finds_little_to_expose(
         capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+def test_the_coordinators_unit_starts_one_run_by_a_command_that_the_program_takes() -> None:
+    found = settings(str(COORDINATOR))
+    path, *words = found["ExecStart"].split()
+    assert path == "/usr/bin/swarm-coordinator"
+    parsed = parse(["swarm-coordinator", *words]).params
+    assert parsed["run_dir"] == Path("/var/lib") / found["StateDirectory"] / "%i"
+    wanted = settings(str(COORDINATOR), "Unit")["AssertPathExists"]
+    assert Path(wanted) == parsed["run_dir"] / RunFolder(Path()).settings
+    assert found["User"] == found["StateDirectory"]
+
+
+def test_the_coordinators_unit_waits_for_its_checkpoint_and_gives_up_what_stays_wrong() -> None:
+    found = settings(str(COORDINATOR))
+    assert found["KillMode"] == "mixed"
+    assert int(found["TimeoutStopSec"]) >= 600
+    never = {int(code) for code in found["RestartPreventExitStatus"].split()}
+    assert never == {UsageError.exit_code, ConfigurationError.exit_code}
+
+
+def test_systemd_understands_the_coordinators_unit_and_finds_less_to_expose(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("no systemd-analyze here: sh tools/install_installer_tools.sh")
+    text = COORDINATOR.read_text().replace("/usr/bin/swarm-coordinator", sys.executable)
+    unit = tmp_path / "swarm-coordinator@my-run.service"
+    unit.write_text(text)
+    verified = subprocess.run(
+        [program, "verify", "--man=no", unit], capture_output=True, text=True, check=False
+    )
+    assert [line for line in verified.stderr.splitlines() if "swarm" in line] == []
+    assert verified.returncode == 0, verified.stderr
+    judged = subprocess.run(
+        [program, "security", "--offline=true", "--no-pager",
+         f"--threshold={COORDINATOR_CEILING}", unit],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+def test_the_package_brings_the_coordinators_unit_and_the_user_that_it_runs_as() -> None:
+    linux = COORDINATOR.parent
+    assert f'cp "$here/{COORDINATOR.name}"' in (linux / "build_deb.sh").read_text()
+    assert f"ORGANISER={settings(str(COORDINATOR))['User']}" in (linux / "deb/postinst").read_text()
+    assert "stop 'swarm-coordinator@*.service'" in (linux / "deb/prerm").read_text()
+
+
+# ---------------------------------------------------------------- both
 
 
 def test_a_unit_names_the_program_that_installed_it_and_keeps_everything_else() -> None:
