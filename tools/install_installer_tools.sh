@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs what tests/installers needs, on Debian and its kin: shellcheck, systemd with its analysis
-# (the program alone; no service of it is started on this machine) and its login manager, and the
-# system's own Python with venv. Does nothing when all of it is there. Needs root.
+# Installs what tests/installers needs, on Debian and its kin: shellcheck, groff, systemd with its
+# analysis (the program alone; no service of it is started on this machine) and its login manager,
+# and the system's own Python with venv. Does nothing when all of it is there. Needs root.
 
 set -eu
 
@@ -10,6 +10,7 @@ main() {
     needs shellcheck shellcheck
     needs systemd-analyze systemd
     needs dpkg-deb dpkg
+    needs groff groff-base
     [ -e /usr/lib/systemd/system/systemd-logind.service ] ||
         [ -e /lib/systemd/system/systemd-logind.service ] || missing="$missing systemd"
     [ -x /usr/bin/python3 ] && /usr/bin/python3 -c 'import ensurepip, venv' 2>/dev/null ||

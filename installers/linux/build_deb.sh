@@ -110,6 +110,8 @@ add_files() {
     # Through the link: inside the package there is no checkout to point to.
     cp -L "$here/swarm-client-system.service" "$tree/usr/lib/systemd/system/swarm-client.service"
     cp "$here/swarm-coordinator@.service" "$tree/usr/lib/systemd/system"
+    "$tree$PLACE/bin/python" -I "$here/deb/documents.py" "$tree" ||
+        fail "the manual pages could not be written; see above"
     cp "$here/deb/copyright" "$tree/usr/share/doc/swarmtrain"
     (cd "$here/deb" && cp postinst prerm postrm "$tree/DEBIAN" && cd "$tree/DEBIAN" && chmod 755 ./*)
     "$python" -c 'import sys

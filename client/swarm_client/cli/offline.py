@@ -13,6 +13,7 @@ import click
 from swarm_client.cli.options import home_option, invite_argument, json_option, print_json
 from swarm_client.machine.home import Home
 from swarm_shared import SOFTWARE_VERSION
+from swarm_shared.base.command_line import COMPLETED_SHELLS, completion_script
 
 PROGRAM = "swarm-client"
 
@@ -122,7 +123,7 @@ def paths(home: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(COMPLETED_SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print the completion script for SHELL.
@@ -130,14 +131,7 @@ def completion(context: click.Context, shell: str) -> None:
     bash: eval "$(swarm-client completion bash)" in ~/.bashrc; zsh likewise in ~/.zshrc; fish:
     swarm-client completion fish > ~/.config/fish/completions/swarm-client.fish
     """
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    assert kind is not None, "click knows these shells"
-    root = context.find_root().command
-    # Without running the shell for its version: this only prints.
-    script = kind(root, {}, PROGRAM, "_SWARM_CLIENT_COMPLETE")
-    click.echo(script.source_template % script.source_vars())
+    click.echo(completion_script(context.find_root().command, PROGRAM, shell))
 
 
 @click.command()

@@ -42,6 +42,7 @@ _COMMANDS = {
     "simulate": "cli.simulate",
     "refresh": "cli.run",
     "demo": "demo.command",
+    "completion": "cli.completion",
 }
 """Module of each command, in the order in which an organiser needs them; the command `NAME` is
 `NAME_command` there."""

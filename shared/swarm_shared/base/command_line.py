@@ -1,8 +1,9 @@
 """The shell around a click program: lazily imported commands, and errors as one sentence.
 
 Owns what `swarm-client` and `swarm-coordinator` have in common: importing a command's module only
-when it is used, the translation of exceptions to one sentence and an exit code, and the file that
-keeps the traceback of an unexpected error. The commands belong to the two programs.
+when it is used, the translation of exceptions to one sentence and an exit code, the file that
+keeps the traceback of an unexpected error, and completion scripts. The commands belong to the two
+programs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C; by the shell's convention 128 + SIGINT."""
 
+COMPLETED_SHELLS = ("bash", "zsh", "fish")
+
 
 class LazyGroup(click.Group):
     """A group that imports a command's module only when the command is used or listed."""
@@ -43,6 +46,18 @@ class LazyGroup(click.Group):
         module, _, attribute = self._modules[name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+
+def completion_script(root: click.Command, program: str, shell: str) -> str:
+    """Return the script that completes `program` in one of COMPLETED_SHELLS."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    # Without running the shell for its version: this only prints.
+    script = kind(root, {}, program, variable)
+    return str(script.source_template % script.source_vars())
 
 
 def run_command_line(
