@@ -39,7 +39,7 @@ def test_a_client_without_a_common_version_is_told_to_update_and_ends(tmp_path: 
         older = join(OLDER, OLDER, invite, tmp_path / "older")
         newer = join(NEWER, NEWER + 1, invite, tmp_path / "newer")
     for done, advice in (
-        (older, "update swarmtrain on this machine, then join again"),
+        (older, "update swarmtrain on this machine with `swarm-client update`, then join again"),
         (newer, "or ask the organiser to update the coordinator, then join again"),
     ):
         assert done.returncode == VersionError.exit_code, done

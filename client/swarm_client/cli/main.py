@@ -48,6 +48,7 @@ _COMMANDS = {
     "service": "cli.service:service",
     "daemon": "cli.join:daemon",
     "shutdown": "cli.daemon_commands:shutdown",
+    "update": "cli.update:update",
     "completion": "cli.offline:completion",
     "version": "cli.offline:version",
     "verify-ledger": "cli.verify_ledger:verify_ledger_command",

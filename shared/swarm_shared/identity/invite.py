@@ -128,7 +128,7 @@ class Invite(FrozenModel):
         if body[0] != _FORMAT:
             raise InviteError(
                 f"This invite has format {body[0]}, made by a newer version of swarmtrain; "
-                f"update swarmtrain on this machine."
+                f"update swarmtrain on this machine with `swarm-client update`."
             )
         return _parse(body)
 

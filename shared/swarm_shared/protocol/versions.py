@@ -75,7 +75,7 @@ def check_versions(hello: bytes, ours: VersionRange = PROTOCOL_VERSIONS) -> None
     if client.protocols.overlaps(ours):
         return
     if client.protocols.newest < ours.oldest:
-        advice = "update swarmtrain on this machine"
+        advice = "update swarmtrain on this machine with `swarm-client update`"
     else:
         advice = (
             f"install swarmtrain {SOFTWARE_VERSION} on this machine, or ask the organiser to "
