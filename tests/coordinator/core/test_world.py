@@ -53,7 +53,7 @@ def seeds(worlds: int) -> Iterator[int]:
     return iter(range(first, first + (1 if given else worlds)))
 
 
-@pytest.mark.parametrize("worlds", [250, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("worlds", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(1800)
 def test_under_any_faults_every_microbatch_counts_once_and_the_run_ends(worlds: int) -> None:
     for seed in seeds(worlds):

@@ -48,7 +48,7 @@ def test_a_shard_is_raw_little_endian_and_comes_back(tmp_path: Path, token_bytes
     st.integers(1, 12),
 )
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_cutting_into_shards_loses_no_token(
     tmp_path: Path, pieces: list[list[int]], shard_tokens: int
