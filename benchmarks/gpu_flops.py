@@ -30,11 +30,9 @@ as much with sparsity. The longest key contained in a device's name applies."""
 def layer_forward_flops_per_token(model: ModelConfig) -> int:
     """Return the forward FLOPs of one decoder layer: one multiply-add per matrix weight, and
     attention scores and values over all `sequence_length` positions."""
-    heads_width = model.heads * model.head_size
-    key_value_width = model.key_value_heads * model.head_size
-    attention_weights = model.hidden_size * (2 * heads_width + 2 * key_value_width)
+    attention_weights = 2 * model.hidden_size * (model.query_size + model.key_size)
     weights = attention_weights + 3 * model.hidden_size * model.intermediate_size
-    return 2 * weights + 4 * model.sequence_length * heads_width
+    return 2 * weights + 4 * model.sequence_length * model.query_size
 
 
 def layer_training_flops_per_token(model: ModelConfig) -> int:

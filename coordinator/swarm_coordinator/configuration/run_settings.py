@@ -35,7 +35,14 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
     TrainingSection,
 )
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset, preset
+from swarm_shared.run.model_config import (
+    AttentionBias,
+    ComputeDtype,
+    ModelConfig,
+    Preset,
+    RopeScaling,
+    preset,
+)
 from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "run.toml"
@@ -82,10 +89,28 @@ class ModelSection(FrozenModel):
     tie_embeddings: bool | None = Field(
         default=None, description="Whether input embedding and output head share their weights."
     )
+    attention_head_size: int | None = Field(
+        default=None, description="Width of an attention head, or 0 for hidden_size / heads."
+    )
+    attention_bias: AttentionBias | None = Field(
+        default=None,
+        description='Biases of attention: "none", "qkv" for queries, keys and values as Qwen2 has '
+        'them, or "all" for its output, too.',
+    )
+    query_key_norm: bool | None = Field(
+        default=None,
+        description="Whether queries and keys of each head are normalised, as in Qwen3.",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description='Scaling of the rotary positions: {}, { kind = "linear", factor = 4 }, or, as '
+        'in Llama 3.1, { kind = "llama3", factor = 8, low_frequency_factor = 1, '
+        "high_frequency_factor = 4, original_length = 8192 }.",
+    )
     bottleneck_size: int | None = Field(
         default=None,
         description="Width of what crosses a stage boundary, or 0 for all of hidden_size. With a "
-        "bottleneck the model is no longer a Llama and cannot be exported as one.",
+        "bottleneck the model is of no family of transformers and cannot be exported.",
     )
 
     @property
@@ -608,7 +633,7 @@ def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
         return f"{where}: {place}{detail.get('ctx', {}).get('error')}"
     name = f"[{path[0]}] {path[1]}" if len(path) > 1 else path[0]
     if len(path) > 2:
-        name = f"each part of {name}"
+        name = f"each part of {name}" if path[2].isdigit() else f"{name}.{path[2]}"
     return f"{where}: {name} {describe_setting_error(detail)}"
 
 

@@ -1,4 +1,5 @@
-"""Export of a trained run to a Hugging Face folder that `transformers` loads as LlamaForCausalLM.
+"""Export of a trained run to a Hugging Face folder that `transformers` loads, as LlamaForCausalLM,
+or as Qwen2ForCausalLM or Qwen3ForCausalLM where the model has their biases or norms.
 
 Owns the folder's files. Parameters have Hugging Face's names already during training
 (`swarm_shared.model.llama`).
@@ -19,7 +20,7 @@ from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, JsonTokenizer
 from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig, RopeScaling
 
 
 def export_huggingface(
@@ -38,8 +39,8 @@ def export_huggingface(
     if manifest.model.bottlenecks:
         raise ConfigurationError(
             f"this model passes {len(manifest.model.bottlenecks)} bottleneck(s) between its stages "
-            "([model] bottleneck_size), which no LlamaForCausalLM has, so that transformers could "
-            "not load it; its parameters are in the run's checkpoints, as safetensors files"
+            "([model] bottleneck_size), which no model of transformers has, so that it could not "
+            "be loaded; its parameters are in the run's checkpoints, as safetensors files"
         )
     tensors = merge_stages(manifest.model, stage_state_files)
     tokenizer = _tokenizer(manifest, tokenizer_path)
@@ -59,10 +60,9 @@ def export_huggingface(
 
 
 def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
-    """Return config.json, with rotary base and dtype in the forms of transformers 4 and 5."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    """Return config.json, with rotary positions and dtype in the forms of transformers 4 and 5."""
+    scaling = _rope_scaling(config.rope_scaling)
+    return _family(config) | {
         "vocab_size": config.vocabulary_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -74,16 +74,51 @@ def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, objec
         "max_position_embeddings": config.sequence_length,
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            **(scaling or {"rope_type": "default"}),
+            "rope_theta": config.rope_theta,
+        },
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
         "dtype": "float32",
         "torch_dtype": "float32",
     }
+
+
+def _family(config: ModelConfig) -> dict[str, object]:
+    """Return the entries that say of which class the model is, and what is of that class alone."""
+    has_bias = config.attention_bias == "all"
+    if config.query_key_norm:
+        return {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "attention_bias": has_bias, "use_sliding_window": False,
+        }  # fmt: skip
+    if config.attention_bias == "qkv":
+        # The class has these biases always, and no setting of them.
+        return {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+            "use_sliding_window": False,
+        }  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "attention_bias": has_bias, "mlp_bias": False,
+    }  # fmt: skip
+
+
+def _rope_scaling(scaling: RopeScaling) -> dict[str, object] | None:
+    if scaling.kind == "none":
+        return None
+    content: dict[str, object] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        content |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    return content
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -37,13 +37,13 @@ def initialise(stage: Stage, seed: int) -> None:
 
     Matrices are normal with standard deviation 0.02; those that write into the residual stream are
     smaller by sqrt(2 · layers) (Radford et al. 2019, GPT-2), so that the stream's variance does not
-    grow with depth. Norms start at one. A bottleneck's down-projection keeps the variance of its
-    input, and its up-projection has that of token embeddings.
+    grow with depth. Norms start at one, biases at zero. A bottleneck's down-projection keeps the
+    variance of its input, and its up-projection has that of token embeddings.
     """
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if parameter.ndim < 2:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
                 continue
             deviation = STANDARD_DEVIATION
             if name.startswith(BOTTLENECKS):

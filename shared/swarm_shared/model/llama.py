@@ -1,13 +1,15 @@
-"""The model: a Llama decoder, cut into stages.
+"""The model: a decoder of Llama's family, cut into stages.
 
 Owns the arithmetic of forward passes and the names of parameters. Does not own initial values
 (`swarm_shared.model.initialise`), the optimizer, or the transport of activations. The family is
 Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), rotary positions (arXiv
 2104.09864) in the half-split convention of Hugging Face, SwiGLU (arXiv 2002.05202), grouped-query
-attention (arXiv 2305.13245).
+attention (arXiv 2305.13245). Biases of attention (Qwen2, arXiv 2407.10671), norms of queries and
+keys (Qwen3, arXiv 2505.09388), the head size and scaled rotary positions follow the configuration.
 
-Parameter names equal those of Hugging Face's LlamaForCausalLM and carry global layer indices, so
-that an export is a plain merge of the stages' states.
+Parameter names equal those of Hugging Face's classes (LlamaForCausalLM, Qwen2ForCausalLM,
+Qwen3ForCausalLM) and carry global layer indices, so that an export is a plain merge of the stages'
+states.
 
 In bfloat16 the parameters stay float32 and the residual stream is bfloat16 everywhere, inside a
 stage as on its boundaries: where the model is cut never changes what it computes.
@@ -18,7 +20,7 @@ transferred (after the compression-aware architectures of SWARM, Ryabinin et al.
 Bottlenecks belong to the model, and the uncut model has them, too.
 
 Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary, N heads,
-K key/value heads, H head size, C width of a bottleneck.
+K key/value heads, H head size, P pairs of a head, C width of a bottleneck.
 """
 
 # ruff: noqa: N815 (shape suffixes on tensors)
@@ -26,6 +28,7 @@ K key/value heads, H head size, C width of a bottleneck.
 from __future__ import annotations
 
 import contextlib
+import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -36,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model.split_backward import product
 from swarm_shared.run.manifest import StageRange
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, RopeScaling
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
@@ -49,14 +52,20 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class Linear(nn.Module):
-    """A matrix without bias; its values are left to `initialise`, so none are drawn here."""
+    """A matrix and its bias, if any; the values are left to `initialise`, so none are drawn here.
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    The bias is added beside the product, so that autograd gives its gradient, a sum over tokens,
+    while the product's backward pass may be split.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight)
+        output = product(x, self.weight)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class RmsNorm(nn.Module):
@@ -81,10 +90,10 @@ class Rotary(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        exponent = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-        frequency = 1.0 / (config.rope_theta**exponent)
+        exponent_P = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+        frequency_P = _scaled(1.0 / (config.rope_theta**exponent_P), config.rope_scaling)
         position = torch.arange(config.sequence_length, dtype=torch.float32)
-        angle_TH = torch.outer(position, frequency).repeat(1, 2)
+        angle_TH = torch.outer(position, frequency_P).repeat(1, 2)
         self.register_buffer("cos_TH", angle_TH.cos(), persistent=False)
         self.register_buffer("sin_TH", angle_TH.sin(), persistent=False)
 
@@ -96,6 +105,19 @@ class Rotary(nn.Module):
         return turned.to(x_BNTH.dtype)
 
 
+def _scaled(frequency_P: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the rotary frequencies, in radians a position, as `scaling` changes them."""
+    if scaling.kind == "none":
+        return frequency_P
+    divided_P = frequency_P / scaling.factor
+    if scaling.kind == "linear":
+        return divided_P
+    turns_P = scaling.original_length * frequency_P / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    share_P = ((turns_P - low) / (high - low)).clamp(0, 1)
+    return (1 - share_P) * divided_P + share_P * frequency_P
+
+
 class Attention(nn.Module):
     """Causal self-attention; several query heads share one key/value head."""
 
@@ -103,16 +125,21 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.head_size
         self.grouped = config.key_value_heads != config.heads
-        narrow = config.key_value_heads * config.head_size
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, narrow)
-        self.v_proj = Linear(config.hidden_size, narrow)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+        hidden, bias = config.hidden_size, config.attention_bias != "none"
+        self.q_proj = Linear(hidden, config.query_size, bias)
+        self.k_proj = Linear(hidden, config.key_size, bias)
+        self.v_proj = Linear(hidden, config.key_size, bias)
+        self.o_proj = Linear(config.query_size, hidden, config.attention_bias == "all")
+        norms = config.query_key_norm
+        self.q_norm = RmsNorm(config.head_size, config.norm_epsilon) if norms else None
+        self.k_norm = RmsNorm(config.head_size, config.norm_epsilon) if norms else None
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_size)
-        q_BNTH = rotary(self.q_proj(x_BTD).view(heads).transpose(1, 2))
-        k_BKTH = rotary(self.k_proj(x_BTD).view(heads).transpose(1, 2))
+        q_BTNH, k_BTKH = self.q_proj(x_BTD).view(heads), self.k_proj(x_BTD).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        q_BNTH, k_BKTH = rotary(q_BTNH.transpose(1, 2)), rotary(k_BTKH.transpose(1, 2))
         v_BKTH = self.v_proj(x_BTD).view(heads).transpose(1, 2)
         mixed_BNTH = F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=self.grouped

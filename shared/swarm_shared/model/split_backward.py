@@ -7,8 +7,9 @@ wait (zero bubble pipelines, Qi et al. 2024, arXiv 2401.10241, section 2). Every
 the one that autograd makes, so that the gradients are equal to the bit.
 
 A tape holds, from the first half to the second, the input of each product and the gradient of its
-output. Parameters that are no factor of a product (norms, the token table) are differentiated in
-the first half.
+output. Parameters that are no factor of a product (norms, biases, the token table) are
+differentiated in the first half: the gradient of a bias is a sum over tokens, which costs nothing
+beside the products.
 """
 
 from __future__ import annotations

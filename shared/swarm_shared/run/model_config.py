@@ -1,7 +1,8 @@
 """The shape of the model, as data; free of torch so that the coordinator can read it.
 
 The family is Llama (Touvron et al. 2023, arXiv 2302.13971): pre-norm RMSNorm, rotary positions,
-SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
+SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245). Mistral, Qwen2 and Qwen3
+have the same blocks; fields say what differs (biases, norms of queries and keys, head size).
 """
 
 from __future__ import annotations
@@ -15,9 +16,37 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import Finite
 
 ComputeDtype = Literal["float32", "bfloat16"]
+AttentionBias = Literal["none", "qkv", "all"]
+"""Which projections of attention have a bias: none (Llama), those of queries, keys and values
+(Qwen2), or the output's as well (Llama and Qwen3 with `attention_bias`)."""
 
 MAX_LAYERS = 512
 """Largest number of layers of a model."""
+
+
+class RopeScaling(FrozenModel):
+    """How the rotary frequencies were changed so that a trained model takes longer sequences.
+
+    `linear` divides them by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides those
+    alone whose wavelength is more than `original_length / low_frequency_factor` tokens, keeps those
+    below `original_length / high_frequency_factor`, and interpolates between (as the code that was
+    published with Llama 3.1).
+    """
+
+    kind: Literal["none", "linear", "llama3"] = "none"
+    factor: Finite = Field(default=1.0, ge=1, le=1e6)
+    low_frequency_factor: Finite = Field(default=1.0, gt=0, le=1e6)
+    high_frequency_factor: Finite = Field(default=4.0, gt=0, le=1e6)
+    original_length: int = Field(default=8192, ge=1, le=10_000_000)
+    """Tokens of a sequence before the change."""
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                "rope_scaling: low_frequency_factor must be less than high_frequency_factor"
+            )
+        return self
 
 
 class ModelConfig(FrozenModel):
@@ -33,6 +62,12 @@ class ModelConfig(FrozenModel):
     rope_theta: Finite = Field(default=10_000.0, gt=0, le=1e9)
     norm_epsilon: Finite = Field(default=1e-5, gt=0, le=1)
     tie_embeddings: bool = False
+    attention_head_size: int = Field(default=0, ge=0, le=4096, multiple_of=2)
+    """Width of a head; 0 for `hidden_size / heads`."""
+    attention_bias: AttentionBias = "none"
+    query_key_norm: bool = False
+    """Whether the queries and keys of each head are normalised before their rotation (Qwen3)."""
+    rope_scaling: RopeScaling = RopeScaling()
     bottleneck_size: int = Field(default=0, ge=0, le=65_536)
     """Width of the activation at a stage boundary; 0 for the whole residual stream."""
     bottlenecks: tuple[Annotated[int, Field(ge=0, le=MAX_LAYERS)], ...] = Field(
@@ -53,15 +88,37 @@ class ModelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden_size % (2 * self.heads):
+        if not self.attention_head_size and self.hidden_size % (2 * self.heads):
             raise ValueError("hidden_size must be a multiple of 2 * heads (rotary pairs)")
+        if self.hidden_size % self.heads:
+            raise ValueError("hidden_size must be a multiple of heads")
         if self.heads % self.key_value_heads:
             raise ValueError("heads must be a multiple of key_value_heads")
         return self
 
+    @model_validator(mode="after")
+    def _is_of_a_family(self) -> Self:
+        """Refuse what no class of Hugging Face's transformers computes: an export needs one."""
+        if self.query_key_norm and self.attention_bias == "qkv":
+            raise ValueError(
+                'query_key_norm (Qwen3) goes with attention_bias "none" or "all", not with "qkv" '
+                "(Qwen2)"
+            )
+        return self
+
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.heads
+        return self.attention_head_size or self.hidden_size // self.heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads, which is that of attention's output."""
+        return self.heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.key_value_heads * self.head_size
 
     @property
     def boundary_size(self) -> int:

@@ -11,12 +11,15 @@ import textwrap
 
 from pydantic.fields import FieldInfo
 
+from swarm_shared.base.frozen_model import FrozenModel
+
 COMMENT_COLUMNS = 88
 """Width to which comments are wrapped."""
 
 
 def toml_value(value: object) -> str:
-    """Write a value in TOML; a whole float is written without a fraction."""
+    """Write a value in TOML; a whole float is written without a fraction, a nested value without
+    its defaults."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -28,6 +31,9 @@ def toml_value(value: object) -> str:
     if isinstance(value, str):
         # A JSON string is a TOML basic string, except that TOML requires an escape for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, FrozenModel):
+        named = value.model_dump(exclude_defaults=True).items()
+        return "{" + ", ".join(f"{name} = {toml_value(part)}" for name, part in named) + "}"
     assert isinstance(value, tuple), f"no TOML for {value!r}"
     return "[" + ", ".join(toml_value(part) for part in value) + "]"
 

@@ -51,6 +51,9 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
         "must be an address that begins with https://, http://, s3://, gs:// or "
         "hf://datasets/OWNER/NAME"
     ),
+    "multiple_of": lambda context: f"must be a multiple of {_plain(context['multiple_of'])}",
+    "model_type": lambda _: "must be a table, like {}",
+    "extra_forbidden": lambda _: "must be left out",
     "too_long": lambda context: f"must have at most {context['max_length']} parts",
     "value_error": lambda context: f"{context['error']}",
 }

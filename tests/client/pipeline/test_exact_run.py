@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model import global_norm
 from swarm_shared.run.manifest import CodecsConfig, Manifest
+from swarm_shared.run.model_config import RopeScaling
 from swarm_shared.run.schedule import learning_rate
 
 STEPS = 4
@@ -150,13 +152,29 @@ class Churning:
         }
 
 
-@pytest.mark.parametrize(("stages", "tied"), [(1, False), (1, True), (2, False), (3, True)])
+BLOCKS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"attention_bias": "qkv"},
+    "qwen3": {
+        "query_key_norm": True, "attention_bias": "all", "attention_head_size": 12,
+        "rope_scaling": RopeScaling(kind="llama3", factor=8, original_length=32),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "tied", "family"),
+    [
+        (1, False, "llama"), (1, True, "llama"), (2, False, "llama"), (3, True, "llama"),
+        (2, False, "qwen2"), (3, True, "qwen2"), (1, True, "qwen3"), (3, True, "qwen3"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("border", ["none", "int8"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_parameters_are_the_references_to_the_bit_whichever_peer_computed_what(
-    stages: int, tied: bool, border: str, staleness: int
+    stages: int, tied: bool, family: str, border: str, staleness: int
 ) -> None:
-    plain = make_manifest(stages, tied=tied)
+    plain = make_manifest(stages, tied=tied, **BLOCKS[family])
     manifest = plain.model_copy(
         update={
             "codecs": CodecsConfig(activation=border, gradient=border, average="exact"),

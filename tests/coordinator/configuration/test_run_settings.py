@@ -43,6 +43,18 @@ quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=
             "optimizer.epsilon": finite,
             "model.rope_theta": finite,
             "model.tie_embeddings": st.booleans(),
+            "model.attention_bias": st.sampled_from(["none", "qkv", "all"]),
+            "model.attention_head_size": st.sampled_from([0, 8, 128]),
+            "model.rope_scaling": st.one_of(
+                st.just({}),
+                st.fixed_dictionaries(
+                    {
+                        "kind": st.sampled_from(["none", "linear", "llama3"]),
+                        "factor": st.floats(1, 1e6),
+                        "original_length": st.integers(1, 10**7),
+                    }
+                ),
+            ),
             "training.steps": st.integers(1, 10**12),
             "network.announce": st.lists(quoted, max_size=3),
         }
@@ -162,6 +174,13 @@ def test_the_tolerance_of_audits_follows_the_dtype_unless_it_is_given(
         ("[model]\nlayers = 'x'", "[model] layers must be a whole number, not 'x'"),
         ("[model]\nlayers = 0", "[model] layers must be at least 1, not 0"),
         ("[model]\nheads = 5", "[model] hidden_size must be a multiple of 2 * heads"),
+        (
+            "[model]\nrope_scaling.factor = 0",
+            "[model] rope_scaling.factor must be at least 1, not 0",
+        ),
+        ("[model]\nrope_scaling = 4", "[model] rope_scaling must be a table, like {}, not 4"),
+        ("[model]\nattention_head_size = 3", "must be a multiple of 2, not 3"),
+        ("[model]\nattention_bias = 'q'", "attention_bias must be 'none', 'qkv' or 'all', not"),
         ("[model]\ntie_embeddings = 1", "[model] tie_embeddings must be true or false, not 1"),
         ("[http]\nproxies = ['*']", "[http] '*' does not appear to be an IPv4 or IPv6"),
         ("[http]\nproxies = ['10.0.0.1/8']", "[http] 10.0.0.1/8 has host bits set"),

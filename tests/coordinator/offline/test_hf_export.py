@@ -8,6 +8,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,20 +32,23 @@ from swarm_shared.run.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig, RopeScaling
 
 NO_TOKENIZER = Path("nowhere")
+LLAMA3 = RopeScaling(kind="llama3", factor=8, low_frequency_factor=1, original_length=64)
 TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
 
 
-def manifest(tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2) -> Manifest:
+def manifest(
+    tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2, **blocks: Any
+) -> Manifest:
     return Manifest(
         name="test",
         organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=300, hidden_size=64, intermediate_size=96, layers=3, heads=4,
             key_value_heads=key_value_heads, sequence_length=32, tie_embeddings=tied,
-            rope_theta=5000.0, norm_epsilon=3e-5,
+            rope_theta=5000.0, norm_epsilon=3e-5, **blocks,
         ),
         stages=(StageRange(first_layer=0, end_layer=2), StageRange(first_layer=2, end_layer=3)),
         data=NO_DATA.model_copy(update={"tokenizer": tokenizer}),
@@ -70,9 +74,36 @@ def save_stages(described: Manifest, folder):
     return paths
 
 
-@pytest.mark.parametrize(("tied", "key_value_heads"), [(False, 2), (True, 2), (False, 4)])
-def test_transformers_computes_our_logits_and_gradients(tmp_path, tied, key_value_heads):
-    described = manifest(tied, key_value_heads=key_value_heads)
+BLOCKS: list[tuple[str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", {}),
+    ("LlamaForCausalLM", {"tied": True}),
+    ("LlamaForCausalLM", {"key_value_heads": 4}),
+    ("LlamaForCausalLM", {"attention_bias": "all", "attention_head_size": 24}),
+    ("LlamaForCausalLM", {"rope_scaling": LLAMA3}),
+    ("Qwen2ForCausalLM", {"attention_bias": "qkv", "tied": True}),
+    (
+        "Qwen2ForCausalLM",
+        {
+            "attention_bias": "qkv",
+            "attention_head_size": 8,
+            "rope_scaling": RopeScaling(kind="linear", factor=4),
+        },
+    ),
+    ("Qwen3ForCausalLM", {"query_key_norm": True, "tied": True}),
+    (
+        "Qwen3ForCausalLM",
+        {"query_key_norm": True, "attention_bias": "all", "attention_head_size": 32},
+    ),
+    (
+        "Qwen3ForCausalLM",
+        {"query_key_norm": True, "attention_head_size": 24, "rope_scaling": LLAMA3},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "blocks"), BLOCKS)
+def test_transformers_computes_our_logits_and_gradients(tmp_path, architecture, blocks):
+    described = manifest(**{"tied": False} | blocks)
     paths = save_stages(described, tmp_path)
     export_huggingface(described, paths, NO_TOKENIZER, tmp_path / "out")
     theirs, report = AutoModelForCausalLM.from_pretrained(
@@ -81,6 +112,7 @@ def test_transformers_computes_our_logits_and_gradients(tmp_path, tied, key_valu
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert theirs.dtype == torch.float32
+    assert type(theirs).__name__ == architecture
     ours = build_whole(described)
     merged = merge_stages(described.model, paths)
     ours.load_state_dict(merged)

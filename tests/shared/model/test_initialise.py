@@ -19,9 +19,9 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def stage(start: int, end: int, seed: int = 3) -> Stage:
+def stage(start: int, end: int, seed: int = 3, model: ModelConfig = MODEL) -> Stage:
     cut = StageRange(first_layer=start, end_layer=end)
-    built = Stage(MODEL, cut, is_first=start == 0, is_last=end == MODEL.layers)
+    built = Stage(model, cut, is_first=start == 0, is_last=end == MODEL.layers)
     initialise(built, seed)
     return built
 
@@ -86,7 +86,10 @@ def test_matrices_are_normal_with_the_stated_deviation(name, deviation):
     assert abs(lagged) < 5 / math.sqrt(count)
 
 
-def test_norms_start_at_one():
-    for name, parameter in stage(0, 4).named_parameters():
+def test_norms_start_at_one_and_biases_at_zero():
+    model = MODEL.model_copy(update={"attention_bias": "all", "query_key_norm": True})
+    for name, parameter in stage(0, 4, model=model).named_parameters():
         if "norm" in name:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
+        if "bias" in name:
+            assert torch.equal(parameter, torch.zeros_like(parameter)), name

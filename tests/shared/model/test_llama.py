@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,14 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def config(tied: bool = False, bottlenecks: tuple[int, ...] = ()) -> ModelConfig:
+QWEN3 = {"query_key_norm": True, "attention_bias": "all", "attention_head_size": 12}
+
+
+def config(tied: bool = False, bottlenecks: tuple[int, ...] = (), **blocks: Any) -> ModelConfig:
     return ModelConfig(
         vocabulary_size=61, hidden_size=32, intermediate_size=48, layers=5, heads=4,
         key_value_heads=2, sequence_length=12, tie_embeddings=tied,
-        bottleneck_size=8 if bottlenecks else 0, bottlenecks=bottlenecks,
+        bottleneck_size=8 if bottlenecks else 0, bottlenecks=bottlenecks, **blocks,
     )  # fmt: skip
 
 
@@ -85,11 +89,12 @@ def gradients(chain: Sequence[Stage]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("blocks", [{}, QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5), (0, 5, 5), (1, 2, 3, 4, 5)])
-def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype, narrow):
-    model = config(bottlenecks=ends[:-1] if narrow else ())
+def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype, narrow, blocks):
+    model = config(bottlenecks=ends[:-1] if narrow else (), **blocks)
     inputs, targets = batch(model)
     whole, chain = stages(model, (5,), dtype), stages(model, ends, dtype)
     for _ in range(2):  # twice, so that accumulation is part of it
@@ -145,6 +150,43 @@ def test_an_activation_as_wide_as_the_model_is_refused_behind_a_bottleneck():
 def test_bottlenecks_that_make_no_sense_are_refused(wrong, why):
     with pytest.raises(ValidationError, match=why):
         ModelConfig.model_validate(config().model_dump() | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"heads": 3, "key_value_heads": 3}, "multiple of 2 . heads"),
+        ({"heads": 3, "key_value_heads": 3, "attention_head_size": 8}, "a multiple of heads"),
+        ({"attention_head_size": 7}, "multiple of 2"),
+        ({"query_key_norm": True, "attention_bias": "qkv"}, "not with .qkv. .Qwen2"),
+        ({"rope_scaling": {"kind": "linear", "factor": 0.5}}, "greater than or equal to 1"),
+        ({"rope_scaling": {"kind": "llama3", "low_frequency_factor": 4}}, "be less than high_fr"),
+        ({"rope_scaling": {"kind": "yarn"}}, "'none', 'linear' or 'llama3'"),
+    ],
+)
+def test_blocks_that_no_family_has_are_refused(wrong, why):
+    with pytest.raises(ValidationError, match=why):
+        ModelConfig.model_validate(config().model_dump() | wrong)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "names"),
+    [
+        ({}, set()),
+        ({"attention_bias": "qkv"}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
+        (
+            {"attention_bias": "all"},
+            {"q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"},
+        ),
+        ({"query_key_norm": True}, {"q_norm.weight", "k_norm.weight"}),
+    ],
+)
+def test_a_layer_has_the_biases_and_norms_of_its_configuration(blocks, names):
+    (plain,), (stage,) = stages(config(), (5,)), stages(config(**blocks), (5,))
+    added = stage.state_dict().keys() - plain.state_dict().keys()
+    assert {name.removeprefix("model.layers.2.self_attn.") for name in added if ".2." in name} == (
+        names
+    )
 
 
 @pytest.mark.parametrize("narrow", [False, True])

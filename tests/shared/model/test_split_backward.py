@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,42 @@ from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.split_backward import Weights, WeightTape, product
 from swarm_shared.run.manifest import StageRange
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, RopeScaling
 
 
-def config(heads: int, head_size: int, bottlenecks: tuple[int, ...] = ()) -> ModelConfig:
+def config(
+    heads: int, head_size: int, bottlenecks: tuple[int, ...] = (), **blocks: Any
+) -> ModelConfig:
     return ModelConfig(
         vocabulary_size=61, hidden_size=heads * head_size, intermediate_size=40, layers=3,
         heads=heads, key_value_heads=heads // 2, sequence_length=24, tie_embeddings=True,
-        bottleneck_size=4 if bottlenecks else 0, bottlenecks=bottlenecks,
+        bottleneck_size=4 if bottlenecks else 0, bottlenecks=bottlenecks, **blocks,
     )  # fmt: skip
+
+
+BLOCKS: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "attention_head_size": st.sampled_from([0, 6, 16]),
+            "attention_bias": st.sampled_from(["none", "all"]),
+            "query_key_norm": st.booleans(),
+            "rope_scaling": st.sampled_from(
+                [RopeScaling(), RopeScaling(kind="llama3", factor=8, original_length=32)]
+            ),
+        }
+    ),
+    st.just({"attention_bias": "qkv"}),
+)
 
 
 def stage_of(model: ModelConfig, first: int, end: int, dtype: ComputeDtype) -> Stage:
     cut = StageRange(first_layer=first, end_layer=end)
     stage = Stage(model, cut, is_first=first == 0, is_last=end == model.layers, dtype=dtype)
     initialise(stage, 7)
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
     return stage
 
 
@@ -76,7 +98,8 @@ def test_both_halves_together_give_autograds_gradients(
     length = data.draw(st.integers(1, 24), "length")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
     weights = data.draw(st.sampled_from([Weights.NOW, Weights.LATER]), "weights")
-    stage = stage_of(config(heads, head_size, bottlenecks), *cut, dtype)
+    blocks = data.draw(BLOCKS, "blocks")
+    stage = stage_of(config(heads, head_size, bottlenecks, **blocks), *cut, dtype)
     inputs, targets = inputs_of(stage, sequences, length, generator)
     slope = None
     if not stage.is_last:

@@ -63,5 +63,6 @@ def _layer_activations(manifest: Manifest) -> int:
     """Return the values that autograd keeps of one layer for each token: the inputs of its
     matrices, norms, attention and SwiGLU."""
     config = manifest.model
-    keys = config.key_value_heads * config.head_size
-    return 8 * config.hidden_size + 2 * keys + 4 * config.intermediate_size
+    attention = 2 * (config.query_size + config.key_size)
+    normalised = attention if config.query_key_norm else 0
+    return 6 * config.hidden_size + attention + normalised + 4 * config.intermediate_size

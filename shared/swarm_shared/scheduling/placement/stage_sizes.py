@@ -63,9 +63,14 @@ def is_size_of_state_file(file_bytes: int, state_bytes: int) -> bool:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the parameters of one transformer layer: attention, feed-forward and two norms."""
-    keys = config.head_size * config.key_value_heads
-    attention = 2 * config.hidden_size * (config.hidden_size + keys)
+    """Return the parameters of one transformer layer: attention, feed-forward and norms."""
+    attention = 2 * config.hidden_size * (config.query_size + config.key_size)
+    if config.attention_bias != "none":
+        attention += config.query_size + 2 * config.key_size
+    if config.attention_bias == "all":
+        attention += config.hidden_size
+    if config.query_key_norm:
+        attention += 2 * config.head_size
     return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
 
 

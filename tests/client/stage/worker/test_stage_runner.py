@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_manifest(stages: int = 2, dtype: str = "float32", tied: bool = False) -> Manifest:
+def make_manifest(
+    stages: int = 2, dtype: str = "float32", tied: bool = False, **blocks: Any
+) -> Manifest:
     layers = 3
     cuts = [round(layers * index / stages) for index in range(stages + 1)]
     shards = tuple(
@@ -50,7 +53,7 @@ def make_manifest(stages: int = 2, dtype: str = "float32", tied: bool = False) -
         organiser=named("Lord"),
         model=ModelConfig(
             vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=layers, heads=4,
-            key_value_heads=2, sequence_length=16, tie_embeddings=tied,
+            key_value_heads=2, sequence_length=16, tie_embeddings=tied, **blocks,
         ),
         stages=tuple(
             StageRange(first_layer=low, end_layer=high)

@@ -79,8 +79,22 @@ def test_the_bound_is_just_below_what_torch_measures(name: str, dtype: ComputeDt
         assert least.host_bytes == claimed.host_bytes
 
 
+def test_the_bound_is_just_below_for_wide_heads_with_norms():
+    """The shape of Qwen3-0.6B, with fewer layers and words."""
+    model = ModelConfig(
+        vocabulary_size=1000, hidden_size=1024, intermediate_size=3072, layers=4, heads=16,
+        key_value_heads=8, sequence_length=512, attention_head_size=128, query_key_norm=True,
+    )  # fmt: skip
+    manifest = honest_manifest(model, 4, 1)
+    (cut,), (least,) = manifest.stages, least_stage_memory(manifest)
+    assert 0.7 * cut.memory.device_bytes < least.device_bytes <= cut.memory.device_bytes
+
+
 @given(
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 4)]),
+    head_size=st.sampled_from([0, 8, 128]),
+    bias=st.sampled_from(["none", "all"]),
+    query_key_norm=st.booleans(),
     sizes=st.tuples(
         st.integers(1, 8), st.integers(8, 200), st.integers(2, 500), st.integers(2, 60)
     ),
@@ -94,14 +108,16 @@ def test_the_bound_is_just_below_what_torch_measures(name: str, dtype: ComputeDt
 )
 @settings(max_examples=40, deadline=None)
 def test_no_honest_manifest_is_refused(
-    heads: tuple[int, int], sizes: tuple[int, int, int, int], layers: int, stages: int,
+    heads: tuple[int, int], head_size: int, bias: Any, query_key_norm: bool,
+    sizes: tuple[int, int, int, int], layers: int, stages: int,
     sequences: int, tied: bool, dtype: ComputeDtype, staleness: int, average: str,
 ):  # fmt: skip
     width, intermediate, vocabulary, length = sizes
     model = ModelConfig(
         vocabulary_size=vocabulary, hidden_size=8 * width * heads[0],
         intermediate_size=intermediate, layers=layers, heads=heads[0], key_value_heads=heads[1],
-        sequence_length=length, tie_embeddings=tied,
+        sequence_length=length, tie_embeddings=tied, attention_head_size=head_size,
+        attention_bias=bias, query_key_norm=query_key_norm,
     )  # fmt: skip
     check_stage_memory(honest_manifest(model, sequences, stages, dtype, staleness, average))
 

@@ -25,8 +25,9 @@ from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 
 def manifest_of(
-    ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False, bottleneck_size: int = 0
-) -> Manifest:
+    ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False, bottleneck_size: int = 0,
+    **blocks: Any,
+) -> Manifest:  # fmt: skip
     shard: dict[str, Any] = {"tokens": 10, "merkle_root": "0" * 64}
     return Manifest(
         name="sizes",
@@ -36,6 +37,7 @@ def manifest_of(
             key_value_heads=2, sequence_length=8, tie_embeddings=tied,
             bottleneck_size=bottleneck_size,
             bottlenecks=ends[:-1] if bottleneck_size else (),
+            **blocks,
         ),
         stages=tuple(
             StageRange(first_layer=start, end_layer=end)
@@ -55,13 +57,22 @@ def manifest_of(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {},
+        {"attention_bias": "qkv"},
+        {"query_key_norm": True, "attention_bias": "all", "attention_head_size": 6},
+    ],
+    ids=["llama", "qwen2", "qwen3"],
+)
 @pytest.mark.parametrize("bottleneck_size", [0, 5])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ends", [(3,), (1, 3), (0, 2, 3, 3)])
 def test_parameters_are_those_of_the_built_stage(
-    ends: tuple[int, ...], tied: bool, bottleneck_size: int
+    ends: tuple[int, ...], tied: bool, bottleneck_size: int, blocks: dict[str, Any]
 ) -> None:
-    manifest = manifest_of(ends, tied=tied, bottleneck_size=bottleneck_size)
+    manifest = manifest_of(ends, tied=tied, bottleneck_size=bottleneck_size, **blocks)
     last = manifest.stage_count - 1
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
         with torch.device("meta"):
