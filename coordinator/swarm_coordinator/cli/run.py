@@ -88,7 +88,7 @@ _CHANGEABLE = (
     "given_model",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="Continue from a model: a folder in Hugging Face's format, of the Llama family.",
+    help="Continue from a model: a folder in Hugging Face's format (Llama, Mistral, Qwen2, Qwen3).",
 )
 @click.option(
     "--data",

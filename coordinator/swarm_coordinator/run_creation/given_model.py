@@ -1,9 +1,10 @@
 """A model in Hugging Face's format from which a run continues, as `init --from` reads it.
 
 Owns which folders the model's blocks can compute, and the files of version 0 that are made of one
-(`run_dir.initial_states`). The family is Llama's; a Mistral model is the same where no sequence is
-longer than its attention window. Parameters keep their names, so that the files are a cut of the
-folder's tensors, in float32. Holds one stage in memory at a time.
+(`run_dir.initial_states`). Llama, Mistral, Qwen2 and Qwen3 are the same blocks with the differences
+that `ModelConfig` has, where no sequence is longer than an attention window. Parameters keep their
+names, so that the files are a cut of the folder's tensors, in float32. Holds one stage in memory at
+a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from swarm_coordinator.offline.merged_stages import parameter_shapes
@@ -27,12 +28,14 @@ from swarm_shared.base.errors import DataError
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage
 from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import InitialState, Manifest
-from swarm_shared.run.model_config import PRESETS, ModelConfig
+from swarm_shared.run.model_config import PRESETS, AttentionBias, ModelConfig, RopeScaling
 
 LONGEST_DEFAULT = 2048
 """Sequence length unless one is given or the model's own is shorter; tokens."""
 
-_FAMILIES = ("llama", "mistral")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_QWEN3_HEAD_SIZE = 128
+"""Of a Qwen3 model whose config.json has no `head_dim`."""
 _HEAD_NAME = "lm_head.weight"
 _NOT_PARAMETERS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tables that older versions of transformers stored, and that follow from the configuration."""
@@ -130,14 +133,27 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class _Rope(BaseModel):
+    """Unknown entries are refused: they may change the positions."""
+
+    model_config = ConfigDict(extra="forbid")
+
     rope_type: str | None = None
     type: str | None = None
     """The older name of `rope_type`."""
     rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
 
 
 class _ConfigFile(BaseModel):
-    """What is read of config.json, with the defaults of transformers' LlamaConfig."""
+    """What is read of config.json, with the defaults of transformers' classes."""
 
     model_type: str
     vocab_size: int
@@ -148,12 +164,15 @@ class _ConfigFile(BaseModel):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 2048
-    sliding_window: int | None = None
+    sliding_window: int | None = 4096
+    use_sliding_window: bool = False
+    """Of Qwen; Mistral always uses its window, and Llama has none."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_parameters: _Rope | None = None
     """Of transformers 5; before, `rope_theta` and `rope_scaling`."""
     rope_scaling: _Rope | None = None
+    partial_rotary_factor: float | None = None
     tie_word_embeddings: bool = False
     hidden_act: str = "silu"
     attention_bias: bool = False
@@ -161,14 +180,45 @@ class _ConfigFile(BaseModel):
 
     @property
     def rope(self) -> _Rope:
-        return self.rope_parameters or self.rope_scaling or _Rope()
+        return self.rope_scaling or self.rope_parameters or _Rope()
+
+    @property
+    def rope_factors(self) -> RopeScaling:
+        """The scaling of the rotary positions. ValidationError where a number is missing."""
+        rope = self.rope
+        content: dict[str, object] = {"kind": "none"}
+        if rope.kind != "default":
+            content = {"kind": rope.kind, "factor": rope.factor}
+        if rope.kind == "llama3":
+            content |= {
+                "low_frequency_factor": rope.low_freq_factor,
+                "high_frequency_factor": rope.high_freq_factor,
+                "original_length": rope.original_max_position_embeddings
+                or self.max_position_embeddings,
+            }
+        return RopeScaling.model_validate(content)
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head where it is not `hidden_size / num_attention_heads`, else 0."""
+        usual = self.hidden_size // max(1, self.num_attention_heads)
+        of_family = _QWEN3_HEAD_SIZE if self.model_type == "qwen3" else usual
+        size = of_family if self.head_dim is None else self.head_dim
+        return 0 if size == usual else size
+
+    @property
+    def biases(self) -> AttentionBias:
+        """Qwen2 always has those of queries, keys and values, Mistral never has any."""
+        if self.model_type == "qwen2":
+            return "qkv"
+        return "all" if self.attention_bias and self.model_type != "mistral" else "none"
 
     @property
     def longest(self) -> int:
         """Tokens that one position may attend to."""
-        return min(
-            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
-        )
+        slides = self.use_sliding_window and self.model_type != "llama"
+        window = self.sliding_window if slides or self.model_type == "mistral" else None
+        return min(self.max_position_embeddings, window or self.max_position_embeddings)
 
 
 def _model_config(folder: Path, sequence_length: int | None) -> ModelConfig:
@@ -188,6 +238,10 @@ def _model_config(folder: Path, sequence_length: int | None) -> ModelConfig:
             rope_theta=read.rope.rope_theta or read.rope_theta,
             norm_epsilon=read.rms_norm_eps,
             tie_embeddings=read.tie_word_embeddings,
+            attention_head_size=read.head_size,
+            attention_bias=read.biases,
+            query_key_norm=read.model_type == "qwen3",
+            rope_scaling=read.rope_factors,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -205,23 +259,24 @@ def _model_config(folder: Path, sequence_length: int | None) -> ModelConfig:
 
 
 def _refuse_other_blocks(folder: Path, read: _ConfigFile) -> None:
-    """DataError for what Llama's blocks do not have."""
+    """DataError for what the blocks do not have."""
     if read.model_type not in _FAMILIES:
         raise DataError(
-            f"{folder} is a model of type {read.model_type!r}; {' and '.join(_FAMILIES)} can be "
+            f"{folder} is a model of type {read.model_type!r}; {', '.join(_FAMILIES)} can be "
             "trained here"
         )
-    head_size = read.hidden_size // max(1, read.num_attention_heads)
-    for name, found, needed in (
-        ("hidden_act", read.hidden_act, "silu"),
-        ("attention_bias", read.attention_bias, False),
-        ("mlp_bias", read.mlp_bias, False),
-        ("rope_type", read.rope.rope_type or read.rope.type or "default", "default"),
-        ("head_dim", read.head_dim or head_size, head_size),
-    ):
-        if found != needed:
+    rotated = read.rope.partial_rotary_factor or read.partial_rotary_factor or 1.0
+    known: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("hidden_act", read.hidden_act, ("silu",)),
+        ("mlp_bias", read.mlp_bias, (False,)),
+        ("rope_type", read.rope.kind, ("default", "linear", "llama3")),
+        ("partial_rotary_factor", rotated, (1.0,)),
+    )
+    for name, found, possible in known:
+        if found not in possible:
             raise DataError(
-                f"{folder} is a model with {name} = {found!r}; only {needed!r} can be trained here"
+                f"{folder} is a model with {name} = {found!r}; only "
+                f"{' or '.join(map(repr, possible))} can be trained here"
             )
 
 

@@ -16,16 +16,19 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from kits.peer_names import named
 from kits.runs.no_data import NO_DATA
 from swarm_coordinator.cli.main import run as run_command
+from swarm_coordinator.configuration.run_settings import settings_differences
 from swarm_coordinator.durability.backup import make_backup
 from swarm_coordinator.durability.integrity_check import check_run, check_start
 from swarm_coordinator.durability.restore import restore_backup
-from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest, load_settings
+from swarm_coordinator.offline.hf_export import export_huggingface
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.given_model import (
     GivenModel,
@@ -47,6 +50,7 @@ from swarm_shared.run.manifest import (
     StageRange,
     TrainingConfig,
 )
+from swarm_shared.run.model_config import RopeScaling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -107,31 +111,115 @@ def unlike(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: llama(),
-        lambda: llama(tie_word_embeddings=True, rms_norm_eps=1e-4),
-        lambda: llama(num_key_value_heads=4),
-        lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=64)),
-    ],
-    ids=["llama", "tied", "multi-head", "mistral"],
-)
-def test_logits_are_those_of_transformers(
-    tmp_path: Path, model: Callable[[], Any], dtype: torch.dtype
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 48,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 30_000.0, "factor": 4.0}
+
+MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "llama": (LlamaConfig, {"rope_theta": 20_000.0}, "LlamaForCausalLM"),
+    "tied": (LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-4}, "LlamaForCausalLM"),
+    "multi-head": (LlamaConfig, {"num_key_value_heads": 4}, "LlamaForCausalLM"),
+    "biases": (LlamaConfig, {"attention_bias": True, "head_dim": 12}, "LlamaForCausalLM"),
+    "llama 3.1": (LlamaConfig, {"rope_parameters": LLAMA3}, "LlamaForCausalLM"),
+    "linear": (LlamaConfig, {"rope_parameters": LINEAR}, "LlamaForCausalLM"),
+    "mistral": (MistralConfig, {"sliding_window": 64, "head_dim": 16}, "LlamaForCausalLM"),
+    "qwen2": (Qwen2Config, {"rope_theta": 1e6}, "Qwen2ForCausalLM"),
+    "qwen2 tied": (
+        Qwen2Config,
+        {
+            "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 64,
+            "max_window_layers": 1, "rope_parameters": LINEAR,
+        },
+        "Qwen2ForCausalLM",
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 12, "rope_theta": 1e6}, "Qwen3ForCausalLM"),
+    "qwen3 tied": (
+        Qwen3Config,
+        {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+        "Qwen3ForCausalLM",
+    ),
+    "qwen3 biases": (Qwen3Config, {"attention_bias": True}, "Qwen3ForCausalLM"),
+}  # fmt: skip
+"""Configurations, and the class as which the model is exported."""
+
+CASES = [(name, torch.float32) for name in MODELS] + [
+    (name, dtype)
+    for name in ("llama", "tied", "multi-head", "mistral", "qwen3")
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+def made(name: str) -> Any:
+    kind, options, _ = MODELS[name]
+    return AutoModelForCausalLM.from_config(kind(**SIZES | options))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_logits_are_those_of_transformers_before_and_after_an_export(
+    tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    given = saved(tmp_path / "given", unlike(model()).to(dtype), max_shard_size="20KB")
+    given = saved(tmp_path / "given", unlike(made(name)).to(dtype), max_shard_size="20KB")
     # Not from the one above: its rotary table was rounded to the dtype, too.
     theirs = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
     manifest, folder = in_stages(tmp_path / "run", read_given_model(given), 3)
     ours = build_whole(manifest)
     load_parameters(ours, merge_stages(manifest.model, initial_files(folder, manifest)))
     tokens = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(1))
+    export_huggingface(manifest, initial_files(folder, manifest), Path(), tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        difference = (ours(tokens) - theirs(tokens).logits).abs().max()
-    assert float(difference) < 1e-5
-    assert manifest.model.rope_theta == (20_000.0 if "llama" in str(type(theirs)) else 10_000.0)
+        expected = theirs(tokens).logits
+        assert float((ours(tokens) - expected).abs().max()) < 1e-5
+        assert float((exported(tokens).logits - expected).abs().max()) < 1e-5
+    assert float(expected.std()) > 0.1
+    assert type(exported).__name__ == MODELS[name][2]
+
+
+def test_rotary_positions_are_read_in_the_form_of_transformers_4(tmp_path: Path) -> None:
+    given = saved(tmp_path / "given", made("llama 3.1"))
+    expected = read_given_model(given).config
+    assert expected.rope_scaling == RopeScaling(kind="llama3", factor=8, original_length=48)
+    assert expected.rope_theta == 5_000.0
+    path = given / "config.json"
+    content = json.loads(path.read_text())
+    del content["rope_parameters"]
+    older = LLAMA3 | {"type": LLAMA3["rope_type"]}
+    content["rope_theta"] = older.pop("rope_theta")
+    del older["rope_type"]
+    path.write_text(json.dumps(content | {"rope_scaling": older}))
+    assert read_given_model(given).config == expected
+
+
+def test_a_run_has_the_blocks_of_its_model(tmp_path: Path, text: str) -> None:
+    given = saved(tmp_path / "given", made("qwen3 tied"))
+    manifest, folder = continued(tmp_path, text, given, 2)
+    assert manifest.model == read_given_model(given).config
+    assert manifest.model.query_key_norm
+    assert manifest.model.rope_scaling.kind == "llama3"
+    assert settings_differences(load_settings(folder), manifest) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "longest"),
+    [
+        ("llama", {"sliding_window": 16}, 64),
+        ("mistral", {"sliding_window": None}, 64),
+        ("mistral", {"sliding_window": 16}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 64),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, 16),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True}, 16),
+    ],
+)
+def test_no_sequence_is_longer_than_the_attention_window(
+    tmp_path: Path, name: str, changes: dict[str, object], longest: int
+) -> None:
+    given = saved(tmp_path / "given", made(name))
+    edited(given, **changes)
+    assert read_given_model(given).config.sequence_length == longest
+    with pytest.raises(DataError, match=f"for at most {longest} tokens"):
+        read_given_model(given, longest + 2)
 
 
 def test_the_run_has_the_models_sizes_its_tokenizer_and_a_tenth_of_the_presets_rate(
@@ -247,10 +335,27 @@ def with_nan(folder: Path) -> None:
 
 
 BAD: list[tuple[str, Callable[[Path], object], str]] = [
-    ("family", lambda at: edited(at, model_type="gpt2"), "type 'gpt2'; llama and mistral can be"),
-    ("bias", lambda at: edited(at, attention_bias=True), "attention_bias = True; only False"),
+    (
+        "family",
+        lambda at: edited(at, model_type="gpt2"),
+        "type 'gpt2'; llama, mistral, qwen2, qwen",
+    ),
+    ("bias", lambda at: edited(at, mlp_bias=True), "mlp_bias = True; only False"),
+    ("no biases", lambda at: edited(at, attention_bias=True), "12 are missing and 0 unknown"),
     ("scaling", lambda at: edited(at, rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn'"),
-    ("heads", lambda at: edited(at, head_dim=16), "head_dim = 16; only 8"),
+    (
+        "factor",
+        lambda at: edited(at, rope_parameters={"type": "linear"}),
+        "factor: Input should be",
+    ),
+    (
+        "nested",
+        lambda at: edited(at, rope_parameters={"full_attention": {}}),
+        "rope_parameters.full",
+    ),
+    ("part", lambda at: edited(at, partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+    ("heads", lambda at: edited(at, head_dim=16), "needs (64, 32)"),
+    ("odd head", lambda at: edited(at, head_dim=7), "multiple of 2"),
     ("no size", lambda at: edited(at, hidden_size=None), "hidden_size: Input should be a valid"),
     ("odd", lambda at: edited(at, num_attention_heads=5, head_dim=6), "multiple of 2 * heads"),
     ("layers", lambda at: edited(at, num_hidden_layers=4), "9 are missing and 0 unknown (model.l"),
