@@ -14,13 +14,22 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from swarm_coordinator.offline.merged_stages import merge_stages
-from swarm_shared.base.atomic_file import write_atomically
-from swarm_shared.base.errors import ConfigurationError, StorageError
+from swarm_coordinator.offline.merged_stages import open_stages
+from swarm_coordinator.offline.weight_files import (
+    SHARD_BYTES,
+    ExportDtype,
+    is_weight_file,
+    write_weights,
+)
+from swarm_shared.base.atomic_file import make_folder, storage_error, write_atomically
+from swarm_shared.base.errors import ConfigurationError, StorageError, UsageError
 from swarm_shared.data.tokenizer import BytesTokenizer, JsonTokenizer
-from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ModelConfig, RopeScaling
+
+CONFIG_FILE = "config.json"
+MODEL_CARD = "README.md"
+_OTHER_FILES = (MODEL_CARD, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def export_huggingface(
@@ -28,13 +37,16 @@ def export_huggingface(
     stage_state_files: Sequence[Path],
     tokenizer_path: Path,
     out_dir: Path,
+    dtype: ExportDtype = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    model_card: str | None = None,
 ) -> None:
     """Write `out_dir` from one state file per stage, without the optimizer's state and the
     parameters of the previous version, which only training needs.
 
     `tokenizer_path` is the run's tokenizer.json; for the bytes tokenizer, which has none, one is
-    generated. Each file is replaced atomically, and config.json is written last, so that an
-    incomplete folder does not load as a model.
+    generated. An earlier export in the folder is replaced: config.json is removed first and written
+    last, so that an incomplete folder does not load as a model.
     """
     if manifest.model.bottlenecks:
         raise ConfigurationError(
@@ -42,21 +54,43 @@ def export_huggingface(
             "([model] bottleneck_size), which no model of transformers has, so that it could not "
             "be loaded; its parameters are in the run's checkpoints, as safetensors files"
         )
-    tensors = merge_stages(manifest.model, stage_state_files)
+    merged = open_stages(manifest.model, stage_state_files)
     tokenizer = _tokenizer(manifest, tokenizer_path)
     config = huggingface_config(manifest.model, tokenizer.end_of_text)
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(out_dir)
+        (out_dir / CONFIG_FILE).unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"the folder {out_dir} cannot be made ({error.strerror}); choose another one"
-        ) from error
-    save_state(out_dir / "model.safetensors", tensors, {"format": "pt"})
+        raise storage_error(out_dir, error) from error
+    write_weights(merged, out_dir, dtype, shard_bytes)
     write_atomically(out_dir / "tokenizer.json", tokenizer.content)
     _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest, tokenizer))
     generation = _generation_config(manifest.model, tokenizer.end_of_text)
     _write_json(out_dir / "generation_config.json", generation)
-    _write_json(out_dir / "config.json", config)
+    if model_card is not None:
+        write_atomically(out_dir / MODEL_CARD, model_card.encode())
+    _write_json(out_dir / CONFIG_FILE, config | {"dtype": dtype, "torch_dtype": dtype})
+
+
+def exported_files(out_dir: Path) -> list[str]:
+    """Return the names of the files in a folder that an export writes."""
+    names = (path.name for path in out_dir.iterdir())
+    return sorted(
+        name for name in names if name in (CONFIG_FILE, *_OTHER_FILES) or is_weight_file(name)
+    )
+
+
+def check_out(out_dir: Path) -> None:
+    """UsageError unless the folder is new, empty, or has a model in it that may be replaced."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UsageError(f"{out_dir} exists and is not a folder; choose another name")
+    names = {path.name for path in out_dir.iterdir()} if out_dir.is_dir() else set()
+    # Without config.json, what an interrupted export has left.
+    left = all(name in _OTHER_FILES or is_weight_file(name) for name in names)
+    if CONFIG_FILE not in names and (not left or names == {MODEL_CARD}):
+        raise UsageError(
+            f"{out_dir} holds files other than an exported model; choose another name, or empty it"
+        )
 
 
 def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
@@ -132,6 +166,11 @@ def bytes_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def bytes_tokenizer_file() -> bytes:
+    """Return the tokenizer.json of an exported run on bytes."""
+    return str(bytes_tokenizer().to_str(pretty=True)).encode("utf-8")
+
+
 def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level tokenizers (Radford et al.
     2019)."""
@@ -152,9 +191,8 @@ class _TokenizerFile:
 
 def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
     if manifest.data.tokenizer == "bytes":
-        content = str(bytes_tokenizer().to_str(pretty=True)).encode("utf-8")
         end = BytesTokenizer.end_of_text
-        return _TokenizerFile(content, end, _byte_characters()[end])
+        return _TokenizerFile(bytes_tokenizer_file(), end, _byte_characters()[end])
     try:
         content = tokenizer_path.read_bytes()
     except OSError as error:

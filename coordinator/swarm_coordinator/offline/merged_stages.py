@@ -6,14 +6,18 @@ the files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from swarm_shared.base.errors import StorageError
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state
+from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ModelConfig
 
@@ -21,31 +25,50 @@ REPLICA_TOLERANCE = 1e-4
 """Relative norm by which rounding may make the two replicas of a tied token table differ."""
 
 
+@dataclass(frozen=True, slots=True)
+class MergedStages:
+    """The parameters of a whole model in the stages' files, checked against its configuration."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter, in the order of the model; all are float32."""
+    files: Mapping[str, Path]
+    """The file of each parameter; of a tied table, the first stage's."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one parameter."""
+        path = self.files[name]
+        with _opened(path) as file:
+            return _tensor(file, name)
+
+
 def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """Merge the parameters of all stages' files and check them against the configuration."""
-    merged: dict[str, torch.Tensor] = {}
-    for path in stage_state_files:
-        for name, tensor in open_state(path).tensors.items():
-            if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
-                continue
-            if name in merged:
-                _check_replica(path, name, merged[name], tensor)
-            else:
-                merged[name] = tensor
+    """Read the parameters of all stages' files, checked against the configuration."""
+    merged = open_stages(config, stage_state_files)
+    return {name: merged.read(name) for name in merged.shapes}
+
+
+def open_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> MergedStages:
+    """Check the files of all stages against the configuration. StorageError if they are not of one
+    checkpoint of this model. Reads the files' headers, and values of a tied table only."""
     expected = parameter_shapes(config)
-    if merged.keys() != expected.keys():
-        wrong = sorted(merged.keys() ^ expected.keys())
+    files: dict[str, Path] = {}
+    for path in stage_state_files:
+        with _opened(path) as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
+                    continue
+                if name in expected:
+                    _check_shape(stored, name, expected[name])
+                if name in files:
+                    _check_replica(files[name], path, name)
+                files.setdefault(name, path)
+    if files.keys() != expected.keys():
+        wrong = sorted(files.keys() ^ expected.keys())
         raise StorageError(
             f"the stages' files do not make up this model: {len(wrong)} parameters are missing "
             f"or unknown (first {wrong[0]}); give one file of every stage of the same checkpoint"
         )
-    for name, shape in expected.items():
-        if tuple(merged[name].shape) != shape or merged[name].dtype != torch.float32:
-            raise StorageError(
-                f"{name} is stored as {tuple(merged[name].shape)} {merged[name].dtype}; "
-                f"{shape} in float32 is needed: use another checkpoint"
-            )
-    return merged
+    return MergedStages(expected, files)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -56,11 +79,38 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in stage.all_parameters()}
 
 
-def _check_replica(path: Path, name: str, first: torch.Tensor, second: torch.Tensor) -> None:
-    fits = first.shape == second.shape
-    # `not <=`: a NaN must not pass.
-    if not fits or not bool((first - second).norm() <= REPLICA_TOLERANCE * first.norm()):
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"{name} in {path} differs from the copy in an earlier stage's file; give files of "
-            "the same checkpoint"
+            f"{path} cannot be read as a stage's state ({error}); use an older checkpoint"
+        ) from error
+
+
+def _tensor(file: Any, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _check_shape(file: Any, name: str, expected: tuple[int, ...]) -> None:
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != expected or stored.get_dtype() != "F32":
+        raise StorageError(
+            f"{name} is stored as {tuple(stored.get_shape())} {stored.get_dtype()}; {expected} in "
+            "float32 is needed: use another checkpoint"
         )
+
+
+def _check_replica(first_file: Path, second_file: Path, name: str) -> None:
+    with _opened(first_file) as one, _opened(second_file) as other:
+        first, second = _tensor(one, name), _tensor(other, name)
+        fits = first.shape == second.shape
+        # `not <=`: a NaN must not pass.
+        if not fits or not bool((first - second).norm() <= REPLICA_TOLERANCE * first.norm()):
+            raise StorageError(
+                f"{name} in {second_file} differs from the copy in an earlier stage's file; give "
+                "files of the same checkpoint"
+            )

@@ -9,6 +9,7 @@ fields do. A value that is unknown (None) or not finite is shown as `MISSING`.
 from __future__ import annotations
 
 import math
+import re
 
 MISSING = "-"
 """Text shown in place of an unknown value."""
@@ -17,6 +18,16 @@ MISSING = "-"
 def size_text(size_bytes: float | None) -> str:
     """Format a size on a disk or a network in decimal units: `1.21 GB`."""
     return _scaled(size_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes from `5GB`, `1.5 TB` or `200 kB`, in decimal units as `size_text` writes
+    them. ValueError if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)b\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is no size like 5GB or 200MB")
+    power = " kmgtp".index(match[2].lower() or " ")
+    return round(float(match[1]) * 1000.0**power)
 
 
 def memory_text(size_bytes: float | None) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -124,8 +124,21 @@ def load_parameters(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write `path` as safetensors, all or nothing. Equal inputs make equal bytes."""
+    save_tensors(path, tensors, tensors.__getitem__, metadata)
+
+
+def save_tensors(
+    path: Path,
+    described: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write `path` as `save_state` does, of tensors that are read one after the other.
+
+    `described` has each one's shape and dtype; its tensors need no values (`meta`).
+    """
     with atomic_file(path) as file:
-        _write_safetensors(file, tensors, metadata)
+        _write_safetensors(file, described, read, metadata)
 
 
 def open_state(path: Path) -> StoredState:
@@ -142,14 +155,17 @@ def open_state(path: Path) -> StoredState:
 
 
 def _write_safetensors(
-    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    file: BinaryIO,
+    described: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write the format: length of the header (u64), header (JSON, padded to 8 bytes), raw
     values."""
     assert sys.byteorder == "little", "safetensors holds little-endian values"
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
     position = 0
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(described.items()):
         end = position + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -160,10 +176,15 @@ def _write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in sorted(tensors.items()):
-        values = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
-        for start in range(0, len(values), _WRITE_BYTES):
-            file.write(values[start : start + _WRITE_BYTES].data)
+    for name, tensor in sorted(described.items()):
+        _write_values(file, tensor, read(name))  # in no variable: freed before the next one is read
+
+
+def _write_values(file: BinaryIO, described: Tensor, tensor: Tensor) -> None:
+    assert (tensor.shape, tensor.dtype) == (described.shape, described.dtype)
+    values = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+    for start in range(0, len(values), _WRITE_BYTES):
+        file.write(values[start : start + _WRITE_BYTES].data)
 
 
 def _check_names(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from swarm_shared.base.text import (
     duration_text,
     latency_text,
     memory_text,
+    parse_size,
     progress_text,
     rate_text,
     size_text,
@@ -54,3 +55,20 @@ def test_sizes_and_rates() -> None:
 )
 def test_how_far_a_transfer_is(done: int, total: int, rate: float | None, text: str) -> None:
     assert progress_text(done, total, rate) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("5GB", 5 * 10**9), ("1.5 tb", 1_500_000_000_000), (" 200 kB ", 200_000), ("7B", 7),
+        ("0.5MB", 500_000),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_in_decimal_units(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "5", "5GiB", "-1GB", "1e9B", "GB", "5 G B", "\u0665GB"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size like 5GB"):
+        parse_size(text)
