@@ -5,41 +5,123 @@ Owns their output. torch is imported inside them, because that takes seconds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
+from swarm_coordinator.model_hub.hub import check_push, push_model
+from swarm_coordinator.model_hub.model_card import RunFigures, model_card
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
-from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
 from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.storage.database import database_exists
-from swarm_coordinator.storage.history import HistoryStep, history, steps_document
+from swarm_coordinator.storage.history import HistoryStep, history, read_reached, steps_document
 from swarm_coordinator.storage.records import read_checkpoints
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.text import parse_size, printable
 from swarm_shared.base.types import Step, Version
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES, run_id_of
 from swarm_shared.run.manifest import Manifest
+
+if TYPE_CHECKING:
+    from swarm_coordinator.offline.weight_files import ExportDtype
+
+
+class Size(click.ParamType[int]):
+    """A size of files, such as `5GB`."""
+
+    name = "size"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            found = parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if found == 0:
+            self.fail("a file has more than 0 bytes", param, ctx)
+        return found
 
 
 @click.command("export")
 @RUN_DIR
 @click.argument("out", type=click.Path(path_type=Path))
-def export_command(run_dir: Path, out: Path) -> None:
-    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads."""
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the parameters; training keeps them in float32.",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=Size(),
+    default="5GB",
+    show_default=True,
+    help="Largest file of parameters; a larger model has several, and an index.",
+)
+@click.option(
+    "--push",
+    "push_to",
+    metavar="ORG/NAME",
+    help="Upload OUT to the Hugging Face hub, with the token of `hf auth login` or HF_TOKEN.",
+)
+@click.option("--private", is_flag=True, help="With --push: only members of ORG see the model.")
+def export_command(
+    run_dir: Path,
+    out: Path,
+    dtype: ExportDtype,
+    shard_bytes: int,
+    push_to: str | None,
+    private: bool,
+) -> None:
+    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads.
+
+    An earlier export in OUT is replaced. README.md in it is a model card with the run's figures.
+    """
+    if private and push_to is None:
+        raise UsageError("--private says how to push; name the model with --push ORG/NAME")
+    repository = None if push_to is None else check_push(push_to)
     folder = RunFolder.open(run_dir)
     manifest = load_manifest(folder)
-    _check_out(out)
-    version, files = newest_checkpoint(folder, manifest)
-    from swarm_coordinator.offline.hf_export import export_huggingface
+    from swarm_coordinator.offline.hf_export import check_out, export_huggingface, exported_files
 
-    export_huggingface(manifest, files, folder.tokenizer, out)
+    check_out(out)
+    version, files = newest_checkpoint(folder, manifest)
+    place = "FOLDER" if repository is None else repository.name
+    card = model_card(manifest, _figures(folder, manifest, version), dtype, place)
+    export_huggingface(manifest, files, folder.tokenizer, out, dtype, shard_bytes, card)
     click.echo(f"wrote the model after step {version} to {out}")
+    if repository is not None:
+        address = push_model(out, exported_files(out), repository, private=private)
+        click.echo(f"pushed it to {printable(address)}")
+
+
+def _figures(folder: RunFolder, manifest: Manifest, version: Version) -> RunFigures:
+    """Read the figures of a version; without the run's database, only those of the manifest."""
+    reached = read_database(folder, partial(read_reached, version=version))
+    envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
+    return RunFigures(
+        run_id=run_id_of(manifest),
+        manifest_sha256=hashlib.sha256(envelope).hexdigest(),
+        steps=version,
+        training_loss=reached.training_loss if reached else None,
+        heldout_loss=reached.heldout_loss if reached else None,
+        volunteers=reached.peers if reached else None,
+    )
 
 
 def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, list[Path]]:
@@ -54,15 +136,6 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
             f"run on with `swarm-coordinator start {quoted(folder.path)}`"
         )
     return found.version, checkpoints.stage_files(found.version)
-
-
-def _check_out(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} exists and is not a folder; choose another name")
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
-        raise UsageError(
-            f"{out} holds files other than an exported model; choose another name, or empty it"
-        )
 
 
 @click.command("reference")

@@ -40,6 +40,7 @@ from swarm_coordinator.durability.run_files import (
     read_admission_book,
     read_progress,
 )
+from swarm_coordinator.model_hub.hub import HubModel
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.listen_addresses import dialable_addresses, listen_address
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
@@ -86,9 +87,9 @@ _CHANGEABLE = (
 @click.option(
     "--from",
     "given_model",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Continue from a model: a folder in Hugging Face's format (Llama, Mistral, Qwen2, Qwen3).",
+    metavar="FOLDER|ORG/NAME",
+    help="Continue from a model (Llama, Mistral, Qwen2, Qwen3): a folder in Hugging Face's format, "
+    "or a model on its hub, also as ORG/NAME@REVISION.",
 )
 @click.option(
     "--data",
@@ -132,7 +133,7 @@ _CHANGEABLE = (
 def init_command(
     run_dir: Path,
     preset: str | None,
-    given_model: Path | None,
+    given_model: str | None,
     data: str,
     stages: int | None,
     fleet: str | None,
@@ -162,9 +163,16 @@ def init_command(
         overrides |= parse_codec(codec)
     from swarm_coordinator.run_creation.initialise import initialise_run
 
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, given_model)
+    model = None if given_model is None else _folder_or_hub_model(given_model)
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, model)
     click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
     click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
+
+
+def _folder_or_hub_model(given: str) -> Path | HubModel:
+    """A folder that exists comes before a model of the same name on the hub."""
+    folder = Path(given)
+    return folder if folder.expanduser().exists() else HubModel.parse(given) or folder
 
 
 # ---------------------------------------------------------------- start

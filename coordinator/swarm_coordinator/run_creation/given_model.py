@@ -50,6 +50,8 @@ class GivenModel:
     files: Mapping[str, Path]
     """The file of each parameter."""
     tokenizer: Path | None
+    hub_name: str = ""
+    """Its name on the Hugging Face hub, if it is from there."""
 
     @property
     def nearest_preset(self) -> str:
@@ -67,13 +69,18 @@ def _parameters(config: ModelConfig) -> int:
     return sum(torch.Size(shape).numel() for shape in parameter_shapes(config).values())
 
 
+def check_config(folder: Path, sequence_length: int | None = None) -> None:
+    """DataError if a folder's config.json describes no model that can be trained here."""
+    _model_config(folder, sequence_length)
+
+
 def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenModel:
     """Read the configuration and the names of the tensors. DataError if the folder is no model that
     can be trained here."""
     if not folder.is_dir():
         raise DataError(
-            f"there is no folder {folder}; name one with config.json and model.safetensors, as `hf "
-            "download ORG/NAME --local-dir FOLDER` fetches it"
+            f"there is no folder {folder}; name one with config.json and model.safetensors, or a "
+            "model on the Hugging Face hub as ORG/NAME"
         )
     config = _model_config(folder, sequence_length)
     files = _tensor_files(folder)

@@ -13,6 +13,8 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from swarm_coordinator.configuration.run_settings import (
@@ -28,6 +30,8 @@ from swarm_coordinator.durability.run_files import (
     load_manifest,
     load_settings,
 )
+from swarm_coordinator.model_hub.hub import HubModel, download_model
+from swarm_coordinator.offline.hf_export import bytes_tokenizer_file
 from swarm_coordinator.run_creation.corpus import Corpus, ReadyShards, read_corpus
 from swarm_coordinator.run_creation.fleet_cut import (
     ExpectedFleet,
@@ -37,6 +41,7 @@ from swarm_coordinator.run_creation.fleet_cut import (
 )
 from swarm_coordinator.run_creation.given_model import (
     GivenModel,
+    check_config,
     read_given_model,
     write_initial_states,
 )
@@ -56,6 +61,7 @@ from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.text import size_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
+from swarm_shared.data.tokenizer import read_tokenizer_file
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.codec_sizes import encoded_bytes
@@ -80,17 +86,17 @@ def initialise_run(
     overrides: Mapping[str, object] | None = None,
     progress: Progress = lambda line: None,
     fleet: str | None = None,
-    given_model: Path | None = None,
+    given_model: Path | HubModel | None = None,
 ) -> Manifest:
     """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
 
     `fleet` names the machines that are expected, as `simulate --fleet` does. `given_model` is the
-    folder of a model from which the run continues; without a preset, the nearest one gives the
-    training sizes.
+    model from which the run continues, a folder or on the Hugging Face hub; without a preset, the
+    nearest one gives the training sizes.
     """
     chosen, model = dict(overrides or {}), None
     if given_model is not None:
-        model = _given_model(given_model, chosen)
+        model = _given_model(given_model, chosen, progress)
         preset = preset or model.nearest_preset
         chosen = _with_model(model, chosen, preset, read_corpus(data), progress)
     preset = preset or DEFAULT_PRESET
@@ -110,16 +116,20 @@ def initialise_run(
     return _initialise(run_dir, settings, given, progress, fleet, model)
 
 
-def _given_model(folder: Path, chosen: Mapping[str, object]) -> GivenModel:
+def _given_model(
+    given: Path | HubModel, chosen: Mapping[str, object], progress: Progress
+) -> GivenModel:
     sizes = [name for name in chosen if name.startswith("model.") and name != _SEQUENCE_LENGTH]
     if sizes:
         raise ConfigurationError(
             f"{', '.join(sizes)} cannot be chosen with --from: the model's own sizes are used"
         )
-    length = chosen.get(_SEQUENCE_LENGTH)
-    return read_given_model(
-        folder.expanduser().absolute(), length if isinstance(length, int) else None
-    )
+    chosen_length = chosen.get(_SEQUENCE_LENGTH)
+    length = chosen_length if isinstance(chosen_length, int) else None
+    if isinstance(given, Path):
+        return read_given_model(given.expanduser().absolute(), length)
+    folder = download_model(given, progress, partial(check_config, sequence_length=length))
+    return replace(read_given_model(folder, length), hub_name=given.name)
 
 
 def _with_model(
@@ -133,7 +143,7 @@ def _with_model(
             raise ConfigurationError(
                 "the model's folder has no tokenizer.json; name one with --tokenizer"
             )
-        defaults["data.tokenizer"] = str(model.tokenizer)
+        defaults["data.tokenizer"] = _tokenizer_of(model)
     if "optimizer.learning_rate" not in chosen:
         rate = PRESETS[preset].learning_rate * TRAINED_RATE_SHARE
         defaults["optimizer.learning_rate"] = rate
@@ -142,6 +152,14 @@ def _with_model(
             "--set optimizer.learning_rate=RATE chooses another"
         )
     return defaults | chosen
+
+
+def _tokenizer_of(model: GivenModel) -> str:
+    """Return the setting of the model's tokenizer. An exported run on bytes goes on with bytes: as
+    a file, its tokenizer has no token that ends a document."""
+    path = model.tokenizer
+    is_bytes = path is not None and read_tokenizer_file(path) == bytes_tokenizer_file()
+    return "bytes" if is_bytes else str(path)
 
 
 def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
@@ -182,9 +200,11 @@ def _initialise(
         manifest = _manifest(settings, identity, plan.stages, data)
         if model is not None:
             initial = write_initial_states(model, manifest, folder)
-            manifest = manifest.model_copy(update={"initial": initial})
+            manifest = manifest.model_copy(
+                update={"initial": initial, "base_model": model.hub_name}
+            )
             size = size_text(sum(state.bytes for state in initial))
-            progress(f"the run continues from the model in {model.folder}, {size} in float32")
+            progress(f"the run continues from {model.hub_name or model.folder}, {size} in float32")
         write_atomically(folder.manifest, sign_manifest(identity, manifest))
         write_atomically(folder.settings, render_run_toml(settings).encode("utf-8"))
     progress(f"made {run_dir}: {manifest.stage_count} stage(s), {manifest.training.steps} steps")
@@ -224,7 +244,7 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
         settings = _with_codecs_selected(settings, progress)
         write_codecs(folder.settings, settings.codecs.config)
     manifest = _manifest(settings, identity, stages, old.data)
-    manifest = manifest.model_copy(update={"initial": old.initial})
+    manifest = manifest.model_copy(update={"initial": old.initial, "base_model": old.base_model})
     write_atomically(folder.manifest, sign_manifest(identity, manifest))
     return manifest
 

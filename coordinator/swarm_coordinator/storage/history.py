@@ -14,7 +14,11 @@ from typing import Any
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.status.document import AppliedStepRow, LinkRow, NoteRow
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation
-from swarm_coordinator.storage.contributions import StageContribution, read_contributions
+from swarm_coordinator.storage.contributions import (
+    NOT_VOID,
+    StageContribution,
+    read_contributions,
+)
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.records import float_or_nan, read_restored
 from swarm_shared.base.types import PeerId, Step
@@ -34,6 +38,18 @@ class HistoryStep:
     seconds: float
     written_at: float
     """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A run at one version of its parameters."""
+
+    training_loss: float | None
+    """Of the step that made the version; None if the database does not have it."""
+    heldout_loss: float | None
+    """None if the version was not evaluated."""
+    peers: int
+    """Peers whose work counted in a step up to the version, and is not void."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,29 @@ def history(location: DatabaseLocation) -> History:
             names=dict(connection.execute("SELECT peer, name FROM peers ORDER BY id").fetchall()),
             notes=_notes(connection, sys.maxsize),
         )
+
+
+def read_reached(connection: Connection, version: int) -> Reached:
+    """Read what the run had reached with the parameters of a version."""
+    loss = connection.execute(
+        "SELECT loss FROM applied_steps WHERE superseded_by IS NULL AND step = ?", (version,)
+    ).fetchone()
+    evaluation = connection.execute(
+        "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL AND version = ? "
+        "ORDER BY id DESC LIMIT 1",
+        (version,),
+    ).fetchone()
+    (peers,) = connection.execute(
+        "SELECT count(DISTINCT p.id) FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
+        "JOIN peers p ON p.id = s.peer LEFT JOIN owners o ON o.peer = p.id "
+        f"WHERE a.superseded_by IS NULL AND a.step <= ? AND {NOT_VOID}",
+        (version,),
+    ).fetchone()
+    return Reached(
+        training_loss=None if loss is None else float_or_nan(loss[0]),
+        heldout_loss=None if evaluation is None else float_or_nan(evaluation[0]),
+        peers=peers,
+    )
 
 
 def read_recent(

@@ -279,6 +279,9 @@ class Manifest(FrozenModel):
     checkpoint_steps: int = Field(default=50, ge=1, le=MAX_STEPS)
     initial: tuple[InitialState, ...] = Field(default=(), max_length=MAX_STAGES)
     """The states of version 0, one a stage; empty where the parameters are drawn from the seed."""
+    base_model: str = Field(default="", pattern=r"^([\w.-]{1,96}/[\w.-]{1,96})?$")
+    """Where the organiser has the initial states from, as a name on the Hugging Face hub; empty if
+    it is not from there. The states' hashes decide, this name is for readers."""
 
     @model_validator(mode="after")
     def _every_stage_or_none_begins_with_a_file(self) -> Self:

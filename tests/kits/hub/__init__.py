@@ -1,0 +1,1 @@
+"""A Hugging Face hub on this machine."""
