@@ -147,6 +147,13 @@ class DataSection(FrozenModel):
     heldout_share: float = Field(
         default=0.05, gt=0, le=0.5, description="Share of the text kept for measuring progress."
     )
+    similarity: float = Field(
+        default=1.0,
+        ge=0.7,
+        le=1,
+        description="From which similarity on a document counts as a repetition of an earlier one "
+        "and is left out; 1 for equal ones only, 0.8 for near duplicates as well.",
+    )
     shards_url: str = Field(
         default="",
         pattern=f"^({ADDRESS_PATTERN}( +{ADDRESS_PATTERN}){{0,7}})?$",

@@ -104,6 +104,7 @@ def data_differences(folder: RunFolder, settings: RunSettings) -> list[str]:
         ("column", settings.data.column, made_from.column),
         ("tokenizer", settings.data.tokenizer, made_from.tokenizer),
         ("heldout_share", settings.data.heldout_share, made_from.heldout_share),
+        ("similarity", settings.data.similarity, made_from.similarity),
     )
     return [
         f"[data] {name} is {now!r} in run.toml but the run's data was made with {then!r}"

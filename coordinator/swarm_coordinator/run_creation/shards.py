@@ -76,6 +76,7 @@ def prepare_data(
         column=settings.data.column,
         tokenizer=settings.data.tokenizer,
         heldout_share=settings.data.heldout_share,
+        similarity=settings.data.similarity,
         vocabulary_size=vocabulary_size,
         data=data,
         report=report,
@@ -93,8 +94,8 @@ def _report_lines(report: DataReport, data: DataConfig) -> list[str]:
     return [
         f"data: {report.documents:,} document(s), {size_text(report.text_bytes)}: {train:,} tokens "
         f"to train on, {heldout:,} held out",
-        f"left out: {report.duplicates:,} exact duplicate(s), {report.empty:,} empty, "
-        f"{report.too_long:,} longer than {memory_text(MAX_RECORD_BYTES)}",
+        f"left out: {report.duplicates:,} exact and {report.near_duplicates:,} near duplicate(s), "
+        f"{report.empty:,} empty, {report.too_long:,} longer than {memory_text(MAX_RECORD_BYTES)}",
     ]
 
 
@@ -132,7 +133,8 @@ def _planned_split(
     longest = 1 if settings.data.tokenizer == "bytes" else _MAX_TOKEN_BYTES
     least_bytes = (model.sequence_length + 1) * longest
     read = replace(corpus, documents=lambda: metered(corpus.documents(), progress, "read"))
-    plan = plan_split(read, settings.data.heldout_share, least_bytes)
+    wanted = settings.data
+    plan = plan_split(read, wanted.heldout_share, least_bytes, wanted.similarity)
     if plan.train_bytes == 0 or plan.heldout_bytes == 0:
         raise DataError(
             f"the text in {corpus.description} is too short: a sequence has "

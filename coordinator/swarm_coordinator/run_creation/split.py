@@ -1,7 +1,8 @@
 """Which documents are trained on, held out or left out.
 
-Owns leaving out exact duplicates and empty documents, and the split into training and held-out
-text. The corpus is read once to plan and once per use; the plan keeps about 150 bytes per document.
+Owns leaving out duplicates and empty documents, and the split into training and held-out text. The
+corpus is read once to plan and once per use; the plan keeps about 150 bytes per document, and where
+near duplicates are left out about 1,000.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from swarm_coordinator.run_creation.corpus import TextCorpus, TextDocument
+from swarm_coordinator.run_creation.near_duplicates import (
+    NearDuplicates,
+    add_shingles,
+    no_signature,
+)
 from swarm_coordinator.run_dir.shard_index import DataReport
 from swarm_shared.base.errors import DataError
 from swarm_shared.data.shards import Split
@@ -37,16 +43,18 @@ class SplitPlan:
 class _Reading:
     """What is known of the documents that were read so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, similarity: float) -> None:
         self.assignments = bytearray()
         self.sizes, self.keys = array("Q"), array("Q")
-        self.documents = self.duplicates = self.empty = self.too_long = 0
+        self.documents = self.duplicates = self.near_duplicates = self.empty = self.too_long = 0
         self._seen: set[bytes] = set()
+        self._kept = NearDuplicates(similarity) if similarity < 1 else None
         self._begin()
 
     def _begin(self) -> None:
         self._first = len(self.assignments)
         self._digest = hashlib.blake2b(digest_size=16)
+        self._signature = no_signature()
         self._is_blank, self._is_too_long = True, False
 
     def add(self, piece: TextDocument) -> None:
@@ -54,6 +62,8 @@ class _Reading:
             self.end_document()
         content = piece.text.encode("utf-8")
         self._digest.update(content)
+        if self._kept is not None:
+            add_shingles(self._signature, content)
         self._is_blank = self._is_blank and not content.strip()
         self._is_too_long = piece.too_long
         self.assignments.append(_TRAIN)
@@ -72,6 +82,8 @@ class _Reading:
             self.empty += 1
         elif digest in self._seen:
             self.duplicates += 1
+        elif self._kept is not None and self._kept.repeats(self._signature):
+            self.near_duplicates += 1
         else:
             self._seen.add(digest)
             self.documents += 1
@@ -82,14 +94,17 @@ class _Reading:
         self._begin()
 
 
-def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> SplitPlan:
+def plan_split(
+    corpus: TextCorpus, heldout_share: float, least_bytes: int, similarity: float = 1.0
+) -> SplitPlan:
     """Hold out `heldout_share` of the text in whole documents, or pieces of long ones, selected by
     a hash of their names.
 
     Where no selection of them comes near the share and leaves `least_bytes` on both sides, the end
-    of the longest one is held out instead.
+    of the longest one is held out instead. Below 1, `similarity` is that from which on a document
+    repeats an earlier one and is left out.
     """
-    read = _Reading()
+    read = _Reading(similarity)
     for document in corpus.documents():
         read.add(document)
     read.end_document()
@@ -108,7 +123,7 @@ def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> Sp
     heldout_bytes = tail_bytes + sum(sizes[ordinal] for ordinal in heldout)
     report = DataReport(
         documents=read.documents, text_bytes=total_bytes, duplicates=read.duplicates,
-        empty=read.empty, too_long=read.too_long,
+        near_duplicates=read.near_duplicates, empty=read.empty, too_long=read.too_long,
     )  # fmt: skip
     train_bytes = max(0, total_bytes - heldout_bytes)
     return SplitPlan(bytes(assignments), tail_bytes, train_bytes, heldout_bytes, report)

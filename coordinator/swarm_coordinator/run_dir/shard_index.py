@@ -24,6 +24,9 @@ class DataReport(FrozenModel):
     text_bytes: int = Field(ge=0)
     """Their text in UTF-8."""
     duplicates: int = Field(ge=0)
+    """Equal to an earlier one."""
+    near_duplicates: int = Field(default=0, ge=0)
+    """Nearly equal to an earlier one, where these are left out."""
     empty: int = Field(ge=0)
     too_long: int = Field(ge=0)
 
@@ -37,6 +40,8 @@ class ShardIndex(FrozenModel):
     tokenizer: str
     """The setting: "bytes", "bpe", or the path of the organiser's file."""
     heldout_share: float
+    similarity: float = 1.0
+    """From which on a document repeats an earlier one; 1 where only equal ones do."""
     vocabulary_size: int = Field(ge=2)
     """Vocabulary size of the tokenizer; every id in the shards is below it."""
     data: DataConfig

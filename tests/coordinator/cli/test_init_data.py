@@ -74,7 +74,7 @@ def test_a_folder_of_all_kinds_becomes_the_same_shards_for_any_number_of_threads
         assert (done.returncode, done.stderr) == (0, "")
         assert "(without 1 file(s) that are not .jsonl, .parquet or .arrow)" in done.stdout
         assert f"data: {len(SEQUENCES)} document(s), " in done.stdout
-        assert "left out: 1 exact duplicate(s), 1 empty, 0 longer than " in done.stdout
+        assert "left out: 1 exact and 0 near duplicate(s), 1 empty, 0 longer than " in done.stdout
         found.append(load_manifest(RunFolder.open(run)))
     assert found[0].data == found[1].data
     tokens = sum(shard.tokens for shard in found[0].data.shards)

@@ -355,7 +355,7 @@ def test_the_report_is_printed_and_kept(tmp_path: Path, text: Path):
     said = [
         f"data: 60 document(s), {size / 1000:.3g} kB: {train:,} tokens to train on, "
         f"{heldout:,} held out",
-        "left out: 1 exact duplicate(s), 1 empty, 0 longer than 256 MiB",
+        "left out: 1 exact and 0 near duplicate(s), 1 empty, 0 longer than 256 MiB",
     ]
     assert [line for line in lines if line in said] == said
     kept = read_shard_index(RunFolder(tmp_path / "one").data).report

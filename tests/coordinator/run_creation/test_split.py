@@ -135,3 +135,21 @@ def test_a_piece_continues_only_the_piece_before_it(count: int, share: float):
             assert piece.continues == (before == number - 1)
             # The end of a piece that is divided lies on the other side.
             before = number if piece.text == f"{number} " * 20 else None
+
+
+@pytest.mark.parametrize(("similarity", "near"), [(1.0, 0), (0.8, 1)])
+def test_near_duplicates_are_left_out_where_that_is_asked_for(similarity: float, near: int):
+    words = [f"word{(number * number) % 997}" for number in range(600)]
+    changed = [*words[:300], "changed", *words[301:]]
+    corpus = of_texts({
+        "first": " ".join(words), "other": " ".join(words[::-1]), "copy": " ".join(changed)
+    })  # fmt: skip
+    plan = plan_split(corpus, 0.3, 1, similarity)
+    assert (plan.report.documents, plan.report.near_duplicates) == (3 - near, near)
+    kept = [
+        document.text
+        for split in ("train", "heldout")
+        for document in split_documents(corpus, plan, split)
+    ]
+    assert any("changed" in text for text in kept) == (near == 0)
+    assert plan.report.text_bytes == sum(map(len, kept))
