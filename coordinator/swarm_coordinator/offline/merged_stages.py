@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from swarm_shared.base.errors import StorageError
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX
+from swarm_shared.model.state import is_parameter
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ModelConfig
 
@@ -55,7 +55,7 @@ def open_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> Merge
     for path in stage_state_files:
         with _opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
-                if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
+                if not is_parameter(name):
                     continue
                 if name in expected:
                     _check_shape(stored, name, expected[name])
