@@ -14,7 +14,7 @@ from swarm_coordinator.offline.hf_export import export_huggingface
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_shared.data.tokenizer import train_bpe
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 STEPS = 10
 
@@ -43,10 +43,7 @@ def save_model(config: PreTrainedConfig, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "staleness"),
-    [
-        pytest.param(LLAMA, 0, id="llama", marks=pytest.mark.nightly),
-        pytest.param(QWEN3, 1, id="qwen3, stale"),
-    ],
+    [pytest.param(LLAMA, 0, id="llama"), pytest.param(QWEN3, 1, id="qwen3, stale")],
 )
 def test_deaths_a_join_and_a_return_to_version_0_change_no_bit(
     make_run, tmp_path: Path, config: PreTrainedConfig, staleness: int

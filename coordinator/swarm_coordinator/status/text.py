@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from swarm_coordinator.status.document import (
     AdmissionStatus,
-    Evaluation,
     PathRow,
     PeerRow,
     RebalancingStatus,
@@ -49,7 +48,7 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
         lines.append(f"  {document.tokens_per_second:,.0f} tokens/s in the last step")
     if document.heldout_loss is not None:
         lines.append(f"  held-out loss {document.heldout_loss:.4f}")
-    lines += evaluation_lines(document.evaluation)
+    lines += evaluation_lines(document)
     checkpoint = document.checkpoint_version
     lines.append(f"  checkpoint: {'none yet' if checkpoint is None else f'step {checkpoint}'}")
     lines += admission_lines(document.admission)
@@ -66,12 +65,15 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
     return [printable(line) for line in lines]
 
 
-def evaluation_lines(evaluation: Evaluation | None) -> list[str]:
+def evaluation_lines(document: StatusDocument) -> list[str]:
     """The newest evaluation of a checkpoint, with the beginning of its text."""
+    evaluation = document.evaluation
     if evaluation is None:
         return []
-    loss = "–" if evaluation.heldout_loss is None else f"{evaluation.heldout_loss:.4f}"
-    lines = [f"  held-out loss {loss} after step {evaluation.version}"]
+    lines: list[str] = []
+    if document.heldout_loss is None:
+        loss = "–" if evaluation.heldout_loss is None else f"{evaluation.heldout_loss:.4f}"
+        lines.append(f"  held-out loss {loss} after step {evaluation.version}")
     if evaluation.sample:
         lines.append(f"  the model writes: {excerpt(evaluation.sample, SAMPLE_CHARACTERS_SHOWN)}")
     return lines

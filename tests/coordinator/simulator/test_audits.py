@@ -47,6 +47,7 @@ def test_unlike_honest_machines_pass_all_audits() -> None:
     assert swarm.audit_log.verdicts == []
 
 
+@pytest.mark.process
 def test_audits_take_time() -> None:
     steps = []
     for share in (0.0, 1.0):

@@ -46,6 +46,8 @@ def test_an_evaluation_is_two_lines_and_its_text_one_of_them() -> None:
     assert len(text) < 230
     nothing = {"version": 50, "heldout_loss": None, "tokens": 64, "sample": ""}
     assert "  held-out loss – after step 50" in shown(evaluation=nothing)
+    ended = shown(evaluation=evaluation, heldout_loss=2.25)
+    assert [line for line in ended if "held-out" in line] == ["  held-out loss 2.2500"]
 
 
 def shown(*paths: dict[str, Any], **changes: object) -> list[str]:

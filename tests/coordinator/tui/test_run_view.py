@@ -31,6 +31,9 @@ from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import DocumentReceived, SourceLost
 from swarm_shared.tui.terminal_style import Look
 
+# Half a minute of them: with the slow tests, which plain pytest leaves out.
+pytestmark = pytest.mark.process
+
 PANES = ("overview", "pipeline", "peers", "contributors", "events", "admission", "bans")
 PEERS_PANE, CONTRIBUTORS_PANE, BANS_PANE = "3", "4", "7"
 
