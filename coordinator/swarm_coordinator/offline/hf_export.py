@@ -18,6 +18,7 @@ from swarm_coordinator.offline.merged_stages import open_stages
 from swarm_coordinator.offline.weight_files import (
     SHARD_BYTES,
     ExportDtype,
+    check_range,
     is_weight_file,
     write_weights,
 )
@@ -57,6 +58,8 @@ def export_huggingface(
     merged = open_stages(manifest.model, stage_state_files)
     tokenizer = _tokenizer(manifest, tokenizer_path)
     config = huggingface_config(manifest.model, tokenizer.end_of_text)
+    # Before an earlier export is removed.
+    check_range(merged, dtype)
     try:
         make_folder(out_dir)
         (out_dir / CONFIG_FILE).unlink(missing_ok=True)

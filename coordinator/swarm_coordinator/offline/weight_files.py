@@ -39,6 +39,13 @@ def is_weight_file(name: str) -> bool:
     return _FILES.fullmatch(name) is not None
 
 
+def check_range(merged: MergedStages, dtype: ExportDtype) -> None:
+    """StorageError for a value that `dtype` cannot hold; only float16 has a smaller range."""
+    if dtype == "float16":
+        for name in merged.shapes:
+            _converted(name, merged.read(name), torch.float16)
+
+
 def write_weights(
     merged: MergedStages, folder: Path, dtype: ExportDtype, shard_bytes: int = SHARD_BYTES
 ) -> None:

@@ -155,15 +155,20 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
         check_out(tmp_path / "thesis.txt")
 
 
-def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_float16_cannot_hold_is_refused_and_an_earlier_export_is_kept(
+    tmp_path: Path,
+) -> None:
     described = small_manifest(tied=False)
     files = write_stage_files(described, tmp_path / "stages")
     tensors = {name: tensor.clone() for name, tensor in open_state(files[1]).tensors.items()}
     tensors["model.norm.weight"][5] = -70_000.0
     save_state(files[1], tensors, {})
+    out = tmp_path / "out"
+    export_huggingface(described, files, NO_TOKENIZER, out, "bfloat16")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(StorageError, match=r"model\.norm\.weight holds 70000, and float16 ends"):
-        export_huggingface(described, files, NO_TOKENIZER, tmp_path / "out", "float16")
-    export_huggingface(described, files, NO_TOKENIZER, tmp_path / "out", "bfloat16")
+        export_huggingface(described, files, NO_TOKENIZER, out, "float16")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
