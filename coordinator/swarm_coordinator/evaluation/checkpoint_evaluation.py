@@ -25,9 +25,10 @@ from swarm_coordinator.offline.sampling import sample_text
 from swarm_coordinator.status.document import MAX_SAMPLE_CHARACTERS
 from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.data.tokenizer import Tokenizer
+from swarm_shared.model.initialise import empty_stage, empty_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.state import is_parameter, load_parameters, open_state
-from swarm_shared.run.manifest import Manifest, StageRange
+from swarm_shared.run.manifest import Manifest
 
 SAMPLE_TEMPERATURE = 0.7
 LARGEST_SHARE_OF_MEMORY = 0.5
@@ -51,19 +52,33 @@ def heldout_loss(
     for a file that cannot be read, ProtocolError for one that is not of this model.
     """
     cross = stage_boundary(manifest.codecs.activation, manifest.codecs.gradient)
-    inputs = [_tensor(inputs_BT) for inputs_BT, _ in microbatches]
+    streams = [_tensor(inputs_BT) for inputs_BT, _ in microbatches]
     targets = [_tensor(targets_BT) for _, targets_BT in microbatches]
-    last = manifest.stage_count - 1
-    with torch.no_grad():
-        for index, path in enumerate(stage_files):
-            stage = _stage(manifest, index, path)
-            received = inputs if index == 0 else [cross(x_BTD) for x_BTD in inputs]
-            inputs = [
-                stage(x, targets_BT if index == last else None)
-                for x, targets_BT in zip(received, targets, strict=True)
-            ]
+    for index, path in enumerate(stage_files):
+        if index > 0:
+            streams = [cross(x_BTD) for x_BTD in streams]
+        streams = _through_stage(manifest, index, path, streams, targets)
     tokens = sum(targets_BT.numel() for targets_BT in targets)
-    return HeldoutLoss(math.fsum(map(float, inputs)) / tokens, tokens)
+    return HeldoutLoss(math.fsum(map(float, streams)) / tokens, tokens)
+
+
+def _through_stage(
+    manifest: Manifest,
+    index: int,
+    path: Path,
+    streams: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return what stage `index` makes of each microbatch; the last one makes sums of losses. The
+    stage lives in this call only."""
+    stage = empty_stage(manifest, index)
+    tensors = open_state(path).tensors
+    load_parameters(stage, {name: t for name, t in tensors.items() if is_parameter(name)})
+    with torch.no_grad():
+        return [
+            stage(x, targets_BT if stage.is_last else None)
+            for x, targets_BT in zip(streams, targets, strict=True)
+        ]
 
 
 def written_text(
@@ -90,25 +105,9 @@ def written_text(
 
 def whole_model(manifest: Manifest, stage_files: Sequence[Path]) -> Stage:
     """Load the uncut model from one file a stage."""
-    everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
-    model = Stage(
-        manifest.model, everything, is_first=True, is_last=True, dtype=manifest.training.dtype
-    )
+    model = empty_whole(manifest)
     load_parameters(model, merge_stages(manifest.model, stage_files))
     return model
-
-
-def _stage(manifest: Manifest, index: int, path: Path) -> Stage:
-    stage = Stage(
-        manifest.model,
-        manifest.stages[index],
-        is_first=index == 0,
-        is_last=index == manifest.stage_count - 1,
-        dtype=manifest.training.dtype,
-    )
-    tensors = open_state(path).tensors
-    load_parameters(stage, {name: t for name, t in tensors.items() if is_parameter(name)})
-    return stage
 
 
 def _tensor(tokens_BT: Tokens) -> torch.Tensor:

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
+from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.run_files import load_manifest, load_settings, read_database
 from swarm_coordinator.evaluation.checkpoint_evaluation import heldout_loss, written_text
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.document import Evaluation
-from swarm_coordinator.storage.records import read_newest_evaluation
+from swarm_coordinator.storage.records import read_checkpoints, read_newest_evaluation
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import Version
 from swarm_shared.data.leaf_files import ShardSamples
@@ -33,59 +34,66 @@ LOOK_SECONDS = 2.0
 """Seconds between two looks for a new checkpoint."""
 
 
-def due(versions: Sequence[int], evaluated: int, every_steps: int, end: int) -> int | None:
-    """Return the checkpoint that is to be evaluated now, of those that are there; None for none.
-
-    It is the newest one, if it is `every_steps` after the one `evaluated` last (0: none yet), or
-    the run's `end`.
-    After a roll-back, checkpoints older than the last evaluated one are the run's history again.
-    """
-    newest = max(versions, default=0)
-    last = min(evaluated, newest)
-    return newest if newest - last >= every_steps or newest == end > last else None
+def due(newest: int, evaluated: int, every_steps: int, end: int) -> bool:
+    """Return whether the newest checkpoint is to be evaluated: it has at least `every_steps` steps
+    more than the last evaluated one (0: none yet), or is that of the run's end."""
+    return newest - evaluated >= every_steps or newest == end > evaluated
 
 
 class Evaluator:
-    """Evaluates the checkpoints of one run. ConfigurationError, StorageError and ProtocolError for
-    a run folder that cannot be read."""
+    """Evaluates the checkpoints of one run.
+
+    The database says which checkpoints and evaluations are of the run's history: after a roll-back
+    the folder still has later ones. ConfigurationError, StorageError and ProtocolError for a run
+    folder that cannot be read.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
         self._settings = load_settings(folder).evaluation
         self._manifest = load_manifest(folder)
         self._checkpoints = CheckpointFolder.of_run(folder, self._manifest)
         data = self._manifest.data
         self._tokenizer = load_tokenizer(data.tokenizer, folder.tokenizer)
         self._samples = ShardSamples(folder.data, self._manifest)
-        newest = read_database(folder, read_newest_evaluation)
-        self._evaluated: int = 0 if newest is None else newest.version
+        self._tried: CheckpointRecord | None = None
+        """The checkpoint that was looked at last, so that each is evaluated once at most."""
 
     def next(self) -> Evaluation | None:
-        """Evaluate the checkpoint that is due; None if there is none, or if it was deleted during
-        its evaluation."""
-        end = self._manifest.training.steps
-        version = due(
-            self._checkpoints.versions(), self._evaluated, self._settings.every_steps, end
-        )
-        if version is None:
+        """Evaluate the newest checkpoint if it is due; None if it is not, or if it was deleted or
+        left by a roll-back during its evaluation."""
+        newest = self._newest_checkpoint()
+        if newest is None or newest == self._tried:
             return None
-        self._evaluated = version
-        files = self._checkpoints.stage_files(version)
+        self._tried = newest
+        last = read_database(self._folder, read_newest_evaluation)
+        end, evaluated = self._manifest.training.steps, 0 if last is None else last.version
+        if not due(newest.version, evaluated, self._settings.every_steps, end):
+            return None
         try:
-            record = self._checkpoints.read(version)
-            loss = heldout_loss(self._manifest, files, self._samples.of_evaluation())
-            text = written_text(
-                self._manifest, files, self._tokenizer, self._settings.prompt,
-                self._settings.sample_tokens, self._manifest.training.seed,
-            )  # fmt: skip
-            if self._checkpoints.read(version) != record:
-                return None
+            found = self._evaluate(newest.version)
         except StorageError:
-            if version in self._checkpoints.versions():
+            if newest.version in self._checkpoints.versions():
                 raise
             return None
-        return Evaluation(
-            version=Version(version), heldout_loss=loss.nats, tokens=loss.tokens, sample=text
-        )
+        return found if self._is_of_history(newest) else None
+
+    def _newest_checkpoint(self) -> CheckpointRecord | None:
+        known = read_database(self._folder, read_checkpoints)
+        return next(iter(known.values()), None) if known else None
+
+    def _is_of_history(self, checkpoint: CheckpointRecord) -> bool:
+        known = read_database(self._folder, read_checkpoints) or {}
+        return known.get(checkpoint.version) == checkpoint
+
+    def _evaluate(self, version: Version) -> Evaluation:
+        files = self._checkpoints.stage_files(version)
+        loss = heldout_loss(self._manifest, files, self._samples.of_evaluation())
+        text = written_text(
+            self._manifest, files, self._tokenizer, self._settings.prompt,
+            self._settings.sample_tokens, self._manifest.training.seed,
+        )  # fmt: skip
+        return Evaluation(version=version, heldout_loss=loss.nats, tokens=loss.tokens, sample=text)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,7 +25,8 @@ from swarm_coordinator.offline.merged_stages import parameter_shapes
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.state_files import stage_file_name
 from swarm_shared.base.errors import DataError
-from swarm_shared.model.llama import EMBEDDING_NAME, Stage
+from swarm_shared.model.initialise import empty_stage
+from swarm_shared.model.llama import EMBEDDING_NAME
 from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import InitialState, Manifest
 from swarm_shared.run.model_config import PRESETS, AttentionBias, ModelConfig, RopeScaling
@@ -105,9 +106,8 @@ def write_initial_states(
     for the manifest. DataError for tensors that are not as the configuration says."""
     folder.initial.mkdir()
     states: list[InitialState] = []
-    for index, cut in enumerate(manifest.stages):
-        last = index == manifest.stage_count - 1
-        stage = Stage(manifest.model, cut, is_first=index == 0, is_last=last)
+    for index in range(manifest.stage_count):
+        stage = empty_stage(manifest, index)
         with torch.no_grad():
             for name, parameter in stage.all_parameters():
                 parameter.copy_(_tensor(model.files[name], name, tuple(parameter.shape)))

@@ -190,10 +190,6 @@ class CheckpointFolder:
             return record
         return None
 
-    def read(self, version: int) -> CheckpointRecord:
-        """Return what a checkpoint's summary says, unverified; StorageError if it is not there."""
-        return self._read_summary(self.folder(version)).record()
-
     def verify(self, version: int) -> CheckpointRecord:
         """Read and hash every file of one checkpoint; StorageError names what is damaged."""
         folder = self.folder(version)

@@ -57,28 +57,38 @@ def initialise(stage: Stage, seed: int) -> None:
 
 def build_stage(manifest: Manifest, stage_index: int, device: torch.device | str = "cpu") -> Stage:
     """Build stage `stage_index` of the run at version 0."""
-    assert 0 <= stage_index < manifest.stage_count
-    with torch.device(device):
-        stage = Stage(
-            manifest.model,
-            manifest.stages[stage_index],
-            is_first=stage_index == 0,
-            is_last=stage_index == manifest.stage_count - 1,
-            dtype=manifest.training.dtype,
-        )
+    stage = empty_stage(manifest, stage_index, device)
     initialise(stage, manifest.training.seed)
     return stage
 
 
 def build_whole(manifest: Manifest, device: torch.device | str = "cpu") -> Stage:
     """Build the uncut model of the run at version 0."""
-    everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
-    with torch.device(device):
-        stage = Stage(
-            manifest.model, everything, is_first=True, is_last=True, dtype=manifest.training.dtype
-        )
+    stage = empty_whole(manifest, device)
     initialise(stage, manifest.training.seed)
     return stage
+
+
+def empty_stage(manifest: Manifest, stage_index: int, device: torch.device | str = "cpu") -> Stage:
+    """Build stage `stage_index` of the run with parameters of any value, which are to be loaded."""
+    assert 0 <= stage_index < manifest.stage_count
+    with torch.device(device):
+        return Stage(
+            manifest.model,
+            manifest.stages[stage_index],
+            is_first=stage_index == 0,
+            is_last=stage_index == manifest.stage_count - 1,
+            dtype=manifest.training.dtype,
+        )
+
+
+def empty_whole(manifest: Manifest, device: torch.device | str = "cpu") -> Stage:
+    """Build the uncut model of the run with parameters of any value, which are to be loaded."""
+    everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
+    with torch.device(device):
+        return Stage(
+            manifest.model, everything, is_first=True, is_last=True, dtype=manifest.training.dtype
+        )
 
 
 def _fill_normal(parameter: torch.Tensor, deviation: float, seed: int, name: str) -> None:

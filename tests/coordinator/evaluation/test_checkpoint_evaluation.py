@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from kits.peer_names import named
 from kits.runs.no_data import NO_DATA
+from kits.runs.stage_files import small_manifest
 from swarm_coordinator.evaluation import checkpoint_evaluation
 from swarm_coordinator.evaluation.checkpoint_evaluation import (
     HeldoutLoss,
@@ -27,7 +29,8 @@ from swarm_coordinator.evaluation.checkpoint_evaluation import (
 from swarm_coordinator.offline.reference import Microbatch, evaluate, insert_boundary_codecs
 from swarm_shared.base.errors import ProtocolError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer
-from swarm_shared.model.initialise import build_stage, build_whole
+from swarm_shared.model.initialise import build_stage, build_whole, empty_stage
+from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import make_optimizer
 from swarm_shared.model.state import save_state, state_to_tensors
 from swarm_shared.run.manifest import (
@@ -40,6 +43,7 @@ from swarm_shared.run.manifest import (
 from swarm_shared.run.model_config import ModelConfig
 
 LAYERS = 3
+SMALL = small_manifest(tied=False)
 BYTES = BytesTokenizer()
 
 
@@ -68,25 +72,6 @@ def manifests(draw: st.DrawFn) -> Manifest:
         ),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
         codecs=CodecsConfig(activation=codec, gradient=codec),
-    )  # fmt: skip
-
-
-def manifest() -> Manifest:
-    """One with two stages; its model is large enough to write."""
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=256, hidden_size=32, intermediate_size=48, layers=2, heads=2,
-            key_value_heads=1, sequence_length=16,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=1), StageRange(first_layer=1, end_layer=2)),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
-        codecs=CodecsConfig(),
     )  # fmt: skip
 
 
@@ -120,29 +105,46 @@ def test_the_loss_is_that_of_the_uncut_model_to_the_bit(
     assert heldout_loss(manifest, files, microbatches) == expected
 
 
+def test_no_earlier_stage_is_in_memory_when_the_next_one_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_checkpoint(SMALL, tmp_path)
+    made: list[weakref.ref[Stage]] = []
+
+    def empty(manifest: Manifest, index: int) -> Stage:
+        assert [stage for stage in made if stage() is not None] == []
+        stage = empty_stage(manifest, index)
+        made.append(weakref.ref(stage))
+        return stage
+
+    monkeypatch.setattr(checkpoint_evaluation, "empty_stage", empty)
+    heldout_loss(SMALL, files, heldout(1, 2))
+    assert len(made) == SMALL.stage_count == 2
+
+
 def test_a_checkpoint_of_another_model_or_that_is_gone_is_refused(tmp_path: Path) -> None:
-    files = write_checkpoint(manifest(), tmp_path)
+    files = write_checkpoint(SMALL, tmp_path)
     with pytest.raises(ProtocolError, match="not this stage's"):
-        heldout_loss(manifest(), files[::-1], heldout(1, 1))
+        heldout_loss(SMALL, files[::-1], heldout(1, 1))
     files[1].unlink()
     with pytest.raises(StorageError, match="cannot be read"):
-        heldout_loss(manifest(), files, heldout(1, 1))
+        heldout_loss(SMALL, files, heldout(1, 1))
 
 
 def test_the_whole_model_has_the_checkpoints_parameters(tmp_path: Path) -> None:
-    loaded = dict(whole_model(manifest(), write_checkpoint(manifest(), tmp_path)).all_parameters())
-    expected = dict(build_whole(manifest()).all_parameters())
+    loaded = dict(whole_model(SMALL, write_checkpoint(SMALL, tmp_path)).all_parameters())
+    expected = dict(build_whole(SMALL).all_parameters())
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_a_text_continues_the_prompt(tmp_path: Path) -> None:
-    files = write_checkpoint(manifest(), tmp_path)
-    text = written_text(manifest(), files, BYTES, "def ", 30, seed=1)
+    files = write_checkpoint(SMALL, tmp_path)
+    text = written_text(SMALL, files, BYTES, "def ", 30, seed=1)
     assert text.startswith("def ")
     assert len(text) > len("def ")
-    assert written_text(manifest(), files, BYTES, "def ", 30, seed=1) == text
-    assert written_text(manifest(), files, BYTES, "def ", 0, seed=1) == ""
+    assert written_text(SMALL, files, BYTES, "def ", 30, seed=1) == text
+    assert written_text(SMALL, files, BYTES, "def ", 0, seed=1) == ""
 
 
 class WritesNul(BytesTokenizer):
@@ -151,15 +153,15 @@ class WritesNul(BytesTokenizer):
 
 
 def test_a_text_that_a_database_cannot_store_is_changed(tmp_path: Path) -> None:
-    files = write_checkpoint(manifest(), tmp_path)
-    text = written_text(manifest(), files, WritesNul(), "def ", 3, seed=1)
+    files = write_checkpoint(SMALL, tmp_path)
+    text = written_text(SMALL, files, WritesNul(), "def ", 3, seed=1)
     assert text == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_a_model_larger_than_half_of_the_free_memory_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = write_checkpoint(manifest(), tmp_path)
+    files = write_checkpoint(SMALL, tmp_path)
     size = sum(path.stat().st_size for path in files)
 
     def free(available: int) -> None:
@@ -169,6 +171,6 @@ def test_a_model_larger_than_half_of_the_free_memory_writes_nothing(
         )  # fmt: skip
 
     free(2 * size - 2)
-    assert written_text(manifest(), files, BYTES, "def ", 5, seed=1) == ""
+    assert written_text(SMALL, files, BYTES, "def ", 5, seed=1) == ""
     free(2 * size)
-    assert written_text(manifest(), files, BYTES, "def ", 5, seed=1) != ""
+    assert written_text(SMALL, files, BYTES, "def ", 5, seed=1) != ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,13 +46,16 @@ def checkpoints_of(folder: RunFolder, keep: int = 3) -> CheckpointFolder:
 
 
 def put_checkpoint(
-    folder: RunFolder, version: int, bytes_per_stage: int = 5000
+    folder: RunFolder, version: int, bytes_per_stage: int = 5000, states: Sequence[bytes] = ()
 ) -> CheckpointRecord:
-    """Its files in the folder, as the coordinator fetches them; the record is for the store."""
+    """Its files in the folder, as the coordinator fetches them; the record is for the store.
+
+    `states` are the contents of the files; without them, a text that is no model.
+    """
     checkpoints = checkpoints_of(folder)
     files: dict[StageIndex, tuple[int, str]] = {}
-    for number in range(STAGES):
-        content = f"stage {number} at {version};".encode() * (bytes_per_stage // 16)
+    texts = [f"stage {n} at {version};".encode() * (bytes_per_stage // 16) for n in range(STAGES)]
+    for number, content in enumerate(states or texts):
         checkpoints.partial_path(version, number).write_bytes(content)
         files[StageIndex(number)] = (len(content), hashlib.sha256(content).hexdigest())
     return checkpoints.complete(Version(version), files)
