@@ -8,13 +8,13 @@ A test compares the page in the repository with `page()`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from swarm_client.cli.main import swarm_client
 from swarm_coordinator.cli.main import cli as swarm_coordinator
+from swarm_shared.base.command_line import visible_commands
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
@@ -67,7 +67,7 @@ def page() -> str:
     lines = [_HEAD]
     for program, group in PROGRAMS.items():
         lines += [f"## {program}", "", _help(group), ""]
-        commands = list(_commands(program, group))
+        commands = list(visible_commands(program, group))
         lines += ["| command | purpose |", "|---|---|"]
         lines += [f"| [`{name}`](#{_anchor(name)}) | {_summary(one)} |" for name, one in commands]
         lines.append("")
@@ -77,19 +77,6 @@ def page() -> str:
     lines += ["was found, and what to do.", "", "| code | meaning |", "|---:|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
     return "\n".join(lines) + "\n"
-
-
-def _commands(prefix: str, group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    """All visible commands with their full names, each group followed by its subcommands."""
-    context = click.Context(group, info_name=prefix)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        if command is None or command.hidden:
-            continue
-        full = f"{prefix} {name}"
-        yield full, command
-        if isinstance(command, click.Group):
-            yield from _commands(full, command)
 
 
 def _section(name: str, command: click.Command) -> list[str]:

@@ -13,7 +13,6 @@ import gzip
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -21,7 +20,7 @@ import click
 from swarm_client.cli.main import swarm_client
 from swarm_coordinator.cli.main import cli as swarm_coordinator
 from swarm_shared import SOFTWARE_VERSION
-from swarm_shared.base.command_line import completion_script
+from swarm_shared.base.command_line import completion_script, visible_commands
 
 PROGRAMS: dict[str, tuple[click.Group, str]] = {
     "swarm-client": (swarm_client, "lend this computer to the training of a large model"),
@@ -42,21 +41,10 @@ def manual_page(program: str) -> str:
     lines += [".SH NAME", f"{_text(program)} \\- {_text(purpose)}"]
     lines += [".SH SYNOPSIS", f".B {_text(program)}", "[OPTIONS] COMMAND [ARGS]..."]
     lines += [".SH DESCRIPTION", *_paragraphs(group.help), ".SH COMMANDS"]
-    for name, command in _commands(program, group):
+    for name, command in visible_commands(program, group):
         lines += _section(name, command)
     lines += [".SH SEE ALSO", f".BR {_text(other)} (1)"]
     return "\n".join(lines) + "\n"
-
-
-def _commands(prefix: str, group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    context = click.Context(group, info_name=prefix)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        if command is None or command.hidden:
-            continue
-        yield f"{prefix} {name}", command
-        if isinstance(command, click.Group):
-            yield from _commands(f"{prefix} {name}", command)
 
 
 def _section(name: str, command: click.Command) -> list[str]:

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,19 @@ class LazyGroup(click.Group):
         module, _, attribute = self._modules[name].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
+
+
+def visible_commands(prefix: str, group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands that help shows, with their full names: each group before its own."""
+    context = click.Context(group, info_name=prefix)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command is None or command.hidden:
+            continue
+        full = f"{prefix} {name}"
+        yield full, command
+        if isinstance(command, click.Group):
+            yield from visible_commands(full, command)
 
 
 def completion_script(root: click.Command, program: str, shell: str) -> str:

@@ -37,7 +37,7 @@ TakeLine = Callable[[bytes], None]
 class Supervisor:
     name: str
     """With its article, as in a sentence."""
-    log_file: Path
+    log_folder: Path
     """Where the organiser finds details."""
     report: Report
     """Prints one line for the organiser."""
@@ -54,7 +54,7 @@ class Supervisor:
         except Exception:  # a supervisor: no process beside the coordinator ends the run
             self.failures += 1
             log.exception("%s is given up", self.name)
-            self.report(f"{self.name} is given up; details are in {self.log_file}")
+            self.report(f"{self.name} is given up; details are in {self.log_folder}")
 
     async def keep_running(
         self,
@@ -82,7 +82,7 @@ class Supervisor:
                 self.report(
                     f"{self.name} keeps failing: "
                     f"{last_output.splitlines()[-1] if last_output else ''}; "
-                    f"the run continues, details are in {self.log_file}"
+                    f"the run continues, details are in {self.log_folder}"
                 )
             await trio.sleep(pause.next())
 
