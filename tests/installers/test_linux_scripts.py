@@ -158,6 +158,7 @@ def refused(
     return done
 
 
+@pytest.mark.nightly
 def test_a_wheel_with_another_hash_is_not_installed(for_sale: Path, bob: Person) -> None:
     wheel = the_wheel(for_sale)
     script = for_sale / "install.sh"
@@ -176,6 +177,7 @@ def test_a_wheel_with_another_hash_is_not_installed(for_sale: Path, bob: Person)
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() in done.stderr
 
 
+@pytest.mark.nightly
 def test_over_plain_http_nothing_that_is_not_hashed_is_installed(
     for_sale: Path, bob: Person, tmp_path: Path
 ) -> None:

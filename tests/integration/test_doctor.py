@@ -14,7 +14,7 @@ import pytest
 from swarm_coordinator.demo.subprocesses import wait_until
 from swarm_shared.base.errors import NetworkError
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.nightly]
 
 
 def doctor(invite: str, home: Path) -> tuple[int, dict[str, Any], str]:

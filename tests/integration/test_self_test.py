@@ -20,7 +20,7 @@ from kits.runs.real_run import Run
 from swarm_coordinator.demo.subprocesses import Subprocess
 from swarm_shared.base.errors import MachineError
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 HONEST = 3
 STEPS = 2000
@@ -56,7 +56,6 @@ def assert_ends_equal(run: Run) -> None:
     check_ledger(run)
 
 
-@pytest.mark.nightly
 def test_a_machine_that_passes_its_self_test_counts_again(make_run, tmp_path: Path) -> None:
     run, flaky = run_with_one_error(make_run, tmp_path / "erred", "wrong in one process")
     peer = verdicts(run)[0].peer

@@ -26,7 +26,7 @@ from kits.runs.fault_run import TINY
 from kits.runs.real_run import Run
 from swarm_coordinator.storage.database import open_for_reading
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 HONEST = 3
 STEPS = 2000
@@ -117,7 +117,6 @@ def test_a_late_verdict_takes_the_lies_out_of_the_model(make_run, tmp_path: Path
     check_ledger(run)
 
 
-@pytest.mark.nightly
 def test_a_run_that_goes_on_after_a_late_verdict_has_it_in_its_ledger(
     make_run, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def evaluated(run: Run) -> int | None:
     return None if status is None or status.evaluation is None else status.evaluation.version
 
 
+@pytest.mark.nightly
 def test_a_stage_with_a_member_without_hivemind_averages_over_libp2p(
     make_run, tmp_path: Path
 ) -> None:

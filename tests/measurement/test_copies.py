@@ -14,6 +14,7 @@ MOST = {"write": 1.0, "send": 1.0, "receive": 1.5, "fill": 1.0, "read_input": 1.
 for what is moved to the front of the socket's buffer."""
 
 
+@pytest.mark.process
 def test_no_hop_copies_a_tensor_more_often_than_the_page_says() -> None:
     try:
         hops = measure(SIZE)

@@ -61,6 +61,7 @@ def wait_for_output(child: Subprocess, wanted: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_demo_kills_a_volunteer_replaces_it_and_has_the_losses_of_one_process(
     tmp_path: Path,

@@ -167,7 +167,10 @@ def test_a_backup_is_complete_or_not_there(
 
 
 @few_or_all
-@pytest.mark.parametrize("what", ["a new folder", "a folder that is replaced"])
+@pytest.mark.parametrize(
+    "what",
+    ["a new folder", pytest.param("a folder that is replaced", marks=pytest.mark.nightly)],
+)
 def test_a_backup_is_restored_whole_or_the_folder_is_what_it_was(
     disk: PowerCutDisk, folder: RunFolder, seeds: tuple[int | None, ...], every: int, what: str
 ) -> None:

@@ -95,9 +95,8 @@ async def test_a_coordinator_that_is_killed_at_the_boundaries_of_its_commits_for
     assert all(volunteer.told for volunteer in crew)
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 5))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(5))
 async def test_a_coordinator_that_is_killed_at_random_instants_forgets_nothing(
     folder: RunFolder, part: int
 ) -> None:
