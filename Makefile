@@ -6,9 +6,10 @@
 PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
-# Two workers, each with whole files, or (loadgroup) with single tests and with whole groups of tests
-# that share a fixture; the longest first.
-TWO = -n 2 --no-loadscope-reorder --dist
+# Workers take whole files, or (loadgroup) single tests and whole groups of tests that share a fixture;
+# the longest first. Two are meant for two cores, where programs compute; unit tests wait a fifth of
+# their time, which a third worker fills.
+WORKERS = --no-loadscope-reorder -n
 RECORD = --durations=30 --durations-min=2 --junitxml=build/junit/$@.xml
 PYTEST = $(PY) -m pytest $(RECORD)
 # The promise as tests: a real run under churn, the core under random faults, the sums, the reference.
@@ -78,22 +79,22 @@ demo: setup
 	@$(PY) -m swarm_coordinator demo $(ARGS)
 
 prove: setup-dev
-	@$(PY) -m pytest -q --no-header --tier unit $(TWO) loadfile $(PROOF)
+	@$(PY) -m pytest -q --no-header --tier unit $(WORKERS) 2 --dist loadfile $(PROOF)
 	@echo "Proved: in a real run of five volunteers, of which two were killed and one joined late, and whose"
 	@echo "coordinator was killed and started again, every loss and every parameter is that of one process, to"
 	@echo "the bit. In simulated runs with random faults every microbatch counted exactly once in every stage,"
 	@echo "and every run ended. The one process agrees with a plain torch loop within rounding."
 
 test: setup-dev
-	@$(PYTEST) $(TWO) loadfile $(ARGS)
+	@$(PYTEST) $(WORKERS) 3 --dist loadfile $(ARGS)
 
 # Random tests print their seed; KILL_SEED=N, WORLD_SEED=N or SWARM_CHAOS_SEED=N repeats it.
 test-process: setup-dev
-	@$(PYTEST) --tier process $(TWO) loadgroup $(ARGS)
+	@$(PYTEST) --tier process $(WORKERS) 2 --dist loadgroup $(ARGS)
 
 # Every known attack (tests/kits/attack/attacks.toml), modified clients in real runs first.
 test-strangers: setup-dev
-	@$(PYTEST) --tier all $(TWO) loadgroup $$(PYTHONPATH=tests $(PY) -m kits.attack.catalogue) $(ARGS)
+	@$(PYTEST) --tier all $(WORKERS) 2 --dist loadgroup $$(PYTHONPATH=tests $(PY) -m kits.attack.catalogue) $(ARGS)
 
 # One worker: two labs cannot run at once.
 test-lab: setup-dev
@@ -101,7 +102,7 @@ test-lab: setup-dev
 
 # Needs what test-lab needs, and sh tools/install_installer_tools.sh.
 test-nightly: setup-dev
-	@$(PYTEST) --tier nightly $(TWO) loadgroup $(ARGS)
+	@$(PYTEST) --tier nightly $(WORKERS) 2 --dist loadgroup $(ARGS)
 
 bench-strangers: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.strangers $(ARGS)

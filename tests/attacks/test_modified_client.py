@@ -9,6 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from kits.attack.strangers import MODIFIED
 
 APPLY_ALL = """
@@ -22,6 +24,7 @@ for cheat, patches in sitecustomize.CHEATS.items():
 """
 
 
+@pytest.mark.process
 def test_each_cheat_finds_what_it_replaces() -> None:
     done = subprocess.run(
         [sys.executable, "-c", APPLY_ALL],

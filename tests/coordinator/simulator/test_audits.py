@@ -48,6 +48,7 @@ def test_unlike_honest_machines_pass_all_audits() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.nightly
 def test_audits_take_time() -> None:
     steps = []
     for share in (0.0, 1.0):

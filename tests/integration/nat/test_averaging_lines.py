@@ -13,7 +13,7 @@ from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import why_no_network, wide_area_network
 from swarm_coordinator.storage.history import History
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.lab, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 GOOD = Link(up_mbit=60, down_mbit=60, rtt_ms=20)
 THIN = Link(up_mbit=4, down_mbit=50, rtt_ms=20)
@@ -59,7 +59,6 @@ def sent_between(history: History) -> dict[tuple[str, str, str], int]:
     }
 
 
-@pytest.mark.nightly
 def test_members_that_dial_each_other_at_the_same_moment_average_over_p2pd_all_the_same(
     trained: Callable[..., History],
 ) -> None:
