@@ -17,8 +17,8 @@ import click
 
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
-from swarm_coordinator.model_hub.hub import check_push, push_model
 from swarm_coordinator.model_hub.model_card import RunFigures, model_card
+from swarm_coordinator.model_hub.models import check_push, push_model
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
 from swarm_coordinator.run_dir.initial_states import initial_files

@@ -40,7 +40,7 @@ from swarm_coordinator.durability.run_files import (
     read_admission_book,
     read_progress,
 )
-from swarm_coordinator.model_hub.hub import HubModel
+from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.listen_addresses import dialable_addresses, listen_address
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
@@ -96,7 +96,8 @@ _CHANGEABLE = (
     default="python-stdlib",
     show_default=True,
     help="Training data: a file or folder of text, .jsonl, .parquet or .arrow, also compressed "
-    "(.gz, .zst); a folder of ready shards; or python-stdlib.",
+    "(.gz, .zst); a folder of ready shards; a data set of the Hugging Face hub, "
+    "hf://datasets/ORG/NAME[@REVISION][/FOLDER_OR_GLOB]; or python-stdlib.",
 )
 @click.option(
     "--stages",

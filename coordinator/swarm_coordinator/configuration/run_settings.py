@@ -132,7 +132,8 @@ class DataSection(FrozenModel):
     source: str = Field(
         min_length=1,
         description="Path of a file or folder of text, .jsonl, .parquet or .arrow, also as .gz or "
-        '.zst, of a folder of ready shards, or "python-stdlib".',
+        '.zst, or of a folder of ready shards; "hf://datasets/ORG/NAME@COMMIT/PATH"; or '
+        '"python-stdlib".',
     )
     column: str = Field(
         default="text",

@@ -1,1 +1,1 @@
-"""Models on the Hugging Face hub: download, upload, and the card that an exported model carries."""
+"""The Hugging Face hub: models and data sets, and the card that an exported model carries."""

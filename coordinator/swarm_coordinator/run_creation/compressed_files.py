@@ -6,6 +6,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
 from swarm_shared.base.errors import ConfigurationError, DataError
@@ -45,14 +46,21 @@ def _blocks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
         yield block
 
 
-def _zst_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
+def require_zstandard(name: str) -> ModuleType:
+    """Import zstandard. ConfigurationError that names the file without it."""
     try:
         import zstandard
     except ImportError as error:
         raise ConfigurationError(
-            f"reading {path} needs zstandard, which is not installed; install it with `pip install "
+            f"reading {name} needs zstandard, which is not installed; install it with `pip install "
             "'swarmtrain[data]'`, or decompress the file"
         ) from error
+    module: ModuleType = zstandard
+    return module
+
+
+def _zst_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    zstandard = require_zstandard(str(path))
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     frame = None
     try:

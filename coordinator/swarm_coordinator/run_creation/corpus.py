@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_coordinator.configuration.run_settings import PYTHON_STDLIB
+from swarm_coordinator.model_hub.data_sets import ADDRESS_FORM
 from swarm_coordinator.run_creation.compressed_files import read_blocks, unreadable
 from swarm_coordinator.run_creation.tables import TABLE_SUFFIXES, column_texts
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex, read_shard_index
@@ -77,10 +78,10 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     if not path.exists():
         raise DataError(
             f"there is no training data at {path}; give a file or a folder of text, .jsonl, "
-            f".parquet or .arrow, a folder of ready shards, or {PYTHON_STDLIB}"
+            f".parquet or .arrow, a folder of ready shards, {ADDRESS_FORM}, or {PYTHON_STDLIB}"
         )
     if path.is_file():
-        return TextCorpus(str(path), lambda: _file_documents(path, path.name, column))
+        return TextCorpus(str(path), lambda: file_documents(path, path.name, column))
     # A run folder keeps its shards in `data`.
     for folder in (path, path / "data"):
         if (folder / SHARD_INDEX).exists():
@@ -89,7 +90,7 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     if not files:
         raise DataError(f"the folder {path} holds no file; put text files there")
     # Beside records, other files describe the data set, such as its README.
-    records = [file for file in files if _holds_records(file)]
+    records = [file for file in files if holds_records(file.name)]
     description = str(path)
     if records and len(records) < len(files):
         others = len(files) - len(records)
@@ -128,16 +129,18 @@ def _files(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _holds_records(path: Path) -> bool:
-    return path.name.endswith(_JSON_LINES) or path.suffix in TABLE_SUFFIXES
+def holds_records(name: str) -> bool:
+    """Whether a file of this name has a document in each row or line."""
+    return name.endswith((*_JSON_LINES, *TABLE_SUFFIXES))
 
 
 def _folder_documents(folder: Path, files: list[Path], column: str) -> Iterator[TextDocument]:
     for file in files:
-        yield from _file_documents(file, file.relative_to(folder).as_posix(), column)
+        yield from file_documents(file, file.relative_to(folder).as_posix(), column)
 
 
-def _file_documents(path: Path, name: str, column: str) -> Iterator[TextDocument]:
+def file_documents(path: Path, name: str, column: str) -> Iterator[TextDocument]:
+    """Yield the documents of one file, of the kind that its suffix tells, named after `name`."""
     if path.suffix in TABLE_SUFFIXES:
         for number, text in enumerate(column_texts(path, column), start=1):
             yield from _record_documents(f"{path}, row {number}", f"{name}:{number}", text or "")

@@ -30,9 +30,15 @@ from swarm_coordinator.durability.run_files import (
     load_manifest,
     load_settings,
 )
-from swarm_coordinator.model_hub.hub import HubModel, download_model
+from swarm_coordinator.model_hub.data_sets import HubDataset
+from swarm_coordinator.model_hub.models import HubModel, download_model
 from swarm_coordinator.offline.hf_export import bytes_tokenizer_file
-from swarm_coordinator.run_creation.corpus import Corpus, ReadyShards, read_corpus
+from swarm_coordinator.run_creation.corpus import (
+    DEFAULT_COLUMN,
+    Corpus,
+    ReadyShards,
+    read_corpus,
+)
 from swarm_coordinator.run_creation.fleet_cut import (
     ExpectedFleet,
     fleet_rows,
@@ -45,6 +51,7 @@ from swarm_coordinator.run_creation.given_model import (
     read_given_model,
     write_initial_states,
 )
+from swarm_coordinator.run_creation.hub_corpus import hub_corpus, pinned
 from swarm_coordinator.run_creation.microbatch_size import choice_text, choose_queue
 from swarm_coordinator.run_creation.shards import Progress, prepare_data
 from swarm_coordinator.run_creation.stage_plan import (
@@ -90,23 +97,24 @@ def initialise_run(
 ) -> Manifest:
     """Make the folder of a new run from a preset; `overrides` maps names of settings to values.
 
+    `data` is what `read_corpus` takes, or the address of a data set on the Hugging Face hub.
     `fleet` names the machines that are expected, as `simulate --fleet` does. `given_model` is the
     model from which the run continues, a folder or on the Hugging Face hub; without a preset, the
     nearest one gives the training sizes.
     """
     chosen, model = dict(overrides or {}), None
+    source = _source(str(chosen.pop("data.source", data)), progress)
     if given_model is not None:
         model = _given_model(given_model, chosen, progress)
         preset = preset or model.nearest_preset
-        chosen = _with_model(model, chosen, preset, read_corpus(data), progress)
+        chosen = _with_model(model, chosen, preset, _corpus(source), progress)
     preset = preset or DEFAULT_PRESET
     chosen = _with_tokenizer_file(chosen)
-    source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
     settings = default_settings(
         preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
     )
     if "data.tokenizer" not in chosen:
-        corpus = read_corpus(settings.data.source)
+        corpus = _corpus(settings.data.source)
         if isinstance(corpus, ReadyShards):
             chosen["data.tokenizer"] = corpus.index.tokenizer
             settings = default_settings(
@@ -114,6 +122,24 @@ def initialise_run(
             )
     given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
     return _initialise(run_dir, settings, given, progress, fleet, model)
+
+
+def _source(data: str, progress: Progress) -> str:
+    """Return the source as run.toml keeps it: with the commit of a data set, or a whole path."""
+    dataset = HubDataset.parse(data)
+    if dataset is not None:
+        return str(pinned(dataset, progress))
+    return data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
+
+
+def _corpus(
+    source: str, column: str = DEFAULT_COLUMN, progress: Progress = lambda line: None
+) -> Corpus:
+    """Return the data that run.toml's source names; `progress` reports downloads."""
+    dataset = HubDataset.parse(source)
+    if dataset is not None:
+        return hub_corpus(dataset, column, progress)
+    return read_corpus(source, column)
 
 
 def _given_model(
@@ -183,7 +209,7 @@ def _initialise(
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
-    corpus = read_corpus(settings.data.source, settings.data.column)
+    corpus = _corpus(settings.data.source, settings.data.column, progress)
     if fleet is not None:
         settings, plan = _cut_for_fleet(settings, fleet, given, progress)
     else:

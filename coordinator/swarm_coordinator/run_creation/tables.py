@@ -23,7 +23,7 @@ _FILE_MAGIC = b"ARROW1"
 
 def column_texts(path: Path, column: str) -> Iterator[str | None]:
     """Yield the text of each row; None for a missing value. DataError names what is wrong."""
-    arrow = _pyarrow(path)
+    arrow = require_pyarrow(str(path))
     batches = _parquet_batches if path.suffix == ".parquet" else _arrow_batches
     try:
         for batch in batches(path, column):
@@ -39,12 +39,13 @@ def column_texts(path: Path, column: str) -> Iterator[str | None]:
         ) from error
 
 
-def _pyarrow(path: Path) -> ModuleType:
+def require_pyarrow(name: str) -> ModuleType:
+    """Import pyarrow. ConfigurationError that names the file without it."""
     try:
         import pyarrow
     except ImportError as error:
         raise ConfigurationError(
-            f"reading {path} needs pyarrow, which is not installed; install it with `pip install "
+            f"reading {name} needs pyarrow, which is not installed; install it with `pip install "
             "'swarmtrain[data]'`"
         ) from error
     module: ModuleType = pyarrow

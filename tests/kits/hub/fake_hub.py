@@ -1,5 +1,6 @@
 """A server with the part of the Hugging Face hub's API that huggingface_hub uses for a model's
-upload and download: real HTTP over localhost, large files by Git LFS's basic transfer.
+upload and download and for a data set's download: real HTTP over localhost, large files by Git
+LFS's basic transfer.
 
 Every refusal is one of the hub's own: its status and its `X-Error-Code`.
 """
@@ -33,6 +34,8 @@ class FakeRepository:
     gated: bool = False
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{}])
     """Files of every commit, the oldest first."""
+    branches: dict[str, int] = field(default_factory=dict)
+    """Numbers of commits by the names of branches and tags; `main` is the newest commit."""
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -49,6 +52,8 @@ class FakeRepository:
     def at(self, revision: str) -> dict[str, bytes] | None:
         if revision == "main":
             return self.files
+        if revision in self.branches:
+            return self.commits[self.branches[revision]]
         for number, files in enumerate(self.commits):
             if revision == self.commit_id(number):
                 return files
@@ -59,11 +64,17 @@ class FakeRepository:
 class FakeHub:
     url: str
     repositories: dict[str, FakeRepository] = field(default_factory=dict)
+    """Those of models."""
+    datasets: dict[str, FakeRepository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     """Large files by their SHA-256."""
     requests: list[str] = field(default_factory=list)
     """Method and path of each, in order."""
     may_write: bool = True
+    breaks: dict[str, int] = field(default_factory=dict)
+    """Bytes of a file after which the connection breaks once, by the file's path."""
+    ranges: list[tuple[str, int]] = field(default_factory=list)
+    """Paths of which a rest was asked for, and where it begins."""
 
 
 class Refusal(Exception):
@@ -133,7 +144,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 match = re.fullmatch(pattern, path)
                 if match is not None and self.command in method:
                     headers, content = act(self, body, *match.groups())
-                    self._send(200, headers, content)
+                    self._send_range(path, headers, content)
                     return
             raise Refusal(404, "", f"no such address: {path}")
         except Refusal as refusal:
@@ -151,7 +162,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _send(self, status: int, headers: dict[str, str], content: bytes) -> None:
+    def _send_range(self, path: str, headers: dict[str, str], content: bytes) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if asked is None:
+            cut = self.hub.breaks.pop(path, None) if self.command == "GET" else None
+            self._send(200, headers, content, cut)
+            return
+        first = int(asked[1])
+        self.hub.ranges.append((path, first))
+        place = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        self._send(206, {**headers, "Content-Range": place}, content[first:])
+
+    def _send(
+        self, status: int, headers: dict[str, str], content: bytes, cut: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             if value:
@@ -159,7 +183,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content[:cut])
+            self.close_connection = self.close_connection or cut is not None
 
     # ------------------------------------------------------------ rights
 
@@ -172,14 +197,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self.hub.may_write:
             raise Refusal(403, "", "You don't have the rights to write here")
 
-    def _readable(self, name: str) -> FakeRepository:
-        found = self.hub.repositories.get(name)
+    def _readable(self, name: str, kind: str = "models") -> FakeRepository:
+        of_kind = self.hub.datasets if kind == "datasets" else self.hub.repositories
+        found = of_kind.get(name)
         if found is None or (found.private and not self._logged_in()):
             raise Refusal(404 if self._logged_in() else 401, "RepoNotFound", "Repository not found")
         return found
 
-    def _files(self, name: str, revision: str) -> dict[str, bytes]:
-        files = self._readable(name).at(revision)
+    def _files(self, name: str, revision: str, kind: str = "models") -> dict[str, bytes]:
+        files = self._readable(name, kind).at(revision)
         if files is None:
             raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return files
@@ -254,13 +280,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------ download
 
-    def info(self, _: bytes, name: str, revision: str | None) -> _Answer:
-        repository = self._readable(name)
-        files = self._files(name, revision or "main")
+    def info(self, _: bytes, kind: str, name: str, revision: str | None) -> _Answer:
+        repository = self._readable(name, kind)
+        files = self._files(name, revision or "main", kind)
         head = repository.commit_id(repository.commits.index(files))
         return _json({"id": name, "sha": head, "private": repository.private})
 
-    def tree(self, _: bytes, name: str, revision: str) -> _Answer:
+    def tree(self, _: bytes, kind: str, name: str, revision: str) -> _Answer:
         return _json(
             [
                 {
@@ -269,14 +295,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     "size": len(content),
                     "oid": _sha1(content),
                 }
-                for path, content in self._files(name, revision).items()
+                for path, content in self._files(name, revision, kind).items()
             ]
         )
 
-    def resolve(self, _: bytes, name: str, revision: str, path: str) -> _Answer:
-        files = self._files(name, revision)
-        if self._readable(name).gated:
-            raise Refusal(403, "GatedRepo", f"Access to model {name} is restricted")
+    def resolve(self, _: bytes, kind: str | None, name: str, revision: str, path: str) -> _Answer:
+        kind = kind or "models"
+        files = self._files(name, revision, kind)
+        if self._readable(name, kind).gated:
+            raise Refusal(403, "GatedRepo", f"Access to {kind[:-1]} {name} is restricted")
         if path not in files:
             raise Refusal(404, "EntryNotFound", "Entry not found")
         etag = _sha1(files[path])
@@ -296,6 +323,8 @@ def _json(content: object) -> _Answer:
 
 
 _REPOSITORY = r"([^/]+/[^/]+)"
+_KIND = r"(models|datasets)"
+_REVISION = r"((?:refs/\w+/)?[^/]+)"
 _ROUTES: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (("POST",), r"/api/repos/create", _Handler.create),
     (("POST",), r"/api/validate-yaml", _Handler.validate_yaml),
@@ -303,7 +332,7 @@ _ROUTES: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (("POST",), rf"/api/models/{_REPOSITORY}/commit/([^/]+)", _Handler.commit),
     (("POST",), rf"/{_REPOSITORY}\.git/info/lfs/objects/batch", _Handler.batch),
     (("PUT",), r"/objects/([0-9a-f]{64})", _Handler.store),
-    (("GET",), rf"/api/models/{_REPOSITORY}(?:/revision/([^/]+))?", _Handler.info),
-    (("GET",), rf"/api/models/{_REPOSITORY}/tree/([^/]+)", _Handler.tree),
-    (("GET", "HEAD"), rf"/{_REPOSITORY}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    (("GET",), rf"/api/{_KIND}/{_REPOSITORY}(?:/revision/{_REVISION})?", _Handler.info),
+    (("GET",), rf"/api/{_KIND}/{_REPOSITORY}/tree/{_REVISION}", _Handler.tree),
+    (("GET", "HEAD"), rf"(?:/(datasets))?/{_REPOSITORY}/resolve/([^/]+)/(.+)", _Handler.resolve),
 )

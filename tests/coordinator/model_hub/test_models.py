@@ -19,7 +19,7 @@ from kits.hub.fake_hub import TOKEN, FakeHub, FakeRepository, fake_hub
 from kits.runs.stage_files import write_stage_files
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.model_hub.hub import HubModel
+from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.initialise import refresh_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
