@@ -113,8 +113,9 @@ def refusals_explained(hub: ModuleType, repository: Repository) -> Iterator[None
         ) from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, ConnectionError) as error:
         # A connection that failed, or that HF_HUB_OFFLINE forbids.
+        reason = error.__cause__ or error  # the error itself tells of the cache
         raise NetworkError(
-            f"{site} cannot be reached for {name} ({_line(str(error))}); check the "
+            f"{site} cannot be reached for {name} ({_line(str(reason))}); check the "
             "connection and HF_ENDPOINT"
         ) from error
     except OSError as error:

@@ -211,6 +211,18 @@ def test_a_private_data_set_needs_the_token(
     assert init(tmp_path / "run", ADDRESS) == 0
 
 
+def test_what_the_hub_refuses_after_the_list_is_one_sentence(
+    tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = serve(hub, {"a.jsonl": lines("a"), "b.jsonl": lines("b")})
+    assert init(tmp_path / "first", f"{ADDRESS}/a.jsonl") == 0
+    repository.gated = True
+    capsys.readouterr()
+    assert init(tmp_path / "run", ADDRESS) == 5
+    assert f"ask for it at {hub.url}/datasets/{NAME}, and log in" in complaint(capsys)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_broken_connection_is_resumed(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +304,9 @@ def test_without_a_network_it_is_one_sentence(
     serve(hub, {"a.jsonl": lines("a")})
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert init(tmp_path / "run", ADDRESS) == 8
-    assert f"{hub.url} cannot be reached for {NAME}" in complaint(capsys)
+    said = complaint(capsys)
+    assert f"{hub.url} cannot be reached for {NAME} (" in said
+    assert "offline mode is enabled" in said
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     assert init(tmp_path / "run", ADDRESS) == 8
