@@ -163,8 +163,11 @@ def test_a_revision_is_kept_as_its_commit(
     # The recorded source makes the same data again, when the branch has moved on.
     repository.commits.append({})
     source = load_settings(RunFolder.open(tmp_path / "newest")).data.source
-    assert init(tmp_path / "again", "unused", f"--set=data.source={source}") == 0
+    assert init(tmp_path / "again", source) == 0
     assert shards(tmp_path / "again") == shards(tmp_path / "newest")
+    # The same as a setting.
+    assert init(tmp_path / "set", "unused", f"--set=data.source={ADDRESS}@v1") == 0
+    assert load_settings(RunFolder.open(tmp_path / "set")).data.source == f"{ADDRESS}@{old}"
 
 
 def test_what_is_in_the_cache_is_neither_fetched_again_nor_needs_a_network(
