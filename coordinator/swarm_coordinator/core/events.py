@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NewType
+from typing import Final, Literal, NamedTuple, NewType
 
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
@@ -370,6 +370,28 @@ class StateDigestsRecord:
     digests: tuple[StateDigest, ...]
 
 
+PartName = Literal["compute", "close", "failed attempt", "average", "apply"]
+
+
+class StepPart(NamedTuple):
+    """A part of an applied step. Times are seconds from the decision to apply it, whose time the
+    step's record has; before it they are negative."""
+
+    name: PartName
+    stage: StageIndex | None
+    """None: of all stages together."""
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimesRecord:
+    """When the parts of an applied step happened; written once all members have applied it."""
+
+    step: Step
+    parts: tuple[StepPart, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class VerdictRecord:
     """A lost audit or check of sums, with its evidence."""
@@ -423,7 +445,7 @@ class Persist:
 class Remember:
     """Store a record without waiting for it: if a crash loses it, no decision is lost."""
 
-    record: AgreementsRecord | HeldTimeRecord | StateDigestsRecord
+    record: AgreementsRecord | HeldTimeRecord | StateDigestsRecord | StepTimesRecord
 
 
 @dataclass(frozen=True, slots=True)

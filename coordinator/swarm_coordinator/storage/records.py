@@ -30,6 +30,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     StateDigest,
     StateDigestsRecord,
+    StepTimesRecord,
     StoredStage,
     VerdictRecord,
 )
@@ -72,8 +73,8 @@ in none of them fetches its state anew."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | StandingsRecord | AgreementsRecord | HeldTimeRecord | StateDigestsRecord | VerdictRecord
-    | Note | PeerSeen | LinksReported | RowsPruned | AdmissionRecord
+    | StandingsRecord | AgreementsRecord | HeldTimeRecord | StateDigestsRecord | StepTimesRecord
+    | VerdictRecord | Note | PeerSeen | LinksReported | RowsPruned | AdmissionRecord
 )  # fmt: skip
 
 
@@ -125,6 +126,12 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             _upsert(connection, "held_accounts", ("account",), rows)
         case StateDigestsRecord():
             _write_digests(connection, record)
+        case StepTimesRecord(step, parts):
+            connection.execute(
+                "INSERT INTO step_times (applied_step, parts, written_at) "
+                "SELECT id, ?, ? FROM applied_steps WHERE step = ? AND superseded_by IS NULL",
+                (json.dumps(parts), now, step),
+            )
         case VerdictRecord():
             values = {one.name: getattr(record, one.name) for one in fields(record)}
             del values["claim"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
 
@@ -183,6 +183,14 @@ CREATE TABLE step_attempts (
     attempt INTEGER NOT NULL,
     PRIMARY KEY (applied_step, stage)
 ) STRICT, WITHOUT ROWID;
+
+-- When the parts of an applied step happened; none if the coordinator ended before the last member
+-- had applied it.
+CREATE TABLE step_times (
+    applied_step INTEGER PRIMARY KEY REFERENCES applied_steps,
+    parts TEXT NOT NULL, -- JSON: name, stage, began, ended; seconds from the step's `written_at`
+    written_at REAL NOT NULL
+) STRICT;
 
 CREATE TABLE standings (
     owner TEXT PRIMARY KEY,

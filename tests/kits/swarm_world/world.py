@@ -115,9 +115,12 @@ class SimStore:
 
     def remember(
         self,
-        record: events.AgreementsRecord | events.HeldTimeRecord | events.StateDigestsRecord,
+        record: (
+            events.AgreementsRecord | events.HeldTimeRecord | events.StateDigestsRecord
+            | events.StepTimesRecord
+        ),
         now: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(record, events.StateDigestsRecord):
             self.digests = record
         elif isinstance(record, events.AgreementsRecord):
@@ -127,7 +130,7 @@ class SimStore:
                     self.agreements[pair] = one
                 else:
                     self.agreements.pop(pair, None)
-        else:
+        elif isinstance(record, events.HeldTimeRecord):
             self.held_time |= {one.account: (now, one) for one in record.accounts}
 
     def restore(self, generation: int, now: float) -> events.Restored:

@@ -12,6 +12,7 @@ from swarm_coordinator.core.rules import microbatches, state_transfer
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
+from swarm_coordinator.core.state.steps import FailedRound
 from swarm_coordinator.core.state.waiting import stage_names
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId, StageIndex
@@ -51,6 +52,7 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
             step.closes - 1, ABORT_BACKOFF_SECONDS, ABORT_BACKOFF_MAXIMUM_SECONDS
         )
         step.close_not_before = max(step.close_not_before, now + pause_seconds)
+    step.failed_rounds.append(FailedRound(ended.stages, ended.began_at, now))
     step.closing.discard_round(ended)
     for peer, stage in ended.kept.items():
         microbatches.clear_counted(run, step, peer, (stage,))

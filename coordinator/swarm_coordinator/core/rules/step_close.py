@@ -31,7 +31,7 @@ from swarm_coordinator.core.rules import (
     round_membership,
     state_transfer,
 )
-from swarm_coordinator.core.rules.closing import exclusions, sum_checks
+from swarm_coordinator.core.rules.closing import exclusions, step_times, sum_checks
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
@@ -344,7 +344,7 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
     ):
         return
     for peer_id in sorted(closing.members.keys() - closing.applied.keys()):
-        shared = closing.members[peer_id] in closing.applied_stages
+        shared = closing.members[peer_id] in closing.last_applied_at
         if not (over or shared):
             continue
         run.note(f"{short(peer_id)} did not apply step {step.step} in time", peer_id)
@@ -360,7 +360,7 @@ def _charge_late_apply(
     run: RunState, step: StepState, closing: CloseState, peer: PeerState, now: float
 ) -> None:
     """Charge a member what it took to apply beyond the others, if one of its stage has applied."""
-    if closing.members[peer.peer] in closing.applied_stages:
+    if closing.members[peer.peer] in closing.last_applied_at:
         # Without most of the members, what applying takes here is unknown.
         most_at = closing.most_applied_at or closing.decided_at
         free = held_up.free_until(step, closing.decided_at, most_at)
@@ -493,6 +493,7 @@ def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -
         reason = f"replicas of stage {split[0]} averaged to different gradients"
         round_membership.abort(run, found, reason, now)
         return
+    found.averaged_at = now
     for stage, reported in of_stage.items():
         if (decision := agreed[stage]) is None:
             continue  # not without a report of the stage
@@ -606,6 +607,9 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
     """Once every remaining member has applied, compare replicas and end the step."""
     if not closing.members.keys() <= closing.applied.keys():
         return  # a member that applied and was lost since is in neither
+    if run.steps.current is not None:
+        times = step_times.of_applied_step(run.steps.current, closing, now)
+        run.commands.append(Remember(times))
     enter_phase(run, RunPhase.WAITING)
     run.checkpoints.snapshots.clear()
     run.roster.dirty = True

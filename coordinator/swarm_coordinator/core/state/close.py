@@ -88,6 +88,8 @@ class Round:
     """When most members of more than half of a stage's owners had answered."""
     squares: dict[StageIndex, SquaredNorms] = field(default_factory=dict)
     """The agreed norms by stage, once all members have averaged."""
+    averaged_at: float = 0.0
+    """When these were agreed."""
     _turnouts: dict[StageIndex, Turnout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,8 +171,8 @@ class CloseState:
     decided_at: float = 0.0
     most_applied_at: float | None = None
     """When most members of more than half of the owners that vote had applied."""
-    applied_stages: set[StageIndex] = field(default_factory=set)
-    """Stages of which a member has applied."""
+    last_applied_at: dict[StageIndex, float] = field(default_factory=dict)
+    """When a member has last confirmed that it has applied, for each stage of which one has."""
     _turnout: Turnout = field(default_factory=Turnout)
 
     def record_applied(self, peer: PeerId, fingerprint: tuple[str, float], now: float) -> None:
@@ -179,7 +181,7 @@ class CloseState:
         if peer not in self.applied:
             self._turnout.answered(self.rounds[stage].owners[peer])
         self.applied[peer] = fingerprint
-        self.applied_stages.add(stage)
+        self.last_applied_at[stage] = now
         if self.most_applied_at is None and self._turnout.most:
             self.most_applied_at = now
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from swarm_coordinator.core.state.close import CloseState, Round
 from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
@@ -23,6 +24,14 @@ class RelayedFailure:
     aborted_by: PeerId
     since: float
     until: float
+
+
+class FailedRound(NamedTuple):
+    """A round that was aborted; kept for the times of the step alone."""
+
+    stages: frozenset[StageIndex]
+    began_at: float
+    ended_at: float
 
 
 @dataclass(slots=True)
@@ -44,6 +53,7 @@ class StepState:
     """Failed attempts of this step attributed to each peer."""
     relayed_failures: dict[int, RelayedFailure] = field(default_factory=dict)
     """Failed attempts that no member has reported as its own observation yet."""
+    failed_rounds: list[FailedRound] = field(default_factory=list)
     carrier_failures: int = 0
     """Attempts of this step that failed through a carrier and were attributed to no peer."""
     disagreements: int = 0

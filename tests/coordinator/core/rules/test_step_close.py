@@ -9,7 +9,15 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import train_loss
-from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Command,
+    Note,
+    Persist,
+    Remember,
+    Send,
+    StepTimesRecord,
+)
 from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -121,6 +129,63 @@ def test_the_next_step_begins_when_every_member_has_applied() -> None:
     assert bench.run.phase is RunPhase.COLLECT
     assert bench.step().step == 2
     assert any(bench.sent(peer, Lease, commands) for peer in ALL)
+
+
+def times(bench: Bench, commands: list[Command]) -> dict[str, tuple[float, float]]:
+    """When the parts of the step happened, in seconds from its decision."""
+    [record] = [
+        command.record for command in bench.commands(Remember, commands)
+        if isinstance(command.record, StepTimesRecord)
+    ]  # fmt: skip
+    assert record.step == bench.run.history.version
+    return {
+        part.name if part.stage is None else f"{part.name} {part.stage}": (part.began, part.ended)
+        for part in record.parts
+    }
+
+
+def test_the_times_of_a_steps_parts_are_recorded_when_all_have_applied() -> None:
+    bench = closing()
+    bench.now += 1.0
+    bench.averaged("a0")
+    bench.averaged("b0")
+    bench.now += 2.0
+    bench.averaged("a1")
+    bench.averaged("b1")
+    for seconds, peer in ((0.5, "a0"), (0.25, "a1"), (0.25, "b1")):
+        bench.now += seconds
+        bench.apply(peer)
+    bench.now += 4.0
+    commands = bench.apply("b0")
+    assert times(bench, commands) == {
+        "compute": (-3.0, -3.0), "close": (-3.0, 0.0),
+        "average 0": (-3.0, -2.0), "average 1": (-3.0, 0.0),
+        "apply": (0.0, 5.0), "apply 0": (0.0, 5.0), "apply 1": (0.0, 1.0),
+    }  # fmt: skip
+
+
+def test_an_attempt_that_failed_has_its_time_too() -> None:
+    bench = closing()
+    began = bench.now
+    bench.now += 1.0
+    bench.averaged("a0")
+    bench.averaged("b0")
+    bench.now += 1.0
+    bench.failed("a1", carrier_failed=True)
+    closed_again(bench)
+    again = bench.run.steps.closing
+    assert again is not None
+    began_again = again.rounds[StageIndex(1)].began_at
+    for peer in ("a1", "b1"):
+        bench.averaged(peer)
+    decided = bench.now
+    for peer in bench.closing():
+        commands = bench.apply(peer)
+    assert {name: (at[0] + decided, at[1] + decided) for name, at in times(bench, commands).items()
+            if name not in ("compute", "apply", "apply 0", "apply 1")} == pytest.approx({
+        "close": (began, decided), "average 0": (began, began + 1.0),
+        "failed attempt 1": (began, began + 2.0), "average 1": (began_again, decided),
+    })  # fmt: skip
 
 
 def test_while_versions_differ_no_roster_is_sent() -> None:
