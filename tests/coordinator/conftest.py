@@ -1,4 +1,7 @@
-"""Places for a run's database: a file, or a database on a server that the tests start."""
+"""Places for a run's database: a file, or a database on a server that the tests start.
+
+And a receiver of traces.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kits.coordinator import postgresql as postgresql_kit
+from kits.coordinator.otlp_receiver import OtlpReceiver, otlp_receiver
 from swarm_coordinator.storage.connection import DatabaseLocation
 
 
@@ -31,3 +35,13 @@ def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Da
 @pytest.fixture
 def place(new_place: Callable[[], DatabaseLocation]) -> DatabaseLocation:
     return new_place()
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    """An OTLP/HTTP receiver of this machine, and exporters that try once: for less time than they
+    would wait before the second time."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+    with otlp_receiver() as listening:
+        yield listening

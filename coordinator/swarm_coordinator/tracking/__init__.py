@@ -1,1 +1,2 @@
-"""A run's metrics for experiment trackers: read from its database, written to one of them."""
+"""A run's metrics for experiment trackers and its steps for traces: read from its database, written
+to one of them."""

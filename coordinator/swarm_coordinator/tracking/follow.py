@@ -1,4 +1,4 @@
-"""Follows a run as it grows and writes its metrics to a tracker, until the run ends.
+"""Follows a run as it grows and writes its records to a tracker, until the run ends.
 
 Owns the file with the position, which lies beside the output and does not count without it.
 It is written after the tracker has the records, so a kill of this process can repeat records of the
@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from swarm_coordinator.run_dir.folder import read_bytes
-from swarm_coordinator.tracking.metrics_reader import MetricsBatch, Position, Rollback
+from swarm_coordinator.tracking.journal_reader import Batch, Position, Record
 from swarm_coordinator.tracking.targets import Target
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError
@@ -34,8 +34,8 @@ def load_position(path: Path) -> Position:
 
 
 def follow(
-    read: Callable[[Position], MetricsBatch],
-    target: Target,
+    read: Callable[[Position], Batch[Record]],
+    target: Target[Record],
     position_file: Path | None,
     stopped: Callable[[float], bool],
     *,
@@ -50,10 +50,7 @@ def follow(
     while True:
         batch = read(position)
         for record in batch.records:
-            if isinstance(record, Rollback):
-                target.roll_back(record)
-            else:
-                target.write(record)
+            target.put(record)
         if batch.position != position:
             target.flush()
             position = batch.position

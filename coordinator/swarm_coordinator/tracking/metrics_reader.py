@@ -1,33 +1,13 @@
-"""Reads metrics from a run's database beside the coordinator: each time only what is new.
-
-The journal (`storage.journal`) has steps, evaluations and rollbacks in the order in which they
-became durable, so its newest entry that was read is the whole position of a reader. The digest of
-that entry shows whether the database still has the history that was read.
-"""
+"""Reads the metrics of a run: the steps that count, evaluations and rollbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation
-from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import float_or_nan
-from swarm_shared.base.errors import StorageError
-
-ENTRIES_PER_READ = 500
-"""Journal entries of one read; it bounds memory, and how long Ctrl-C takes in a long backlog."""
-
-
-class Position(BaseModel):
-    """The journal entry up to which a run was read; `sequence` 0 is the journal's beginning."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sequence: int = 0
-    digest: str = ""
+from swarm_coordinator.tracking.journal_reader import Batch, Position, read_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,59 +30,23 @@ class Rollback:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsBatch:
-    """What one read found; the oldest record first."""
-
-    records: tuple[Metrics | Rollback, ...]
-    position: Position
-    complete: bool
-    """Whether the database had nothing newer."""
-    finished: bool
-    """Whether the run has reached its end."""
-
-
-def read_metrics(location: DatabaseLocation, after: Position, steps: int) -> MetricsBatch:
-    """Read the records after a position. `steps` is the number of steps of the whole run.
+def read_metrics(
+    location: DatabaseLocation, after: Position, steps: int
+) -> Batch[Metrics | Rollback]:
+    """Read the metrics after a position. `steps` is the number of steps of the whole run.
 
     Steps and evaluations that a rollback has removed by now are left out. StorageError if the
     database cannot be read, or does not contain the position.
     """
-    if not database_exists(location):
-        return MetricsBatch((), after, complete=True, finished=False)
-    with open_for_reading(location) as connection:
-        _check(connection, after)
-        entries = connection.execute(
-            "SELECT sequence, digest FROM journal WHERE sequence > ? ORDER BY sequence LIMIT ?",
-            (after.sequence, ENTRIES_PER_READ),
-        ).fetchall()
-        sequence, digest = entries[-1] if entries else (after.sequence, after.digest)
-        between = (after.sequence, sequence)
-        records: dict[int, Metrics | Rollback] = {
-            **_steps(connection, between),
-            **_evaluations(connection, between),
-            **_rollbacks(connection, between),
-        }
-        finished = connection.execute(
-            "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version >= ?", (steps,)
-        ).fetchone()
-    return MetricsBatch(
-        records=tuple(records[entry] for entry in sorted(records)),
-        position=Position(sequence=sequence, digest=digest),
-        complete=len(entries) < ENTRIES_PER_READ,
-        finished=finished is not None,
-    )
+    return read_batch(location, after, steps, _records)
 
 
-def _check(connection: Connection, after: Position) -> None:
-    found = connection.execute(
-        "SELECT digest FROM journal WHERE sequence = ?", (after.sequence,)
-    ).fetchone()
-    if found is None or found[0] != after.digest:
-        raise StorageError(
-            "the run's database was restored or made anew since this was written, and has another "
-            "history; name another place with --output"
-        )
+def _records(connection: Connection, between: tuple[int, int]) -> dict[int, Metrics | Rollback]:
+    return {
+        **_steps(connection, between),
+        **_evaluations(connection, between),
+        **_rollbacks(connection, between),
+    }
 
 
 def _steps(connection: Connection, between: tuple[int, int]) -> dict[int, Metrics]:

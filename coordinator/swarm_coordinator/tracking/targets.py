@@ -1,4 +1,4 @@
-"""The experiment trackers that metrics are written to, each behind one small class.
+"""What a run's records are written to: experiment trackers, each behind one small class.
 
 A tracker's package is imported when its class is made, so that the command needs none but the
 chosen one.
@@ -10,11 +10,12 @@ import json
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 
 from swarm_coordinator.tracking.metrics_reader import Metrics, Rollback
 from swarm_shared.base.atomic_file import storage_error
@@ -36,12 +37,13 @@ class TrackedRun:
     """File of JSON lines, or the folder for what other trackers write on this machine."""
 
 
-class Target(Protocol):
-    """A tracker that takes records in the order in which they became durable."""
+Taken = TypeVar("Taken", contravariant=True)
 
-    def write(self, metrics: Metrics) -> None: ...
 
-    def roll_back(self, rollback: Rollback) -> None: ...
+class Target(Protocol[Taken]):
+    """Takes records in the order in which they became durable."""
+
+    def put(self, record: Taken) -> None: ...
 
     def flush(self) -> None:
         """Return when a kill of this process loses no record."""
@@ -49,19 +51,44 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
+class MetricsTarget(ABC):
+    """A tracker of numbers by step."""
+
+    def put(self, record: Metrics | Rollback) -> None:
+        if isinstance(record, Rollback):
+            self.roll_back(record)
+        else:
+            self.write(record)
+
+    @abstractmethod
+    def write(self, metrics: Metrics) -> None: ...
+
+    @abstractmethod
+    def roll_back(self, rollback: Rollback) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when a kill of this process loses no record."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
 @contextmanager
-def needs(package: str) -> Iterator[None]:
-    """Explain a package that is not installed, in one sentence."""
+def needs(target: str, *packages: str) -> Iterator[None]:
+    """Explain a package that is not installed, in one sentence; `packages` are what is to be
+    installed, where it is not named like the target."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"--to {package} needs packages that are not installed ({error.name}); `pip install "
-            f"{package}` installs them, `pip install 'swarmtrain[log]'` those of all targets"
+            f"--to {target} needs packages that are not installed ({error.name}); `pip install "
+            f"{' '.join(packages) or target}` installs them, `pip install 'swarmtrain[log]'` those "
+            "of all targets"
         ) from error
 
 
-class JsonLines:
+class JsonLines(MetricsTarget):
     """One JSON object a line, to a file or to standard output."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -98,7 +125,7 @@ class JsonLines:
             self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(MetricsTarget):
     """An event file in the folder; each start makes another one, as TensorBoard expects."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -140,7 +167,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(MetricsTarget):
     """A run of wandb; its environment variables choose project, entity and offline mode."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -174,7 +201,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(MetricsTarget):
     """A run in trackio's database, in the folder unless TRACKIO_DIR names another."""
 
     def __init__(self, run: TrackedRun) -> None:

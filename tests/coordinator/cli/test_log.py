@@ -18,7 +18,8 @@ from swarm_coordinator.cli.main import run
 from swarm_coordinator.core.events import EvaluationRecord, RolledBack, RunFinished
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.tracking.follow import follow
-from swarm_coordinator.tracking.metrics_reader import MetricsBatch, Position, read_metrics
+from swarm_coordinator.tracking.journal_reader import Batch, Position
+from swarm_coordinator.tracking.metrics_reader import Metrics, Rollback, read_metrics
 from swarm_coordinator.tracking.targets import JsonLines, TrackedRun
 from swarm_shared.base.types import Version
 
@@ -82,7 +83,7 @@ def test_steps_that_come_later_are_written_as_they_come(tmp_path: Path) -> None:
         assert waited <= STEPS, "it did not end with the run"
         return False
 
-    def read(position: Position) -> MetricsBatch:
+    def read(position: Position) -> Batch[Metrics | Rollback]:
         return read_metrics(folder.database, position, STEPS)
 
     target = JsonLines(TrackedRun("id", "run", file))
@@ -94,7 +95,7 @@ def test_steps_that_come_later_are_written_as_they_come(tmp_path: Path) -> None:
 def test_a_long_run_is_written_whole_when_it_is_written_once(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.tracking.metrics_reader.ENTRIES_PER_READ", 2)
+    monkeypatch.setattr("swarm_coordinator.tracking.journal_reader.ENTRIES_PER_READ", 2)
     assert run(["log", str(folder.path), "--to", "jsonl", "--once"]) == 0
     written = capsys.readouterr()
     assert [json.loads(line)["step"] for line in written.out.splitlines()] == [1, 2, 3, 4, 5]
@@ -107,7 +108,7 @@ def test_a_signal_ends_it_after_whole_records(
 ) -> None:
     file = folder.path.parent / "metrics.jsonl"
 
-    def interrupted(*arguments: Any, **named: Any) -> MetricsBatch:
+    def interrupted(*arguments: Any, **named: Any) -> Batch[Metrics | Rollback]:
         signal.raise_signal(number)
         return read_metrics(*arguments, **named)
 

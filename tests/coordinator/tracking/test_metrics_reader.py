@@ -12,21 +12,16 @@ from kits.coordinator import run as run_kit
 from swarm_coordinator.core.events import EvaluationRecord, RolledBack, RunFinished
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.store import open_store
-from swarm_coordinator.tracking import metrics_reader
-from swarm_coordinator.tracking.metrics_reader import (
-    Metrics,
-    MetricsBatch,
-    Position,
-    Rollback,
-    read_metrics,
-)
+from swarm_coordinator.tracking import journal_reader
+from swarm_coordinator.tracking.journal_reader import Batch, Position
+from swarm_coordinator.tracking.metrics_reader import Metrics, Rollback, read_metrics
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import Version
 
 STEPS = 4
 
 
-def said(batch: MetricsBatch) -> list[tuple[object, ...]]:
+def said(batch: Batch[Metrics | Rollback]) -> list[tuple[object, ...]]:
     return [
         ("back to", one.version) if isinstance(one, Rollback) else (one.step, *one.values)
         for one in batch.records
@@ -72,7 +67,7 @@ def test_a_long_history_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     run_kit.write(store, *(run_kit.step(number) for number in range(1, 8)))
     store.close()
     whole = read_metrics(place, Position(), STEPS)
-    monkeypatch.setattr(metrics_reader, "ENTRIES_PER_READ", 2)
+    monkeypatch.setattr(journal_reader, "ENTRIES_PER_READ", 2)
     parts = [read_metrics(place, Position(), STEPS)]
     while not parts[-1].complete:
         parts.append(read_metrics(place, parts[-1].position, STEPS))

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from swarm_coordinator.tracking.metrics_reader import Metrics, Rollback
 from swarm_coordinator.tracking.targets import (
     JsonLines,
-    Target,
+    MetricsTarget,
     TensorBoard,
     TrackedRun,
     Trackio,
@@ -29,7 +29,7 @@ def tracked(output: Path) -> TrackedRun:
     return TrackedRun("0123456789ab", "my-run", output)
 
 
-def write_all(target: Target) -> None:
+def write_all(target: MetricsTarget) -> None:
     """Steps 1 to 3, of which the last is lost and computed again; its loss is then no number."""
     for step, loss in ((1, 4.0), (2, 3.0), (3, 9.0)):
         target.write(Metrics(step, 100.0 + step, {"loss": loss, "peers": 2}))

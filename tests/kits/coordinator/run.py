@@ -11,7 +11,13 @@ from pathlib import Path
 import trio
 
 from kits.peer_names import named
-from swarm_coordinator.core.events import AppliedStep, CheckpointRecord, StageShare
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    CheckpointRecord,
+    StageShare,
+    StepPart,
+    StepTimesRecord,
+)
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -36,6 +42,18 @@ def step(
         Step(number), attempt, loss + 1 / number, 32, 0.5, math.sqrt(number), 1e-3, shares,
         attempts,
     )  # fmt: skip
+
+
+def times(number: int) -> StepTimesRecord:
+    """Of such a step, whose last member took a quarter of a second to apply it."""
+    first, last = StageIndex(0), StageIndex(1)
+    parts = (
+        StepPart("compute", None, -0.5, -0.25), StepPart("close", None, -0.2, 0.0),
+        StepPart("average", first, -0.2, -0.05), StepPart("average", last, -0.1, 0.0),
+        StepPart("apply", None, 0.0, 0.25),
+        StepPart("apply", first, 0.0, 0.25), StepPart("apply", last, 0.0, 0.125),
+    )  # fmt: skip
+    return StepTimesRecord(Step(number), parts)
 
 
 def checkpoints_of(folder: RunFolder, keep: int = 3) -> CheckpointFolder:
