@@ -54,9 +54,15 @@ from swarm_shared.run.model_config import PRESETS
 DEFAULT_FOLDER = "demo-run"
 CHART_NAME = "loss.png"
 
-DEMO_STEPS = {"tiny": 40}
-"""Steps per preset that keep the whole demo below three minutes on two cores; other presets use
-their own number."""
+SMALL_STEPS_PRESET = "tiny"
+"""The preset that is trained by smaller and more steps than its own, at a higher rate: that way a
+small model learns more from as many tokens (docs/benchmarks.md)."""
+SMALL_STEPS = 200
+"""As many as keep the whole demo below four minutes on two cores."""
+SEQUENCES_PER_SMALL_STEP = 32
+SMALL_STEPS_OPTIMIZER = {"optimizer.learning_rate": 5e-3, "optimizer.beta2": 0.99}
+WARMUP_DIVISOR = 3
+"""The warm-up takes this part of the steps; that rate with a short one learns less."""
 
 CHECKPOINT_STEPS = 10
 """Steps between two checkpoints. Where the kill takes a stage's only peer, the run goes back to the
@@ -99,7 +105,7 @@ class DemoOptions:
 @click.option(
     "--steps",
     type=click.IntRange(1),
-    help="Optimizer steps; by default as many as fit three minutes.",
+    help="Optimizer steps; by default as many as fit four minutes.",
 )
 @click.option(
     "--seed", default=1, show_default=True, type=click.IntRange(0, MAX_EXACT_INTEGER),
@@ -144,7 +150,7 @@ def demo_command(
             f"the folder of --json {json_file} does not exist; make it first, so that the result "
             "is not lost at the end"
         )
-    steps = steps or DEMO_STEPS.get(preset) or PRESETS[preset].steps
+    steps = steps or (SMALL_STEPS if preset == SMALL_STEPS_PRESET else PRESETS[preset].steps)
     if others["kill"] and steps < FEWEST_STEPS:
         raise UsageError(
             f"a run of {steps} step has no middle in which a volunteer could be killed; give "
@@ -250,6 +256,7 @@ def _make_run(options: DemoOptions) -> Manifest:
         stages=options.stages,
         overrides={
             "training.steps": options.steps,
+            **_small_steps(options),
             "run.seed": options.seed,
             # All volunteers start together, so the first step waits for all of them.
             "limits.starting_peers_per_stage": options.volunteers // options.stages,
@@ -259,6 +266,22 @@ def _make_run(options: DemoOptions) -> Manifest:
         },
         progress=lambda line: click.echo(f"  {line}"),
     )
+
+
+def _small_steps(options: DemoOptions) -> dict[str, object]:
+    """Return the settings of smaller steps. A step has a microbatch for each volunteer and two for
+    each stage, as far as its sequences suffice, so that all compute."""
+    if options.preset != SMALL_STEPS_PRESET:
+        return {}
+    wanted, microbatches = max(options.volunteers, 2 * options.stages), 1
+    while microbatches < min(wanted, SEQUENCES_PER_SMALL_STEP):
+        microbatches *= 2
+    return {
+        "training.microbatches_per_step": microbatches,
+        "training.sequences_per_microbatch": SEQUENCES_PER_SMALL_STEP // microbatches,
+        **SMALL_STEPS_OPTIMIZER,
+        "optimizer.warmup_steps": max(2, options.steps // WARMUP_DIVISOR),
+    }
 
 
 def _train(options: DemoOptions) -> tuple[History, Kill | None]:

@@ -32,8 +32,9 @@ and a tenth of a nat is far outside the noise of the held-out sample."""
 SHORT_ID_CHARACTERS = 6
 """Characters shown of the end of a peer ID; all Ed25519 IDs begin alike."""
 
-LINK_ROWS = 24
-"""Number of largest links that are listed; the others are summed, because there are n² links."""
+LINK_ROWS = 5
+"""Number of largest links that are listed; the others are summed, because there are n² links and
+the summary is to fit a screen."""
 
 BYTES_PER_MEGABYTE = 1_000_000
 

@@ -113,7 +113,7 @@ def test_a_demo_kills_a_volunteer_replaces_it_and_has_the_losses_of_one_process(
     assert kill["joined_step"] == 1
     survivor = next(name for name in pids if name != victim)
     assert {(peer["name"], peer["microbatches"]) for peer in document["peers"]} == {
-        ("volunteer-3", 3 * 16), (survivor, 3 * 16)
+        ("volunteer-3", 3 * 4), (survivor, 3 * 4)
     }  # fmt: skip
     assert {peer["stage"] for peer in document["peers"]} == {0, 1}
     assert document["heldout_loss"] > 0
@@ -130,7 +130,7 @@ def test_a_newcomer_joins_while_the_others_go_on(tmp_path: Path) -> None:
     run_dir, json_file = tmp_path / "run", tmp_path / "result.json"
     with Subprocesses() as children:
         child = start_demo(
-            children, tmp_path, "--volunteers", "3", "--steps", "24", "--run-dir", str(run_dir),
+            children, tmp_path, "--volunteers", "3", "--steps", "96", "--run-dir", str(run_dir),
             "--json", str(json_file),
         )  # fmt: skip
         assert child.wait(2 * PATIENCE_SECONDS) == 0, child.last_lines()
@@ -138,10 +138,10 @@ def test_a_newcomer_joins_while_the_others_go_on(tmp_path: Path) -> None:
     document = json.loads(json_file.read_text())
     kill = document["kill"]
     assert kill["exit"] == "was ended by SIGKILL"
-    assert kill["after_step"] < kill["joined_step"] <= 24
+    assert kill["after_step"] < kill["joined_step"] <= 96
     counted = {peer["name"]: peer["microbatches"] for peer in document["peers"]}
     assert counted[kill["newcomer"]] > 0
-    assert sum(counted.values()) == 2 * 24 * 16
+    assert sum(counted.values()) == 2 * 96 * 4
     losses = [step["loss"] for step in document["steps"]]
     assert document["reference"] == {"losses": losses, "equal": True}
 
@@ -153,10 +153,10 @@ def test_a_recorded_loss_that_differs_in_its_last_bit_fails_the_demo(tmp_path: P
     database = RunFolder(run_dir).database
     with Subprocesses() as children:
         child = start_demo(
-            children, tmp_path, "--volunteers", "1", "--stages", "1", "--steps", "6", "--no-kill",
+            children, tmp_path, "--volunteers", "1", "--stages", "1", "--steps", "24", "--no-kill",
             "--no-keep", "--run-dir", str(run_dir), "--json", str(json_file),
         )  # fmt: skip
-        wait_for_output(child, "step [1-5]/6")
+        wait_for_output(child, r"step ([1-9]|1\d)/24")
         loss = history(database).steps[0].loss
         with contextlib.closing(sqlite3.connect(database, timeout=30.0)) as connection:
             connection.execute(
@@ -166,7 +166,7 @@ def test_a_recorded_loss_that_differs_in_its_last_bit_fails_the_demo(tmp_path: P
         assert child.wait(PATIENCE_SECONDS) == 1, child.last_lines()
     output = child.log.read_text()
     assert output.count("DIFFERENT") == 1
-    assert "1 of 6 losses differ from those of one process, first at step 1" in output
+    assert "1 of 24 losses differ from those of one process, first at step 1" in output
     assert "to the bit, although" not in output
     assert "Traceback" not in output
     assert not json.loads(json_file.read_text())["reference"]["equal"]
@@ -178,7 +178,7 @@ def test_a_recorded_loss_that_differs_in_its_last_bit_fails_the_demo(tmp_path: P
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [(signal.SIGINT, "volunteer-3 is started"), (signal.SIGTERM, r"step [1-9][0-9]*/9")],
+    [(signal.SIGINT, "volunteer-3 is started"), (signal.SIGTERM, r"step [1-9][0-9]*/60")],
     ids=["ctrl-c", "terminate"],
 )
 def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
@@ -187,7 +187,7 @@ def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
     run_dir = tmp_path / "run"
     with Subprocesses() as children:
         child = start_demo(
-            children, tmp_path, "--volunteers", "2", "--steps", "9", "--run-dir", str(run_dir)
+            children, tmp_path, "--volunteers", "2", "--steps", "60", "--run-dir", str(run_dir)
         )
         wait_for_output(child, moment)
         assert processes_naming(str(run_dir))
