@@ -30,13 +30,14 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from swarm_shared.base.errors import ProtocolError
+from swarm_shared.model.recomputation import recomputed
 from swarm_shared.model.split_backward import product
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig, RopeScaling
@@ -341,7 +342,7 @@ class Stage(nn.Module):
                 if int(index) > first:
                     x_BTD = self.model.bottleneck(int(index), x_BTD)
                 if int(index) - first < recomputed_layers:
-                    x_BTD = _recomputed(layer, x_BTD, self.rotary)
+                    x_BTD = recomputed(partial(layer, rotary=self.rotary), x_BTD, self._autocast)
                 else:
                     x_BTD = layer(x_BTD, self.rotary)
             return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
@@ -368,11 +369,6 @@ class Stage(nn.Module):
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
-
-
-def _recomputed(layer: nn.Module, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-    output: Tensor = checkpoint(layer, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False)
-    return output
 
 
 def _place(name: str) -> tuple[float, int]:

@@ -348,7 +348,9 @@ def _outcome(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Nu
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        message = f"{_full_memory()} ({str(error).splitlines()[0][:300]})"
+        # Python's own MemoryError says nothing.
+        reason = (str(error).splitlines() or ["Python has no memory"])[0]
+        message = f"{_full_memory()} ({reason[:300]})"
     # Outside of the handler, because its traceback keeps tensors alive that must be freed first.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -492,10 +492,8 @@ class StageRunner:
             for hook in hooks:
                 hook.remove()
         layer_bytes = totals[1] - totals[0]
-        others_bytes = saved.total - layer_bytes - recomputed * input_bytes[0]
-        self.graphs.measured = GraphSizes(
-            len(layers), layer_bytes, input_bytes[0], max(0, others_bytes)
-        )
+        others_bytes = saved.total - layer_bytes
+        self.graphs.measured = GraphSizes(len(layers), layer_bytes, input_bytes[0], others_bytes)
         return graph
 
     def _forward_backward(

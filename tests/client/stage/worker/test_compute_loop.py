@@ -377,3 +377,16 @@ def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
     assert [rig.link.receive().request for _ in steps] == [3, 4, 1, 2]
     rig.ask(backward(5, of=2, slot=0), backward(6, of=4, slot=1), backward(7, of=3, slot=2))
     assert [rig.link.receive().request for _ in range(3)] == [6, 7, 5]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[c10] can't allocate memory: x")])
+def test_a_lack_of_memory_is_a_failure_of_the_request_with_or_without_a_text(
+    error: Exception,
+) -> None:
+    def carry_out(_: messages.Uncommit) -> FrozenModel:
+        raise error
+
+    answer = _answer(messages.Uncommit(request=7, step=Step(1), microbatches=()), carry_out)  # type: ignore[arg-type]
+    assert isinstance(answer, messages.Failed)
+    assert (answer.request, answer.code) == (7, "out_of_memory")
+    assert "memory" in answer.message
