@@ -58,12 +58,12 @@ def shown_lines(lines: list[str]) -> list[str]:
     joined = _first(lines, "  ", containing="its gradients count from step")
     end = _first(lines, "steps ")
     links = lines.index("Bytes per link")
-    alone = _first(lines, "The same ")
-    verdict = _first(lines, "All ")
+    sample = _first(lines, "Text sampled")
+    verdict = _first(lines, "", containing="losses are the same, to the bit")
     shown = [
         "$ make demo", lines[0], "  ...",
         *lines[kill - PROGRESS_LINES : joined + 1 + PROGRESS_LINES], "  ...",
-        *lines[end - 1 - PROGRESS_LINES : links], "  ...", "", *lines[alone:verdict],
+        *lines[end - 1 - PROGRESS_LINES : links], "  ...", "", *lines[sample:verdict],
         *textwrap.wrap(lines[verdict], COLUMNS),
     ]  # fmt: skip
     return [f"{line[: COLUMNS - 1]}…" if len(line) > COLUMNS else line for line in shown]
