@@ -72,6 +72,7 @@ def test_something_that_is_no_invite_is_reported_as_such(run: Run) -> None:
     one_sentence(text)
 
 
+@pytest.mark.process
 def test_an_invite_on_standard_input_is_in_no_argument(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

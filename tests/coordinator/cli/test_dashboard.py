@@ -63,6 +63,7 @@ def link(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> str:
         assert code == 8, said.err
 
 
+@pytest.mark.process
 def test_the_link_opens_the_organisers_page(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def with_tls(folder: RunFolder) -> Iterator[Path]:
     folder.settings.write_text(text)
 
 
+@pytest.mark.process
 def test_with_a_certificate_the_link_is_https(
     folder: RunFolder, with_tls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,12 @@ ELEMENTS = 300_001
 
 
 def p2pds() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end at this moment
+            if child.name() == "p2pd":
+                found.append(child)
+    return found
 
 
 async def test_a_limit_ends_p2pd_and_the_averages_stay_exact_over_the_host(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def computed(backend: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return forward.output, backward.input_gradient, runner.accumulator.totals()
 
 
+@pytest.mark.process
 def test_compiled_layers_compute_the_same_and_still_let_the_worker_in_between() -> None:
     for plain, compiled in zip(computed(None), computed("aot_eager"), strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

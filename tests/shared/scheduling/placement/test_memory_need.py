@@ -106,7 +106,7 @@ def test_the_bound_is_just_below_for_wide_heads_with_norms():
     staleness=st.sampled_from([0, 1]),
     average=st.sampled_from(["exact", "none", "int8"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_honest_manifest_is_refused(
     heads: tuple[int, int], head_size: int, bias: Any, query_key_norm: bool,
     sizes: tuple[int, int, int, int], layers: int, stages: int,
