@@ -76,7 +76,7 @@ def log_command(
     it stopped.
     """
     if endpoint is not None and target != OPENTELEMETRY:
-        raise UsageError(f"--endpoint is of --to {OPENTELEMETRY}; --to {target} has none")
+        raise UsageError(f"--endpoint goes with --to {OPENTELEMETRY} only; leave it out")
     folder = RunFolder.open(run_dir)
     manifest, location = load_manifest(folder), database_location(folder)
     if output is None:

@@ -1,7 +1,7 @@
 """Which files of a data set's repository are read: a pure function of their names.
 
 The rules are those that users of the hub know: a folder or a glob chooses, files of test and
-validation splits are told by their names, and several folders are several configurations.
+validation splits are recognised by their names, and several folders are several configurations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRAIN_WORDS = frozenset({"train", "training"})
 _OTHER_WORDS = frozenset(
     {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 )
-"""Words in names of files and folders by which the `datasets` package tells splits:
+"""Words in names of files and folders by which the `datasets` package recognises splits:
 https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
 _GLOB = re.compile(r"[*?\[]")
 

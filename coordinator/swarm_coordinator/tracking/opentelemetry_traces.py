@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -32,6 +33,8 @@ SPANS_PER_REQUEST = 512
 
 TRACES_PATH = "/v1/traces"
 """Where an OTLP/HTTP receiver takes traces."""
+
+_SYSTEM_ERROR = re.compile(r"\[Errno -?\d+\] [\w ]+")
 
 Attributes = dict[str, str | int | float]
 
@@ -194,7 +197,10 @@ class _Failures(logging.Handler):
         self._logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.first = self.first or record.getMessage()
+        message = record.getMessage()
+        # requests and urllib3 wrap the system's reason in four layers of their own.
+        reason = _SYSTEM_ERROR.search(message)
+        self.first = self.first or (message if reason is None else reason[0])
 
     def close(self) -> None:
         self._logger.removeHandler(self)

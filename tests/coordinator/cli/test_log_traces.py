@@ -122,6 +122,6 @@ def test_an_endpoint_is_of_opentelemetry_alone(
 ) -> None:
     to_jsonl = ["log", str(folder.path), "--to", "jsonl", "--endpoint", "http://localhost:4318"]
     assert run(to_jsonl) == 2
-    assert "--to jsonl has none" in capsys.readouterr().err
+    assert "--to opentelemetry only" in capsys.readouterr().err
     assert run(words(folder, "localhost:4318")) == 2
     assert "is not the address of an OTLP/HTTP receiver" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from kits.coordinator import run as run_kit
-from kits.coordinator.otlp_receiver import OtlpReceiver, values
+from kits.coordinator.otlp_receiver import OtlpReceiver, otlp_receiver, values
 from swarm_coordinator.core.events import StepPart
 from swarm_coordinator.tracking import opentelemetry_traces
 from swarm_coordinator.tracking.opentelemetry_traces import OpenTelemetryTraces, traces_url
@@ -152,6 +152,20 @@ def test_what_the_receiver_does_not_take_is_an_error_with_its_reason(
     target.put(STEP)
     receiver.status = 404
     with pytest.raises(NetworkError, match=r"did not take the spans \(.*404.*Not Found"):
+        target.flush()
+    target.close()
+
+
+def test_of_a_receiver_that_is_down_the_systems_reason_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The exporter has a second attempt, after a second, and logs why.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    with otlp_receiver() as ended:
+        url = ended.url
+    target = OpenTelemetryTraces(RUN, url)
+    target.put(STEP)
+    with pytest.raises(NetworkError, match=r"the spans \(\[Errno \d+\] Connection refused\);"):
         target.flush()
     target.close()
 

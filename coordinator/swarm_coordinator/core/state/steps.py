@@ -5,6 +5,7 @@ Values only; the rules are in `swarm_coordinator.core.rules.microbatches` and `s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,10 @@ from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
 from swarm_coordinator.core.state.step_table import CellKey, StepTable
 from swarm_coordinator.core.trust.audits import StepAudits
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+
+MAX_FAILED_ROUNDS = 64
+"""Number of aborted rounds of a step whose times are kept, the newest ones: members decide how many
+there are, and the times become a row of the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,9 @@ class StepState:
     """Failed attempts of this step attributed to each peer."""
     relayed_failures: dict[int, RelayedFailure] = field(default_factory=dict)
     """Failed attempts that no member has reported as its own observation yet."""
-    failed_rounds: list[FailedRound] = field(default_factory=list)
+    failed_rounds: deque[FailedRound] = field(
+        default_factory=lambda: deque(maxlen=MAX_FAILED_ROUNDS)
+    )
     carrier_failures: int = 0
     """Attempts of this step that failed through a carrier and were attributed to no peer."""
     disagreements: int = 0

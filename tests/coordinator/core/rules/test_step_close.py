@@ -21,6 +21,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.steps import MAX_FAILED_ROUNDS, FailedRound
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.protocol import (
     AbortRound,
@@ -186,6 +187,22 @@ def test_an_attempt_that_failed_has_its_time_too() -> None:
         "close": (began, decided), "average 0": (began, began + 1.0),
         "failed attempt 1": (began, began + 2.0), "average 1": (began_again, decided),
     })  # fmt: skip
+
+
+def test_of_many_failed_attempts_the_newest_have_their_times() -> None:
+    """Members decide how often an attempt fails; the record of the step stays small."""
+    bench = closing()
+    step = bench.run.steps.current
+    assert step is not None
+    for number in range(MAX_FAILED_ROUNDS + 3):
+        step.failed_rounds.append(FailedRound(frozenset({StageIndex(1)}), bench.now, float(number)))
+    bench.average_all()
+    for peer in bench.closing():
+        commands = bench.apply(peer)
+    [record] = [c.record for c in commands if isinstance(c, Remember)
+                and isinstance(c.record, StepTimesRecord)]  # fmt: skip
+    ended = [part.ended + bench.now for part in record.parts if part.name == "failed attempt"]
+    assert ended == pytest.approx([float(number) for number in range(3, MAX_FAILED_ROUNDS + 3)])
 
 
 def test_while_versions_differ_no_roster_is_sent() -> None:
