@@ -386,11 +386,13 @@ def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_o
             done = await worker.weights(answers[1])
             assert done.added
             assert done.transcript is not None
-            # Stopped, so that it has not begun when the cancellation arrives.
+            # Stopped until both messages are sent, so that it has not begun when it reads the
+            # cancellation.
             os.kill(worker.pid, signal.SIGSTOP)
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await worker.weights(answers[2])
+            await trio.testing.wait_all_tasks_blocked()
             os.kill(worker.pid, signal.SIGCONT)
             with pytest.raises(RequestFailed, match="nothing is owed"):
                 await worker.weights(answers[2])
