@@ -88,6 +88,8 @@ class FaultAction(StrEnum):
     """The tensor holds NaN."""
     DISK_FULL = "disk full"
     """No file of any process can grow for `seconds`."""
+    OUT_OF_MEMORY = "out of memory"
+    """An allocation of the process at the point fails."""
     CLOCK_JUMP = "clock jump"
     """The wall clock is `seconds` ahead from now on; behind, if negative."""
 
@@ -194,6 +196,8 @@ class FaultInjector:
                 time.sleep(fault.seconds)
             case FaultAction.DISK_FULL:
                 _fill_disk(fault.seconds)
+            case FaultAction.OUT_OF_MEMORY:
+                raise MemoryError
             case FaultAction.CLOCK_JUMP:
                 real, ahead_seconds = self._clock, fault.seconds
                 time.time = lambda: real() + ahead_seconds

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import trio
+
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.volunteer_rules.stage_account import StageAccount
 from swarm_shared.volunteer_rules.step_close import StepClose
+
+MAX_MEMORY_FAILURES = 3
+"""Microbatches in a row that may fail for lack of memory before the stage is handed over."""
 
 RATE_WEIGHT = 0.2
 """Weight of the newest microbatch in the reported rate."""
@@ -52,6 +57,24 @@ class ComputeMeter:
         return 1.0 / seconds if seconds else 0.0
 
 
+@dataclass(slots=True, eq=False)
+class MemoryFailures:
+    """Microbatches in a row for which the device had too little memory, although the worker kept
+    as little of each as it can."""
+
+    in_a_row: int = 0
+    too_many: trio.Event = field(default_factory=trio.Event)
+    """Set at MAX_MEMORY_FAILURES."""
+
+    def failed(self) -> None:
+        self.in_a_row += 1
+        if self.in_a_row >= MAX_MEMORY_FAILURES:
+            self.too_many.set()
+
+    def computed(self) -> None:
+        self.in_a_row = 0
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """A stage at the assigned version, held or prepared beside the held one."""
@@ -75,6 +98,7 @@ class Holding:
     owed: int = 0
     """Microbatches that are answered, and whose weights' gradients are still to be computed."""
     meter: ComputeMeter = field(default_factory=ComputeMeter)
+    memory: MemoryFailures = field(default_factory=MemoryFailures)
 
     def __post_init__(self) -> None:
         self.close = StepClose(self.account)

@@ -240,7 +240,7 @@ class StageServer:
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
             await self._send_answer(stream, work, answer)
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
-            self._report_failure(stream.remote, message, error)
+            self._report_failure(stream.remote, holding, message, error)
             over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
@@ -277,7 +277,7 @@ class StageServer:
                 finally:
                     self._task_scopes.discard(scope)
         except (RequestFailed, WorkerDied) as error:
-            self._report_failure(sender, message, error)
+            self._report_failure(sender, holding, message, error)
         finally:
             holding.owed -= 1
         if not counted:
@@ -290,8 +290,11 @@ class StageServer:
             if batch:
                 self.coordinator.send(Receipts(receipts=batch))
 
-    def _report_failure(self, sender: PeerId, message: Forward, error: SwarmError) -> None:
-        """Report a microbatch whose computation was not finite, with its sender."""
+    def _report_failure(
+        self, sender: PeerId, holding: Holding, message: Forward, error: SwarmError
+    ) -> None:
+        """Report a microbatch whose computation was not finite, with its sender; count one for
+        which the memory did not suffice."""
         code = error.code if isinstance(error, RequestFailed) else ""
         if code == "not_finite":
             self.coordinator.send(
@@ -299,6 +302,7 @@ class StageServer:
             )
         elif code == "out_of_memory":
             log.warning("stage %d: %s", message.stage, error)
+            holding.memory.failed()
 
     async def _run_task(self, work: _MicrobatchTask) -> _Answer | None:
         """Run the task; None when this peer was paused before the gradient arrived."""
@@ -431,6 +435,7 @@ class _MicrobatchTask:
     ) -> _Answer:  # fmt: skip
         """Record what is computed. `behind`: the answer of the next stage, if there is one."""
         account, meter = self.holding.account, self.holding.meter
+        self.holding.memory.computed()
         if gradient.owed:
             service_seconds = seconds + meter.weights_seconds
             receipt = account.receipt(computation.step, computation.microbatch)

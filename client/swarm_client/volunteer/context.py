@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -12,6 +12,8 @@ from swarm_client.control.contribution_log import ContributionCounter
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.training_data.leaf_cache import LeafCache
+from swarm_client.volunteer.memory_shortage import MemoryShortage
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -42,6 +44,11 @@ class VolunteerOptions:
     itself."""
     private_web_downloads: bool = False
     """Whether mirrors may be asked over http and at private addresses."""
+    shortage: MemoryShortage = field(default_factory=MemoryShortage)
+
+    def offer(self, now: float) -> MemoryOffer:
+        """Return the memory that a stage may take now."""
+        return self.shortage.remaining(self.device.memory, now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@ pipelines, and its stages."""
 
 from __future__ import annotations
 
+import trio
+
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.membership.admission_gate import AdmissionGate
@@ -138,7 +140,7 @@ class Member:
         await self._spare.ready()
         stage, up = options.wanted_stage, context.node.bandwidth.expected_up_bytes_per_second
         if stage is None:
-            stage = most_underserved_stage(welcome.stages, options.device.memory, up)
+            stage = most_underserved_stage(welcome.stages, options.offer(trio.current_time()), up)
         self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))
 
     def session_lost(self) -> None:

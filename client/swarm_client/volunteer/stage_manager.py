@@ -211,8 +211,19 @@ class StageManager:
             nursery,
         )  # fmt: skip
         self._hold(closer)
+        nursery.start_soon(self._report_short_memory, holding)
         if switched:
             self.context.report(f"moved to stage {number}")
+
+    async def _report_short_memory(self, holding: Holding) -> None:
+        """Wait until the device has too little memory for the stage, and have it handed over."""
+        await holding.memory.too_many.wait()
+        self.context.report(
+            f"this machine has too little memory left for stage {holding.stage}; the stage is "
+            "handed over"
+        )
+        memory = self.membership.now.manifest.stages[holding.stage].memory
+        self.context.options.shortage.began(memory, trio.current_time())
 
     def _hold(self, held: StepCloser | None) -> None:
         self._held = held

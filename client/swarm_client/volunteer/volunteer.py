@@ -7,6 +7,7 @@ accumulator and its receipts stay, and the next hello reports them (design: the 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
 import trio
@@ -89,6 +90,7 @@ class Volunteer:
         worker.on_change(self.relay_policy.wake)
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change.append(self.attachment.network_changed)
+        context.nursery.start_soon(self._hand_over_stages)
         self._gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
         self._snapshots.clear()
         serve_transfers(node, self._snapshots.find, self._gate.check_transfer)
@@ -186,7 +188,7 @@ class Volunteer:
             token=invite.token, name=options.name, team=options.team, owner=options.owner,
             addresses=announced.addresses, carrier=announced.carrier,
             reachability=announced.reachability, offers_relay=announced.offers_relay,
-            device=options.device.label, memory=options.device.memory,
+            device=options.device.label, memory=options.offer(trio.current_time()),
             wanted_stage=options.wanted_stage,
             stage=holding.stage if holding is not None else None,
             version=holding.version if holding is not None else Version(0),
@@ -352,6 +354,38 @@ class Volunteer:
         options.device = replace(
             options.device, memory_bytes=memory.device_bytes, host_bytes=memory.host_bytes
         )
+
+    # ---- memory that does not suffice (`swarm_client.volunteer.memory_shortage`)
+
+    async def _hand_over_stages(self) -> None:
+        """Hand each stage over for which the device has too little memory; wait, where no other
+        one fits."""
+        shortage = self.context.options.shortage
+        while True:
+            await shortage.wait_begun()
+            seconds = shortage.seconds_left(trio.current_time())
+            if not self._some_stage_fits():
+                self.context.report(
+                    "no stage of this run fits the memory that is left; trying again in "
+                    f"{duration_text(seconds)}"
+                )
+                self.suspend(SuspendReason.MEMORY_SHORT, time.time() + seconds)
+                self.context.nursery.start_soon(self._resume_after, seconds, self.suspended)
+            self.attachment.leave_until_resumed()
+
+    def _some_stage_fits(self) -> bool:
+        options, membership = self.context.options, self.membership
+        if membership is None:
+            return True
+        offer, stages = options.offer(trio.current_time()), membership.manifest.stages
+        wanted = stages if options.wanted_stage is None else [stages[options.wanted_stage]]
+        return any(offer.holds(stage.memory) for stage in wanted)
+
+    async def _resume_after(self, seconds: float, suspension: Suspension | None) -> None:
+        """End a suspension after a time, unless another one has taken its place."""
+        await trio.sleep(seconds)
+        if self.suspended is suspension:
+            self.resume()
 
     # ---- leaving
 
