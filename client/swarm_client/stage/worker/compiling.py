@@ -38,7 +38,8 @@ def backend_from_environment() -> str | None:
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
-    """Compile the layers; the first microbatch then takes as long as compiling does."""
+    """Compile the layers; the first microbatch of each shape then takes as long as compiling
+    does (`StageRunner.warm_up`)."""
     for layer in stage.model.layers.values():
         # Only the forward is replaced, so that hooks on the layer are still called.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

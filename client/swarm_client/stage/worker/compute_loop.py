@@ -449,9 +449,10 @@ def _configure(
             "bad_input",
             f"there is no stage {request.stage}; the manifest has {manifest.stage_count} stages",
         )
+    compile_backend = backend_from_environment()
     runner = StageRunner(
         manifest, request.stage, _device(request.device), request.graph_budget_bytes,
-        request.kept_budget_bytes, backend_from_environment(),
+        request.kept_budget_bytes, compile_backend,
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
         raise RequestFailed(
@@ -459,6 +460,8 @@ def _configure(
             f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
             f"{runner.sizes.slot_bytes}",
         )
+    if runner.on_gpu or compile_backend is not None:
+        runner.warm_up()
     steps = StepRunner(runner)
     digest = steps.fingerprint().digest
     # Last, so that every segment is listed in `made` when a signal arrives.

@@ -575,6 +575,16 @@ class StageRunner:
         )
         return ComputedAgain(graph.output.detach(), input_gradient, self._computed(gradients))
 
+    def warm_up(self) -> None:
+        """Compute a microbatch of zeros without a trace, so that kernels are loaded and layers
+        compiled: the first microbatch of a process on a GPU takes many times as long as later ones,
+        and would count as this peer's rate."""
+        nothing = KeptMicrobatch(
+            bytearray(self.sizes.request_bytes), bytearray(self.sizes.output_gradient_bytes)
+        )
+        for parameter_set in self.parameter_sets:
+            self.compute_again(parameter_set, nothing)
+
     def _finite_loss(self, loss: Tensor) -> float:
         loss_sum = float(loss.detach())
         if not math.isfinite(loss_sum):

@@ -98,3 +98,17 @@ def test_an_unknown_way_of_compiling_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(COMPILE_VARIABLE, "yes")
     with pytest.raises(ConfigurationError, match="give 1, 0"):
         backend_from_environment()
+
+
+def test_a_stage_that_has_warmed_up_compiles_nothing_more() -> None:
+    torch._dynamo.reset()
+    manifest = stage_manifest(PRESETS["tiny"], 2, "float32")
+    runner = StageRunner(manifest, StageIndex(1), CPU, 2**40, 0, "aot_eager")
+    runner.warm_up()
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled
+    payload = memoryview(bytearray(runner.sizes.input_bytes))
+    for number in range(2):
+        runner.forward(number, Step(1), MicrobatchIndex(number), True, payload)
+        runner.backward(number, payload)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled

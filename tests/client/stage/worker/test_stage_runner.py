@@ -20,6 +20,7 @@ from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, build_whole
 from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import (
+    CodecsConfig,
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -587,3 +588,25 @@ def test_a_gpu_computes_what_the_cpu_computes() -> None:
         )
         assert one.uncommit(STEP, (index,))
     assert FlatLayout.of(on_gpu[0].stage) == on_cpu[0].layout
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    "codecs", [CodecsConfig(), CodecsConfig(activation="none", gradient="none")]
+)
+def test_warming_up_leaves_no_trace_and_counts_nothing(
+    codecs: CodecsConfig, staleness: int
+) -> None:
+    plain = make_manifest(3)
+    training = plain.training.model_copy(update={"staleness": staleness})
+    manifest = plain.model_copy(update={"codecs": codecs, "training": training})
+    for runner in runners_of(manifest):
+        before = StepRunner(runner).fingerprint()
+        runner.warm_up()
+        assert StepRunner(runner).fingerprint() == before
+        assert runner.graphs.measured is not None
+        assert runner.graphs.room_bytes() == runner.graphs.budget_bytes
+        for parameter_set in runner.parameter_sets:
+            assert not parameter_set.accumulator.contents.microbatches()
+            assert not parameter_set.accumulator.totals().any()
+            assert all(parameter.grad is None for parameter in parameter_set.parameters)
