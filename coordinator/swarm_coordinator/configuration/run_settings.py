@@ -105,7 +105,8 @@ class ModelSection(FrozenModel):
         default=None,
         description='Scaling of the rotary positions: {}, { kind = "linear", factor = 4 }, or, as '
         'in Llama 3.1, { kind = "llama3", factor = 8, low_frequency_factor = 1, '
-        "high_frequency_factor = 4, original_length = 8192 }.",
+        'high_frequency_factor = 4, original_length = 8192 }; or kind = "yarn", which has an '
+        "attention_factor, too.",
     )
     bottleneck_size: int | None = Field(
         default=None,

@@ -155,6 +155,13 @@ def _rope_scaling(scaling: RopeScaling) -> dict[str, object] | None:
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_length,
         }
+    if scaling.kind == "yarn":
+        content |= {
+            "beta_slow": scaling.low_frequency_factor,
+            "beta_fast": scaling.high_frequency_factor,
+            "attention_factor": scaling.attention_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
     return content
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -153,6 +154,25 @@ class _Rope(BaseModel):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    beta_slow: float | None = None
+    beta_fast: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def yarn_attention_factor(self) -> float:
+        """As transformers derives it where the file has none."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, share: float) -> float:
+        longer = max(1.0, self.factor or 1.0)
+        return 0.1 * share * math.log(longer) + 1.0
 
     @property
     def kind(self) -> str:
@@ -200,6 +220,14 @@ class _ConfigFile(BaseModel):
             content |= {
                 "low_frequency_factor": rope.low_freq_factor,
                 "high_frequency_factor": rope.high_freq_factor,
+                "original_length": rope.original_max_position_embeddings
+                or self.max_position_embeddings,
+            }
+        if rope.kind == "yarn":
+            content |= {
+                "low_frequency_factor": rope.beta_slow or 1.0,
+                "high_frequency_factor": rope.beta_fast or 32.0,
+                "attention_factor": rope.yarn_attention_factor,
                 "original_length": rope.original_max_position_embeddings
                 or self.max_position_embeddings,
             }
@@ -276,7 +304,8 @@ def _refuse_other_blocks(folder: Path, read: _ConfigFile) -> None:
     known: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("hidden_act", read.hidden_act, ("silu",)),
         ("mlp_bias", read.mlp_bias, (False,)),
-        ("rope_type", read.rope.kind, ("default", "linear", "llama3")),
+        ("rope_type", read.rope.kind, ("default", "linear", "llama3", "yarn")),
+        ("truncate", read.rope.truncate, (True,)),
         ("partial_rotary_factor", rotated, (1.0,)),
     )
     for name, found, possible in known:

@@ -92,11 +92,13 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         exponent_P = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-        frequency_P = _scaled(1.0 / (config.rope_theta**exponent_P), config.rope_scaling)
+        frequency_P = _scaled(1.0 / (config.rope_theta**exponent_P), config)
         position = torch.arange(config.sequence_length, dtype=torch.float32)
         angle_TH = torch.outer(position, frequency_P).repeat(1, 2)
-        self.register_buffer("cos_TH", angle_TH.cos(), persistent=False)
-        self.register_buffer("sin_TH", angle_TH.sin(), persistent=False)
+        scaling = config.rope_scaling
+        factor = scaling.attention_factor if scaling.kind == "yarn" else 1.0
+        self.register_buffer("cos_TH", angle_TH.cos() * factor, persistent=False)
+        self.register_buffer("sin_TH", angle_TH.sin() * factor, persistent=False)
 
     def forward(self, x_BNTH: Tensor) -> Tensor:
         positions = x_BNTH.shape[-2]
@@ -106,17 +108,35 @@ class Rotary(nn.Module):
         return turned.to(x_BNTH.dtype)
 
 
-def _scaled(frequency_P: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the rotary frequencies, in radians a position, as `scaling` changes them."""
+def _scaled(frequency_P: Tensor, config: ModelConfig) -> Tensor:
+    """Return the rotary frequencies, in radians a position, as the model's scaling changes them."""
+    scaling = config.rope_scaling
     if scaling.kind == "none":
         return frequency_P
     divided_P = frequency_P / scaling.factor
     if scaling.kind == "linear":
         return divided_P
-    turns_P = scaling.original_length * frequency_P / (2 * math.pi)
+    kept_P = _kept_share(frequency_P, scaling, config.rope_theta)
+    return (1 - kept_P) * divided_P + kept_P * frequency_P
+
+
+def _kept_share(frequency_P: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Return how much of each frequency stays: 1 for the whole, 0 where it is divided."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    share_P = ((turns_P - low) / (high - low)).clamp(0, 1)
-    return (1 - share_P) * divided_P + share_P * frequency_P
+    if scaling.kind == "llama3":
+        turns_P = scaling.original_length * frequency_P / (2 * math.pi)
+        return ((turns_P - low) / (high - low)).clamp(0, 1)
+    pairs = len(frequency_P)
+
+    def pair_of(turns: float) -> float:
+        """The pair of coordinates that makes so many turns in the original length."""
+        return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+    # Whole pairs, within the width of a head, as the published code has them.
+    first = max(math.floor(pair_of(high)), 0)
+    last = min(math.ceil(pair_of(low)), 2 * pairs - 1)
+    width = (last - first) or 0.001
+    return 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
 
 
 class Attention(nn.Module):

@@ -30,15 +30,19 @@ class RopeScaling(FrozenModel):
     `linear` divides them by `factor` (Chen et al. 2023, arXiv 2306.15595). `llama3` divides those
     alone whose wavelength is more than `original_length / low_frequency_factor` tokens, keeps those
     below `original_length / high_frequency_factor`, and interpolates between (as the code that was
-    published with Llama 3.1).
+    published with Llama 3.1). `yarn` does so by the turns that a pair of coordinates makes in
+    `original_length` tokens: it divides at `low_frequency_factor` turns and below, keeps at
+    `high_frequency_factor` and above, and multiplies cosine and sine by `attention_factor` (Peng et
+    al. 2023, arXiv 2309.00071, sections 3.2 to 3.4).
     """
 
-    kind: Literal["none", "linear", "llama3"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: Finite = Field(default=1.0, ge=1, le=1e6)
     low_frequency_factor: Finite = Field(default=1.0, gt=0, le=1e6)
     high_frequency_factor: Finite = Field(default=4.0, gt=0, le=1e6)
     original_length: int = Field(default=8192, ge=1, le=10_000_000)
     """Tokens of a sequence before the change."""
+    attention_factor: Finite = Field(default=1.0, gt=0, le=1e3)
 
     @model_validator(mode="after")
     def _low_below_high(self) -> Self:
@@ -84,6 +88,12 @@ class ModelConfig(FrozenModel):
             raise ValueError("bottlenecks must be layers of the model, each once, in order")
         if places and not self.bottleneck_size:
             raise ValueError("bottlenecks need a bottleneck_size")
+        return self
+
+    @model_validator(mode="after")
+    def _frequencies_fall(self) -> Self:
+        if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError("rope_theta must be more than 1 where rope_scaling is yarn")
         return self
 
     @model_validator(mode="after")

@@ -49,7 +49,7 @@ quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=
                 st.just({}),
                 st.fixed_dictionaries(
                     {
-                        "kind": st.sampled_from(["none", "linear", "llama3"]),
+                        "kind": st.sampled_from(["none", "linear", "llama3", "yarn"]),
                         "factor": st.floats(1, 1e6),
                         "original_length": st.integers(1, 10**7),
                     }

@@ -89,6 +89,18 @@ BLOCKS: list[tuple[str, dict[str, Any]]] = [
             "rope_scaling": RopeScaling(kind="linear", factor=4),
         },
     ),
+    (
+        "LlamaForCausalLM",
+        {
+            "rope_scaling": RopeScaling(
+                kind="yarn",
+                factor=4,
+                high_frequency_factor=32,
+                original_length=16,
+                attention_factor=1.2,
+            )
+        },
+    ),
     ("Qwen3ForCausalLM", {"query_key_norm": True, "tied": True}),
     (
         "Qwen3ForCausalLM",

@@ -115,6 +115,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5_000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 48,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5_000.0, "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 30_000.0, "factor": 4.0}
 
 MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -124,6 +128,15 @@ MODELS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "biases": (LlamaConfig, {"attention_bias": True, "head_dim": 12}, "LlamaForCausalLM"),
     "llama 3.1": (LlamaConfig, {"rope_parameters": LLAMA3}, "LlamaForCausalLM"),
     "linear": (LlamaConfig, {"rope_parameters": LINEAR}, "LlamaForCausalLM"),
+    "yarn": (LlamaConfig, {"rope_parameters": YARN}, "LlamaForCausalLM"),
+    "yarn with factors": (
+        Qwen2Config,
+        {
+            "rope_parameters": YARN
+            | {"beta_fast": 8, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.4}
+        },
+        "Qwen2ForCausalLM",
+    ),
     "mistral": (MistralConfig, {"sliding_window": 64, "head_dim": 16}, "LlamaForCausalLM"),
     "qwen2": (Qwen2Config, {"rope_theta": 1e6}, "Qwen2ForCausalLM"),
     "qwen2 tied": (
@@ -342,7 +355,17 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ),
     ("bias", lambda at: edited(at, mlp_bias=True), "mlp_bias = True; only False"),
     ("no biases", lambda at: edited(at, attention_bias=True), "12 are missing and 0 unknown"),
-    ("scaling", lambda at: edited(at, rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn'"),
+    (
+        "scaling",
+        lambda at: edited(at, rope_parameters={"rope_type": "longrope"}),
+        "rope_type = 'longrope'",
+    ),
+    (
+        "untruncated",
+        lambda at: edited(at, rope_parameters=YARN | {"truncate": False}),
+        "truncate = False; only True",
+    ),
+    ("theta", lambda at: edited(at, rope_parameters=YARN | {"rope_theta": 1.0}), "more than 1"),
     (
         "factor",
         lambda at: edited(at, rope_parameters={"type": "linear"}),
