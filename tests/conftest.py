@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import resource
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,6 +25,9 @@ import trio
 from kits.power_cut.lab import PowerCutDisk, power_cut_disk
 
 pytest_plugins = ["kits.tiers", "kits.skip_policy"]
+
+# jeepney, with which D-Bus is asked, is installed on Linux only.
+collect_ignore_glob = [] if sys.platform == "linux" else ["**/test_bus_*.py"]
 
 # On top of the profile that Hypothesis loads by itself: under CI that one is derandomized.
 hypothesis.settings.register_profile(

@@ -25,6 +25,7 @@ TOOLS = {
     "lab": re.compile(r"install_network_lab|miniupnpd needs iptables-legacy"),
     "postgresql": re.compile(r"install_postgresql"),
     "chromium": re.compile(r"install_chromium"),
+    "dbus": re.compile(r"install_dbus"),
     "installers": re.compile(r"install_installer_tools|dpkg-deb|cannot use the packages of"),
 }
 

@@ -84,13 +84,13 @@ _NOTES = """\
   first, the longest unused first; then everything pauses.
 - **Power of a GPU** can only be limited through its driver, as root. When a GPU is too hot, the
   shown reason names the command.
-- **Whether the machine is in use** is read from X11, logind, macOS and the terminals (windows, ssh,
-  consoles), whichever exist. Where none exists, the machine is not in use.
-- **A returning user has the machine within two seconds.** Input is checked twice a second (logind:
-  once a second, because a query costs more). From then on no new work is taken; what is in flight
-  has 0.9 s to be finished, then it is handed back for other peers to compute, and a running
-  computation ends at its next layer. Linux updates a terminal's access time in steps of eight
-  seconds, so a terminal user may count as present for up to eight seconds longer.
+- **Whether the machine is in use** is read from X11, logind (over D-Bus), macOS and the terminals
+  (windows, ssh, consoles), whichever exist. Where none exists, the machine is not in use.
+- **A returning user has the machine within two seconds.** Input is checked twice a second. From
+  then on no new work is taken; what is in flight has 0.9 s to be finished, then it is handed back
+  for other peers to compute, and a running computation ends at its next layer. Linux updates a
+  terminal's access time in steps of eight seconds, so a terminal user may count as present for up
+  to eight seconds longer.
 
 <!-- yielding figures -->
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS: Final = 0.9
 """Seconds for microbatches in flight to be finished; what remains is handed back. Together with the
-time until a user is detected (at most 0.5 s, 1 s through logind), the machine is its user's again
-within two seconds."""
+time until a user is detected (at most 0.5 s), the machine is its user's again within two
+seconds."""
 
 
 class Pause:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import (
     FirstAvailable,
-    LogindIdle,
     MacIdle,
     TerminalIdle,
     run_command,
@@ -239,58 +238,10 @@ def test_a_key_in_a_real_terminal_is_seen_at_once_even_by_a_probe_that_took_it_f
         os.close(shell)
 
 
-def test_logind_is_asked_once_a_second_however_often_it_is_read() -> None:
-    asked: list[str] = []
-
-    def run(words: Sequence[str]) -> str:
-        asked.append(words[1])
-        return LIST if words[1] == "list-sessions" else SESSIONS["idle"]
-
-    clock = Time()
-    probe = LogindIdle(run, clock, lambda: 1000.0)
-    seen = []
-    for _ in range(4):
-        seen.append(probe.idle_seconds())
-        clock.now += 0.5
-    assert seen == [60.0, 60.5, 60.0, 60.5]
-    assert asked.count("show-session") == 2
-
-
-LIST = "  2 1000 ada   seat0 tty2\n  5 1000 ada   -     pts/3\n"
-SESSIONS = {
-    "idle": "Type=wayland\nRemote=no\nClass=user\nIdleHint=yes\nIdleSinceHint=940000000\n",
-    "used": "Type=x11\nRemote=no\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
-    "remote": "Type=x11\nRemote=yes\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
-    "greeter": "Type=wayland\nRemote=no\nClass=greeter\nIdleHint=no\nIdleSinceHint=0\n",
-    "ssh": "Type=tty\nRemote=yes\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("sessions", "idle"),
-    [
-        (["idle", "ssh"], 60.0),
-        (["idle", "used"], 0.0),
-        (["remote", "greeter", "ssh"], None),
-    ],
-)
-def test_logind_is_believed_of_local_graphical_sessions(
-    sessions: list[str], idle: float | None
-) -> None:
-    def run(words: Sequence[str]) -> str | None:
-        if words[1] == "list-sessions":
-            return LIST
-        assert words[2:4] == ["2", "5"]
-        return "\n".join(SESSIONS[name] for name in sessions)
-
-    assert LogindIdle(run, lambda: 100.0, lambda: 1000.0).idle_seconds() == idle
-
-
 def test_a_command_that_is_not_there_or_fails_or_hangs_gives_nothing() -> None:
     assert run_command(["no-such-command"]) is None
     assert run_command(["false"]) is None
     assert run_command(["sleep", "5"]) is None
-    assert LogindIdle(lambda words: None).idle_seconds() is None
     assert MacIdle(lambda words: None).idle_seconds() is None
 
 

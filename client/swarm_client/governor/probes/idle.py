@@ -1,8 +1,6 @@
-"""Seconds since the last input at this machine: X11, logind and macOS for its display; terminals.
+"""Seconds since the last input at this machine: X11 and macOS for its display; terminals.
 
-Wayland does not let a program ask; there the desktop reports to logind when its session becomes
-idle and when it is active again. Nothing more is known: a session that is not idle counts as having
-had input just now.
+What is asked over D-Bus is `swarm_client.governor.probes.bus_idle`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -24,11 +21,8 @@ from swarm_shared.base.clock import Clock, monotonic
 
 COMMAND_SECONDS = 1.0
 """Timeout of a command."""
-SESSIONS_SECONDS = 10.0
-"""Seconds between two searches for sessions at the display."""
-LOGIND_SECONDS = 0.9
-"""Seconds between two queries of logind, each of which starts a program that takes some 7 ms of a
-core. That is every second tick of the governor, and the rest of the two seconds suffices."""
+REST_SECONDS = 10.0
+"""Seconds between two queries of a probe that has no answer: a desktop may start later."""
 
 TERMINALS = ((Path("/dev/pts"), re.compile(r"\d+")), (Path("/dev"), re.compile(r"ttys?\d+")))
 """Terminals of ssh, of windows with a shell, of consoles; the last are called ttys000 on macOS."""
@@ -93,51 +87,6 @@ def _read_at(folder: Path, names: re.Pattern[str]) -> Iterator[float]:
                 yield entry.stat().st_atime
 
 
-class LogindIdle:
-    """systemd's login manager, for local graphical sessions."""
-
-    def __init__(
-        self, run: Run = run_command, clock: Clock = monotonic, wall: Clock = time.time
-    ) -> None:
-        self._run = run
-        self._clock = clock
-        self._wall = wall
-        self._sessions: list[str] = []
-        self._looked_at = -SESSIONS_SECONDS
-        self._asked_at = -LOGIND_SECONDS
-        self._answer: float | None = None
-
-    def idle_seconds(self) -> float | None:
-        since = self._clock() - self._asked_at
-        if since >= LOGIND_SECONDS:
-            self._asked_at, since = self._clock(), 0.0
-            self._answer = self._ask()
-        return None if self._answer is None else self._answer + since
-
-    def _ask(self) -> float | None:
-        if self._clock() - self._looked_at >= SESSIONS_SECONDS:
-            self._looked_at = self._clock()
-            listed = self._run(["loginctl", "list-sessions", "--no-legend"]) or ""
-            self._sessions = [line.split()[0] for line in listed.splitlines() if line.split()]
-        if not self._sessions:
-            return None
-        properties = ("Type", "Remote", "Class", "IdleHint", "IdleSinceHint")
-        words = ["loginctl", "show-session", *self._sessions]
-        shown = self._run([*words, *(f"--property={name}" for name in properties)])
-        found = [self._of_session(block) for block in (shown or "").split("\n\n")]
-        return min((seconds for seconds in found if seconds is not None), default=None)
-
-    def _of_session(self, block: str) -> float | None:
-        shown = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        graphical = shown.get("Type") in ("x11", "wayland", "mir")
-        if not graphical or shown.get("Remote") == "yes" or shown.get("Class") != "user":
-            return None
-        if shown.get("IdleHint") != "yes":
-            return 0.0
-        since = shown.get("IdleSinceHint", "")
-        return max(0.0, self._wall() - int(since) / 1e6) if since.isdecimal() else None
-
-
 class MacIdle:
     """Nanoseconds since the last event of any keyboard, mouse or trackpad, from macOS."""
 
@@ -167,7 +116,7 @@ class FirstAvailable:
             seconds = probe.idle_seconds()
             if seconds is not None:
                 return seconds
-            self._rest_until[index] = now + SESSIONS_SECONDS
+            self._rest_until[index] = now + REST_SECONDS
         return None
 
 
@@ -180,6 +129,8 @@ def display_idle(environment: Mapping[str, str] | None = None) -> IdleProbe:
     elif "WAYLAND_DISPLAY" not in environment:
         # Under Wayland, X11 receives only what goes to its own windows.
         probes.append(X11Idle(environment))
-    if sys.platform.startswith("linux") and shutil.which("loginctl"):
-        probes.append(LogindIdle())
+    if sys.platform == "linux":
+        from swarm_client.governor.probes.bus_idle import probes_on_buses
+
+        probes.extend(probes_on_buses(environment))
     return FirstAvailable(probes)

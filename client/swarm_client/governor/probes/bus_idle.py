@@ -1,0 +1,117 @@
+"""Seconds since the last input, asked over D-Bus: of logind, for local graphical sessions.
+
+The desktop reports to logind when its session becomes idle and when it is active again. Nothing
+more is known there: a session that is not idle counts as having had input just now. Imported on
+Linux only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from swarm_client.machine.dbus import Bus, BusError, BusObject, BusRefusal, system_bus
+from swarm_shared.base.clock import Clock, monotonic
+
+ANSWER_SECONDS: Final = 0.5
+"""Timeout of one probe's queries together. A bus answers within some milliseconds; one that hangs
+delays a tick of the governor by this, and is asked again after `idle.REST_SECONDS`."""
+SESSIONS_SECONDS: Final = 10.0
+"""Seconds between two searches for sessions at the display."""
+
+LOGIND: Final = BusObject(
+    "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
+)
+SESSION_INTERFACE: Final = "org.freedesktop.login1.Session"
+PROPERTIES_INTERFACE: Final = "org.freedesktop.DBus.Properties"
+
+log = logging.getLogger(__name__)
+
+
+class Caller(Protocol):
+    """A bus, as `swarm_client.machine.dbus.Bus`."""
+
+    def call(
+        self,
+        target: BusObject,
+        member: str,
+        signature: str = "",
+        *arguments: object,
+        seconds: float,
+    ) -> tuple[Any, ...]: ...
+
+
+class BusIdle:
+    """One source on a bus. That it does not answer is logged once, until it has answered."""
+
+    name: str
+
+    def __init__(self, bus: Caller, clock: Clock = monotonic) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._is_absent = False
+        self._deadline = 0.0
+
+    def idle_seconds(self) -> float | None:
+        self._deadline = self._clock() + ANSWER_SECONDS
+        try:
+            seconds = self._ask()
+        except BusError as error:
+            if not self._is_absent:
+                log.info("%s is no source for whether this machine is in use: %s", self.name, error)
+            self._is_absent = True
+            return None
+        self._is_absent = False
+        return seconds
+
+    def _ask(self) -> float | None:
+        """The seconds; None where the service knows none. BusError when it does not answer."""
+        raise NotImplementedError
+
+    def _call(
+        self, target: BusObject, member: str, signature: str = "", *arguments: object
+    ) -> tuple[Any, ...]:
+        left = self._deadline - self._clock()
+        return self._bus.call(target, member, signature, *arguments, seconds=left)
+
+
+class LogindIdle(BusIdle):
+    """systemd's login manager."""
+
+    name = "logind"
+
+    def __init__(self, bus: Caller, clock: Clock = monotonic) -> None:
+        super().__init__(bus, clock)
+        self._sessions: list[BusObject] = []
+        self._looked_at = -SESSIONS_SECONDS
+
+    def _ask(self) -> float | None:
+        if self._clock() - self._looked_at >= SESSIONS_SECONDS:
+            (listed,) = self._call(LOGIND, "ListSessions")
+            self._looked_at = self._clock()
+            self._sessions = [
+                BusObject(LOGIND.service, path, PROPERTIES_INTERFACE) for *_, path in listed
+            ]
+        found = [self._idle_of(session) for session in self._sessions]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def _idle_of(self, session: BusObject) -> float | None:
+        try:
+            (shown,) = self._call(session, "GetAll", "s", SESSION_INTERFACE)
+        except BusRefusal:
+            return None  # it has ended since the search
+        values = {name: value for name, (_, value) in shown.items()}
+        graphical = values.get("Type") in ("x11", "wayland", "mir")
+        if not graphical or values.get("Remote") or values.get("Class") != "user":
+            return None
+        if not values.get("IdleHint"):
+            return 0.0
+        since = values.get("IdleSinceHintMonotonic")
+        return max(0.0, self._clock() - since / 1e6) if since else None
+
+
+def probes_on_buses(environment: Mapping[str, str]) -> list[BusIdle]:
+    """The sources to ask, the most precise one first."""
+    system = system_bus(environment)
+    return [] if system is None else [LogindIdle(Bus(system))]
