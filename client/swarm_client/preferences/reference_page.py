@@ -84,8 +84,11 @@ _NOTES = """\
   first, the longest unused first; then everything pauses.
 - **Power of a GPU** can only be limited through its driver, as root. When a GPU is too hot, the
   shown reason names the command.
-- **Whether the machine is in use** is read from X11, logind (over D-Bus), macOS and the terminals
-  (windows, ssh, consoles), whichever exist. Where none exists, the machine is not in use.
+- **Whether the machine is in use** is read from X11, GNOME, KDE, logind (these three over D-Bus),
+  macOS and the terminals (windows, ssh, consoles), whichever exist. Where none exists, the machine
+  is not in use. GNOME and KDE are asked on the session bus of the user who runs the program: a
+  service of the whole machine asks logind alone, which learns only some minutes later that a
+  desktop is idle. Under Wayland KDE tells no time either, so that logind decides.
 - **A returning user has the machine within two seconds.** Input is checked twice a second. From
   then on no new work is taken; what is in flight has 0.9 s to be finished, then it is handed back
   for other peers to compute, and a running computation ends at its next layer. Linux updates a

@@ -1,5 +1,5 @@
 """What is asked over D-Bus, on a message bus of the test's own with small services in the place of
-logind."""
+GNOME, KDE and logind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from kits.message_bus import Service, running_bus
 from swarm_client.governor.probes.bus_idle import (
     ANSWER_SECONDS,
     SESSIONS_SECONDS,
+    KdeIdle,
     LogindIdle,
+    MutterIdle,
     probes_on_buses,
 )
-from swarm_client.governor.probes.idle import FirstAvailable
+from swarm_client.governor.probes.idle import REST_SECONDS, FirstAvailable
 from swarm_client.machine.dbus import Bus
 from swarm_shared.base.clock import monotonic
 
@@ -192,5 +194,90 @@ def test_what_is_no_bus_at_all_gives_nothing(tmp_path: Path) -> None:
         assert LogindIdle(Bus(str(tmp_path / "bus"))).idle_seconds() is None
 
 
+# ---------------------------------------------------------------- GNOME and KDE
+
+
+def gnome(bus: Path, milliseconds: int) -> Service:
+    return Service(
+        bus,
+        ("org.gnome.Mutter.IdleMonitor",),
+        {"GetIdletime": lambda _: ("t", (milliseconds,))},
+    )
+
+
+def kde(bus: Path, milliseconds: int) -> Service:
+    """As kscreenlocker, it has two names."""
+    return Service(
+        bus,
+        ("org.freedesktop.ScreenSaver", "org.kde.screensaver"),
+        {"GetSessionIdleTime": lambda _: ("u", (milliseconds,))},
+    )
+
+
+def buses(session: Path | None, system: Path) -> dict[str, str]:
+    environment = {"DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={system}"}
+    if session is not None:
+        environment["DBUS_SESSION_BUS_ADDRESS"] = f"unix:path={session},guid=0"
+    return environment
+
+
+def test_gnome_and_kde_count_milliseconds(bus: Path) -> None:
+    with gnome(bus, 4_321) as mutter, kde(bus, 2**32 - 1) as locker:
+        assert MutterIdle(Bus(str(bus))).idle_seconds() == 4.321
+        assert KdeIdle(Bus(str(bus))).idle_seconds() == 4_294_967.295
+        mutter.methods["GetIdletime"] = lambda _: ("t", (2**40,))
+        assert MutterIdle(Bus(str(bus))).idle_seconds() == 2**40 / 1000
+        assert locker.calls == [("GetSessionIdleTime", ())]
+
+
+@pytest.mark.parametrize("milliseconds", [0, 1, 180_000])
+def test_a_desktop_is_believed_before_logind(bus: Path, milliseconds: int) -> None:
+    """An idle time of 0 is an answer from GNOME; under KWin it means that none is known."""
+    for desktop in (gnome, kde):
+        with desktop(bus, milliseconds), logind(bus, ["idle"]):
+            idle = FirstAvailable(probes_on_buses(buses(bus, bus))).idle_seconds()
+        assert idle is not None
+        if desktop is kde and not milliseconds:
+            assert idle == pytest.approx(monotonic() - 40, abs=60)
+        else:
+            assert idle == milliseconds / 1000
+
+
+def test_another_implementation_of_the_screen_savers_interface_is_not_asked(bus: Path) -> None:
+    """Some count seconds, and nothing tells them from KDE's but the name."""
+    other = {"GetSessionIdleTime": lambda _: ("u", (5,))}
+    with Service(bus, ("org.freedesktop.ScreenSaver",), other) as service:
+        assert KdeIdle(Bus(str(bus))).idle_seconds() is None
+        assert service.calls == []
+
+
+def test_without_a_session_bus_logind_alone_is_asked(
+    bus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    probes = probes_on_buses(buses(None, bus))
+    assert [type(probe) for probe in probes] == [LogindIdle]
+    assert "there is no session bus" in caplog.text
+
+
+def test_a_session_bus_is_found_in_the_users_runtime_folder(bus: Path) -> None:
+    with gnome(bus, 7_000):
+        environment = {**buses(None, bus), "XDG_RUNTIME_DIR": str(bus.parent)}
+        assert FirstAvailable(probes_on_buses(environment)).idle_seconds() == 7.0
+
+
+def test_a_desktop_that_goes_away_leaves_logind_and_is_believed_when_it_is_back(bus: Path) -> None:
+    clock = Time()
+    first = FirstAvailable([MutterIdle(Bus(str(bus))), LogindIdle(Bus(str(bus)), clock)], clock)
+    with logind(bus, ["idle"]):
+        for _ in range(2):
+            with gnome(bus, 90_000):
+                clock.now += REST_SECONDS
+                assert first.idle_seconds() == 90.0
+            assert first.idle_seconds() == clock.now - 40.0
+
+
 def test_an_address_of_another_kind_is_not_used() -> None:
-    assert probes_on_buses({"DBUS_SYSTEM_BUS_ADDRESS": "tcp:host=localhost,port=1"}) == []
+    other = "tcp:host=localhost,port=1"
+    kinds = {"DBUS_SYSTEM_BUS_ADDRESS": other, "DBUS_SESSION_BUS_ADDRESS": other}
+    assert probes_on_buses(kinds) == []

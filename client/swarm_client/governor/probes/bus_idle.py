@@ -1,8 +1,9 @@
-"""Seconds since the last input, asked over D-Bus: of logind, for local graphical sessions.
+"""Seconds since the last input, asked over D-Bus: of GNOME, of KDE, of logind.
 
-The desktop reports to logind when its session becomes idle and when it is active again. Nothing
-more is known there: a session that is not idle counts as having had input just now. Imported on
-Linux only.
+GNOME and KDE count milliseconds, on the session bus of the user who runs this program. logind is
+asked on the system bus, for local graphical sessions: the desktop reports to it when its session
+becomes idle and when it is active again. Nothing more is known there: a session that is not idle
+counts as having had input just now. Imported on Linux only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
-from swarm_client.machine.dbus import Bus, BusError, BusObject, BusRefusal, system_bus
+from swarm_client.machine.dbus import (
+    Bus,
+    BusError,
+    BusObject,
+    BusRefusal,
+    session_bus,
+    system_bus,
+)
 from swarm_shared.base.clock import Clock, monotonic
 
 ANSWER_SECONDS: Final = 0.5
@@ -25,6 +33,18 @@ LOGIND: Final = BusObject(
 )
 SESSION_INTERFACE: Final = "org.freedesktop.login1.Session"
 PROPERTIES_INTERFACE: Final = "org.freedesktop.DBus.Properties"
+
+MUTTER: Final = BusObject(
+    "org.gnome.Mutter.IdleMonitor",
+    "/org/gnome/Mutter/IdleMonitor/Core",
+    "org.gnome.Mutter.IdleMonitor",
+)
+SCREEN_LOCKER: Final = BusObject(
+    "org.kde.screensaver", "/org/freedesktop/ScreenSaver", "org.freedesktop.ScreenSaver"
+)
+"""KDE's implementation of org.freedesktop.ScreenSaver, under the name that only KDE's has
+(kscreenlocker, interface.cpp): others of that interface count seconds (Lomiri's, Razor-qt's) or
+always answer 0."""
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +96,31 @@ class BusIdle:
         return self._bus.call(target, member, signature, *arguments, seconds=left)
 
 
+class MutterIdle(BusIdle):
+    """GNOME's window manager, under Wayland and X11 (mutter, meta-idle-manager.c)."""
+
+    name = "GNOME"
+
+    def _ask(self) -> float | None:
+        (milliseconds,) = self._call(MUTTER, "GetIdletime")
+        return int(milliseconds) / 1000
+
+
+class KdeIdle(BusIdle):
+    """KDE's screen locker, which returns KIdleTime::idleTime(), in milliseconds.
+
+    Under Wayland it runs inside KWin, whose KIdleTime always answers 0 (kwin,
+    plugins/idletime/poller.cpp, forcePollRequest): 0 is no answer. A true 0 lasts for a millisecond
+    after an input, and then the next source is asked.
+    """
+
+    name = "KDE"
+
+    def _ask(self) -> float | None:
+        (milliseconds,) = self._call(SCREEN_LOCKER, "GetSessionIdleTime")
+        return int(milliseconds) / 1000 if milliseconds else None
+
+
 class LogindIdle(BusIdle):
     """systemd's login manager."""
 
@@ -112,6 +157,15 @@ class LogindIdle(BusIdle):
 
 
 def probes_on_buses(environment: Mapping[str, str]) -> list[BusIdle]:
-    """The sources to ask, the most precise one first."""
-    system = system_bus(environment)
-    return [] if system is None else [LogindIdle(Bus(system))]
+    """The sources to ask, the most precise one first. A service of the whole machine has no session
+    bus, so that logind alone is left."""
+    probes: list[BusIdle] = []
+    session, system = session_bus(environment), system_bus(environment)
+    if session is None:
+        log.info("there is no session bus: GNOME and KDE are not asked")
+    else:
+        bus = Bus(session)
+        probes += [MutterIdle(bus), KdeIdle(bus)]
+    if system is not None:
+        probes.append(LogindIdle(Bus(system)))
+    return probes
