@@ -74,6 +74,8 @@ class Service:
     def __init__(self, path: Path, names: tuple[str, ...], methods: Mapping[str, Answer]) -> None:
         self.methods = dict(methods)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.senders: set[str] = set()
+        """The callers' names on the bus."""
         self._connection: DBusConnection = open_dbus_connection(
             f"unix:path={path}", enable_fds=True
         )
@@ -117,6 +119,7 @@ class Service:
     def _answer(self, message: Message) -> None:
         member = message.header.fields[HeaderFields.member]
         self.calls.append((member, message.body))
+        self.senders.add(message.header.fields[HeaderFields.sender])
         method = self.methods.get(member)
         if method is None:
             error = "org.freedesktop.DBus.Error.UnknownMethod"

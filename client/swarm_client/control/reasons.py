@@ -39,6 +39,8 @@ class SuspendReason(StrEnum):
     QUOTA_USED = "quota_used"
     DISK_FULL = "disk_full"
     MEMORY_SHORT = "memory_short"
+    MACHINE_SLEEPS = "machine_sleeps"
+    """The machine is about to sleep, and has not said yet that it is awake."""
     FINISHING = "finishing"
     NO_RUN = "no_run"
     COORDINATOR_AWAY = "coordinator_away"

@@ -23,6 +23,7 @@ SENTENCES: dict[SuspendReason, str] = {
     SuspendReason.QUOTA_USED: "paused: the transfer quota that you allow is used up",
     SuspendReason.DISK_FULL: "paused: the disk is too full; free some space",
     SuspendReason.MEMORY_SHORT: "paused: other programs need the memory",
+    SuspendReason.MACHINE_SLEEPS: "paused while this machine sleeps",
     SuspendReason.FINISHING: "finishing: completing what is in flight, then handing the stage over",
     SuspendReason.NO_RUN: "working on no run; `swarm-client join INVITE` joins one",
     SuspendReason.COORDINATOR_AWAY: "the coordinator cannot be reached; this client keeps trying",

@@ -10,7 +10,9 @@ it waits for the next command. One Ctrl-C or SIGTERM leaves in order, a second o
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -158,6 +160,7 @@ class Daemon:
                 nursery.start_soon(self._keep_contribution_log)
                 nursery.start_soon(self._end_pause)
                 nursery.start_soon(SleepWatch(self._interrupted).run)
+                nursery.start_soon(self._announce_sleep)
                 await self._work()
                 nursery.cancel_scope.cancel()
         finally:
@@ -226,6 +229,29 @@ class Daemon:
         if self._target is join:
             self._target, self._stopped = None, stopped_by(error)
             self.failure = error
+
+    # ---- a sleep of the machine
+
+    async def _announce_sleep(self) -> None:
+        """Say goodbye before the machine sleeps, where logind announces that."""
+        if sys.platform != "linux":
+            return
+        from swarm_client.daemon.sleep_lock import SleepLock
+        from swarm_client.machine.dbus import system_bus
+
+        bus = system_bus(os.environ)
+        if bus is not None:
+            await SleepLock(bus, self._fall_asleep, self._wake_devices).run()
+
+    async def _fall_asleep(self, seconds: float) -> None:
+        if self.device_group is not None:
+            self.event("this machine is about to sleep: leaving the run until it is awake")
+            await self.device_group.fall_asleep(seconds)
+
+    def _wake_devices(self) -> None:
+        if self.device_group is not None:
+            self.event("this machine is awake: attaching again")
+            self.device_group.wake()
 
     # ---- a participation (`swarm_client.daemon.participation`)
 

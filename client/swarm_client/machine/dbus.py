@@ -130,11 +130,20 @@ class BusConnection:
         member: str,
         signature: str = "",
         *arguments: object,
+        answer: str,
         seconds: float,
     ) -> tuple[Any, ...]:
-        """The values with which the method answers within `seconds`. BusRefusal: it has none."""
+        """The values with which the method answers within `seconds`.
+
+        BusRefusal when it answers with an error, or with values that have not the signature
+        `answer`.
+        """
         with self._closing_on_failure():
-            return self._call(target.call(member, signature, arguments), monotonic() + seconds)
+            message = self._call(target.call(member, signature, arguments), monotonic() + seconds)
+        found = message.header.fields.get(HeaderFields.signature, "")
+        if found != answer:
+            raise BusRefusal(f"{member} answers with {found!r} instead of {answer!r}")
+        return tuple(message.body)
 
     def subscribe(self, source: BusObject, member: str, *, seconds: float) -> None:
         """Have the bus pass this signal of `source` on to here from now on."""
@@ -187,7 +196,8 @@ class BusConnection:
         self._wait_until(deadline)
         self._socket.sendall(BEGIN)
 
-    def _call(self, message: Any, deadline: float) -> tuple[Any, ...]:
+    def _call(self, message: Any, deadline: float) -> Any:
+        """The message that answers it. BusRefusal when that is an error."""
         serial = next(self._serials)
         self._wait_until(deadline)
         self._socket.sendall(message.serialise(serial, fds=array.array("i")))
@@ -200,7 +210,7 @@ class BusConnection:
                 name = answer.header.fields.get(HeaderFields.error_name)
                 raise BusRefusal(f"{name}: {' '.join(map(str, answer.body))}")
             else:
-                return tuple(answer.body)
+                return answer
 
     def _file(self, message: Any) -> None:
         """Keep a signal. An answer that came too late for its call is dropped."""
@@ -240,6 +250,7 @@ class Bus:
         member: str,
         signature: str = "",
         *arguments: object,
+        answer: str,
         seconds: float,
     ) -> tuple[Any, ...]:
         """As of a connection, opening one included."""
@@ -248,7 +259,7 @@ class Bus:
             self._connection = BusConnection(self._path, seconds=seconds)
         try:
             return self._connection.call(
-                target, member, signature, *arguments, seconds=deadline - monotonic()
+                target, member, signature, *arguments, answer=answer, seconds=deadline - monotonic()
             )
         except BusRefusal:
             raise

@@ -88,7 +88,11 @@ _NOTES = """\
   macOS and the terminals (windows, ssh, consoles), whichever exist. Where none exists, the machine
   is not in use. GNOME and KDE are asked on the session bus of the user who runs the program: a
   service of the whole machine asks logind alone, which learns only some minutes later that a
-  desktop is idle. Under Wayland KDE tells no time either, so that logind decides.
+  desktop is idle. Under Wayland KDE tells no time, so that logind decides. These three have been
+  tried with stand-ins on a real message bus, and not on a desktop yet.
+- **Before the machine sleeps** (a closed lid, too) the volunteer hands back what it has in hand and
+  says goodbye to the coordinator, where logind announces a sleep. That delays the sleep by at most
+  0.6 of logind's `InhibitDelayMaxSec` (3 s of 5 s) and a second for closing connections.
 - **A returning user has the machine within two seconds.** Input is checked twice a second. From
   then on no new work is taken; what is in flight has 0.9 s to be finished, then it is handed back
   for other peers to compute, and a running computation ends at its next layer. Linux updates a

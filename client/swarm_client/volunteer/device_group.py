@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import trio
+
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.volunteer.volunteer import Volunteer
@@ -69,6 +71,18 @@ class DeviceGroup:
         for one in self.active:
             if one.suspended is not None and one.suspended.reason is SuspendReason.PAUSED_BY_USER:
                 one.resume()
+
+    async def fall_asleep(self, seconds: float) -> None:
+        """Have every device say goodbye to the coordinator, within `seconds` and the time that
+        closing its session takes."""
+        async with trio.open_nursery() as nursery:
+            for one in self.active:
+                nursery.start_soon(one.fall_asleep, seconds)
+
+    def wake(self) -> None:
+        """Attach again after a sleep; a pause that the user has ordered goes on."""
+        for one in self.active:
+            one.wake()
 
     def leave(self) -> None:
         for one in self.active:

@@ -73,7 +73,15 @@ class Attachment:
         self._invite = invite
         self._report = report
         self._scope: trio.CancelScope | None = None
+        self._attempt: trio.CancelScope | None = None
+        """Around the opening of a session, too."""
         self._attach_now = trio.Event()
+        self._awake = trio.Event()
+        """Not set between `fall_asleep` and `wake`: no session is opened."""
+        self._awake.set()
+        self._session_closed = trio.Event()
+        """Set when the present session, or the attempt to open one, has ended on the wire."""
+        self._session_closed.set()
 
     @property
     def attached(self) -> bool:
@@ -89,12 +97,30 @@ class Attachment:
         """Ask to leave; ends when the coordinator agrees."""
         self.leaving = True
         self.send(Leaving())
-        self._attach_now.set()
+        self.wake()
 
     def leave_until_resumed(self) -> None:
         """Leave in order, and attach again when there is a reason to."""
         self._leaving_until_resumed = True
         self.send(Leaving())
+        self._attach_now.set()
+
+    async def fall_asleep(self, seconds: float) -> None:
+        """Ask to leave, and end the session when the coordinator agrees or `seconds` are over: it
+        notices a closed session at once and a sleeping machine only by its silence. No other one is
+        opened until `wake`."""
+        self._awake = trio.Event()
+        self.send(Leaving())
+        with trio.move_on_after(seconds):
+            await self._session_closed.wait()
+            return
+        if self._attempt is not None:
+            self._attempt.cancel()
+        await self._session_closed.wait()
+
+    def wake(self) -> None:
+        """End a sleep, and a back-off that was due before it."""
+        self._awake.set()
         self._attach_now.set()
 
     def restart(self) -> None:
@@ -119,20 +145,14 @@ class Attachment:
             if self._leaving_until_resumed:
                 self._leaving_until_resumed = False
                 await volunteer.give_up_stage()
+            await self._awake.wait()
             if not await volunteer.wait_may_attach():
                 return
-            problem: SwarmError | None = None
-            try:
-                async with attach(self._node, self._invite, self._hello(volunteer)) as session:
-                    backoff.reset()
-                    self._self_tested = False
-                    problem = await self._run_session(session, volunteer)
-            except (NetworkError, ProtocolError) as error:
-                problem = error
+            problem = await self._attach_once(volunteer, backoff)
             if self.finished:
                 return
             self.problem = problem
-            if self._leaving_until_resumed:
+            if self._leaving_until_resumed or not self._awake.is_set():
                 continue
             if self.leaving:
                 self._report("the coordinator cannot be reached; leaving without its confirmation")
@@ -143,6 +163,23 @@ class Attachment:
                     return
             else:
                 await self._pause(with_jitter(backoff.next(), 0.2))
+
+    async def _attach_once(self, volunteer: Volunteer, backoff: Backoff) -> SwarmError | None:
+        """Open one session and run it to its end; return the reason why it ended."""
+        self._session_closed = trio.Event()
+        problem: SwarmError | None = None
+        try:
+            with trio.CancelScope() as self._attempt:
+                async with attach(self._node, self._invite, self._hello(volunteer)) as session:
+                    backoff.reset()
+                    self._self_tested = False
+                    problem = await self._run_session(session, volunteer)
+        except (NetworkError, ProtocolError) as error:
+            problem = error
+        finally:
+            self._attempt = None
+            self._session_closed.set()
+        return problem
 
     def _hello(self, volunteer: Volunteer) -> Hello:
         hello = volunteer.hello()
@@ -206,7 +243,7 @@ class Attachment:
                 nursery.start_soon(
                     self._report_receipts, volunteer, limits.receipt_interval_seconds
                 )
-                if self.leaving or self._leaving_until_resumed:
+                if self.leaving or self._leaving_until_resumed or not self._awake.is_set():
                     session.send(Leaving())
                 if not welcome.keep:
                     nursery.start_soon(volunteer.join_run, welcome)

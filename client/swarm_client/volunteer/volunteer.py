@@ -332,6 +332,23 @@ class Volunteer:
         self.context.report("this pause is long, so the stage is given up until it ends")
         self.attachment.leave_until_resumed()
 
+    # ---- a sleep of the machine (decision 0052)
+
+    async def fall_asleep(self, seconds: float) -> None:
+        """Pause, ask the coordinator to go, and end the session when it agrees or `seconds` are
+        over. The stage stays: after a short sleep it is still of use."""
+        suspended = self.suspended
+        if suspended is None or suspended.reason is not SuspendReason.PAUSED_BY_USER:
+            self.suspend(SuspendReason.MACHINE_SLEEPS)
+        await self.attachment.fall_asleep(seconds)
+        self.hand_back_work()
+
+    def wake(self) -> None:
+        suspended = self.suspended
+        if suspended is not None and suspended.reason is SuspendReason.MACHINE_SLEEPS:
+            self.resume()
+        self.attachment.wake()
+
     # ---- limits
 
     def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:

@@ -243,6 +243,16 @@ def test_a_desktop_is_believed_before_logind(bus: Path, milliseconds: int) -> No
             assert idle == milliseconds / 1000
 
 
+def test_an_answer_of_another_kind_is_none(bus: Path) -> None:
+    with gnome(bus, 1) as mutter, logind(bus, []) as login:
+        mutter.methods["GetIdletime"] = lambda _: ("s", ("1",))
+        assert MutterIdle(Bus(str(bus))).idle_seconds() is None
+        mutter.methods["GetIdletime"] = lambda _: ("", ())
+        assert MutterIdle(Bus(str(bus))).idle_seconds() is None
+        login.methods["ListSessions"] = lambda _: ("as", (["1"],))
+        assert LogindIdle(Bus(str(bus)), Time()).idle_seconds() is None
+
+
 def test_another_implementation_of_the_screen_savers_interface_is_not_asked(bus: Path) -> None:
     """Some count seconds, and nothing tells them from KDE's but the name."""
     other = {"GetSessionIdleTime": lambda _: ("u", (5,))}

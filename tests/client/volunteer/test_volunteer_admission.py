@@ -112,8 +112,20 @@ class Script:
         """As each heartbeat said it."""
         self.heard: list[list[Heartbeat]] = []
         """By session."""
+        self.lets_go = True
+        """Whether it agrees when a volunteer asks to leave."""
+        self.leaving = 0
+        """How often one has asked."""
+        self.ended = 0
+        """Sessions whose end it has noticed."""
 
     async def handle(self, stream: FramedStream) -> None:
+        try:
+            await self._converse(stream)
+        finally:
+            self.ended += 1
+
+    async def _converse(self, stream: FramedStream) -> None:
         frame = await stream.receive()
         if self.refuse:
             await stream.reset()
@@ -138,7 +150,9 @@ class Script:
                 self.paused.append(message.paused)
                 heard.append(message)
             elif isinstance(message, Leaving):
-                await stream.send(encode(Goodbye(reason="as you like")))
+                self.leaving += 1
+                if self.lets_go:
+                    await stream.send(encode(Goodbye(reason="as you like")))
 
     async def say(self, message: CoordinatorMessage) -> None:
         await self.streams[-1].send(encode(message))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from swarm_client.machine.dbus import (
     Bus,
@@ -49,25 +49,12 @@ always answer 0."""
 log = logging.getLogger(__name__)
 
 
-class Caller(Protocol):
-    """A bus, as `swarm_client.machine.dbus.Bus`."""
-
-    def call(
-        self,
-        target: BusObject,
-        member: str,
-        signature: str = "",
-        *arguments: object,
-        seconds: float,
-    ) -> tuple[Any, ...]: ...
-
-
 class BusIdle:
     """One source on a bus. That it does not answer is logged once, until it has answered."""
 
     name: str
 
-    def __init__(self, bus: Caller, clock: Clock = monotonic) -> None:
+    def __init__(self, bus: Bus, clock: Clock = monotonic) -> None:
         self._bus = bus
         self._clock = clock
         self._is_absent = False
@@ -90,10 +77,10 @@ class BusIdle:
         raise NotImplementedError
 
     def _call(
-        self, target: BusObject, member: str, signature: str = "", *arguments: object
+        self, target: BusObject, member: str, signature: str = "", *arguments: object, answer: str
     ) -> tuple[Any, ...]:
         left = self._deadline - self._clock()
-        return self._bus.call(target, member, signature, *arguments, seconds=left)
+        return self._bus.call(target, member, signature, *arguments, answer=answer, seconds=left)
 
 
 class MutterIdle(BusIdle):
@@ -102,7 +89,7 @@ class MutterIdle(BusIdle):
     name = "GNOME"
 
     def _ask(self) -> float | None:
-        (milliseconds,) = self._call(MUTTER, "GetIdletime")
+        (milliseconds,) = self._call(MUTTER, "GetIdletime", answer="t")
         return int(milliseconds) / 1000
 
 
@@ -117,7 +104,7 @@ class KdeIdle(BusIdle):
     name = "KDE"
 
     def _ask(self) -> float | None:
-        (milliseconds,) = self._call(SCREEN_LOCKER, "GetSessionIdleTime")
+        (milliseconds,) = self._call(SCREEN_LOCKER, "GetSessionIdleTime", answer="u")
         return int(milliseconds) / 1000 if milliseconds else None
 
 
@@ -126,14 +113,14 @@ class LogindIdle(BusIdle):
 
     name = "logind"
 
-    def __init__(self, bus: Caller, clock: Clock = monotonic) -> None:
+    def __init__(self, bus: Bus, clock: Clock = monotonic) -> None:
         super().__init__(bus, clock)
         self._sessions: list[BusObject] = []
         self._looked_at = -SESSIONS_SECONDS
 
     def _ask(self) -> float | None:
         if self._clock() - self._looked_at >= SESSIONS_SECONDS:
-            (listed,) = self._call(LOGIND, "ListSessions")
+            (listed,) = self._call(LOGIND, "ListSessions", answer="a(susso)")
             self._looked_at = self._clock()
             self._sessions = [
                 BusObject(LOGIND.service, path, PROPERTIES_INTERFACE) for *_, path in listed
@@ -143,7 +130,7 @@ class LogindIdle(BusIdle):
 
     def _idle_of(self, session: BusObject) -> float | None:
         try:
-            (shown,) = self._call(session, "GetAll", "s", SESSION_INTERFACE)
+            (shown,) = self._call(session, "GetAll", "s", SESSION_INTERFACE, answer="a{sv}")
         except BusRefusal:
             return None  # it has ended since the search
         values = {name: value for name, (_, value) in shown.items()}
