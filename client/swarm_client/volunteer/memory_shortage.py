@@ -42,6 +42,10 @@ class MemoryShortage:
         self._begun.set()
         self._begun = trio.Event()
 
+    def lift(self) -> None:
+        """Offer everything again from now on."""
+        self._stage = None
+
     async def wait_begun(self) -> None:
         """Wait for the next shortage."""
         await self._begun.wait()

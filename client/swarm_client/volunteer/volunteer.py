@@ -386,6 +386,8 @@ class Volunteer:
                     "no stage of this run fits the memory that is left; trying again in "
                     f"{duration_text(seconds)}"
                 )
+                # When this pause ends, or a user ends it, the same stage is tried again.
+                shortage.lift()
                 self.suspend(SuspendReason.MEMORY_SHORT, time.time() + seconds)
                 self.context.nursery.start_soon(self._resume_after, seconds, self.suspended)
             self.attachment.leave_until_resumed()

@@ -99,3 +99,14 @@ async def test_a_pause_by_the_user_outlives_the_shortage(tmp_path: Path) -> None
         await trio.sleep(0.4)
         assert s.volunteer.suspended is not None
         assert len(s.script.hellos) == 1
+
+
+async def test_a_user_who_has_closed_the_other_program_need_not_wait(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.script.sessions(1)
+        s.volunteer.context.options.shortage.began(SMALL, trio.current_time())
+        await s.until(lambda: s.volunteer.suspended is not None)
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        s.volunteer.resume()
+        await s.script.sessions(2)
+        assert s.script.hellos[1].memory == s.script.hellos[0].memory
