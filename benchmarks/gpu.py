@@ -15,11 +15,17 @@ from typing import Any
 
 import click
 import psutil
-import torch
 
 from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
 from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_manifest
 from benchmarks.outcome import result_head, write_result
+from swarm_client.machine.device_names import FORMS
+from swarm_client.stage.worker.accelerator import (
+    Accelerator,
+    accelerator_named,
+    accelerators,
+    built_for,
+)
 from swarm_client.stage.worker.compiling import BACKENDS
 from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.errors import SwarmError
@@ -31,9 +37,7 @@ WARM_UP_STEPS = 2
 
 
 @click.command()
-@click.option(
-    "--device", "wanted", default="auto", show_default=True, help="Device: auto, cpu or cuda:0."
-)
+@click.option("--device", "wanted", default="auto", show_default=True, help=f"Device: {FORMS}.")
 @click.option("--preset", "presets", multiple=True, type=click.Choice(list(PRESETS)),
               help="Repeatable; default: 1b and 7b.")  # fmt: skip
 @click.option(
@@ -54,30 +58,35 @@ def main(
     backend: str, peak_tflops: float | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure one stage: tokens/s, model FLOPs utilisation, and how long the device waits."""
-    if wanted != "cpu" and not torch.cuda.is_available():
+    if wanted == "auto":
+        accelerator = next(iter(accelerators()), None)
+    else:
+        accelerator = accelerator_named(wanted)
+    if accelerator is None:
         click.echo(
             "gpu: torch finds no GPU, nothing was measured; --device cpu --preset tiny runs the "
             "same on a CPU"
         )
         return
-    device = torch.device("cuda:0" if wanted == "auto" else wanted)
     try:
         rows = [
             row
             for preset in presets or ("1b", "7b")
-            for row in measure(preset, device, layers, microbatches, steps, backend, peak_tflops)
+            for row in measure(
+                preset, accelerator, layers, microbatches, steps, backend, peak_tflops
+            )
         ]
     except SwarmError as error:
         click.echo(f"gpu: {error}", err=True)
         sys.exit(error.exit_code)
     document = {
         **result_head(PACKAGES),
-        "device": device_name(device),
-        "cuda": torch.version.cuda,
+        "device": accelerator.label,
+        "built_for": built_for(),
         "stages": rows,
     }
     click.echo(render(document))
-    if out is None and device.type == "cuda":
+    if out is None and not accelerator.is_processor:
         out = OUT
     if out is not None:
         write_result(out, document)
@@ -85,21 +94,22 @@ def main(
 
 
 def measure(
-    name: str, device: torch.device, layers: int | None, microbatches: int, steps: int,
+    name: str, accelerator: Accelerator, layers: int | None, microbatches: int, steps: int,
     backend: str, peak: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure one stage of the preset, uncompiled and compiled."""
     preset = PRESETS[name]
     host_bytes = int(psutil.virtual_memory().available)
-    held = layers or layers_that_fit(preset, "bfloat16", _free_bytes(device), host_bytes)
+    device_bytes = accelerator.memory().free_bytes
+    held = layers or layers_that_fit(preset, "bfloat16", device_bytes, host_bytes)
     if held < preset.model.layers:
         why = "as requested" if layers else "the number that fits into memory"
         click.echo(f"{name}: {held} of the model's {preset.model.layers} layers, {why}")
     manifest = stage_manifest(preset, held, "bfloat16")
-    peak = peak or peak_tflops(device_name(device))
+    peak = peak or peak_tflops(accelerator.label)
     rows = []
     for chosen in (None, backend):
-        stage = StageAtWork(manifest, device, chosen)
+        stage = StageAtWork(manifest, accelerator, chosen)
         for _ in range(WARM_UP_STEPS):
             stage.measure(min(2, microbatches))
         timed = [stage.measure(microbatches) for _ in range(steps)]
@@ -115,8 +125,7 @@ def measure(
             }
         )  # fmt: skip
         del stage
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.release_cached()
     return rows
 
 
@@ -156,18 +165,6 @@ def render(document: Mapping[str, Any]) -> str:
         "stage", "compiled", "tokens/s", "with optimizer", "TFLOP/s", "MFU", "device waits"
     )  # fmt: skip
     return f"{document['device']}\n" + table(head, rows, right=(2, 3, 4, 5, 6))
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return "CPU"
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.counts.world import manifest as any_manifest
+from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError
@@ -74,10 +75,10 @@ def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest
 
 
 class DeviceTimes:
-    """Time stamps on the device's clock; on a CPU, of the host's."""
+    """Time stamps on the device's clock; on a device without streams, of the host's."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._device = None if accelerator.streams is None else accelerator.device
         self._busy: list[tuple[Moment, Moment]] = []
         self._begun: Moment | None = None
 
@@ -100,14 +101,14 @@ class DeviceTimes:
         return sum(_between(begun, ended) for begun, ended in self._busy)
 
     def _moment(self) -> Moment:
-        if not self._cuda:
+        if self._device is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 
 
 def _between(begun: Moment, ended: Moment) -> float:
@@ -125,12 +126,12 @@ def _seeded() -> torch.Generator:
 class StageAtWork:
     """A stage with its worker, built once per configuration; `measure` may be called repeatedly."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, backend: str | None) -> None:
+    def __init__(self, manifest: Manifest, accelerator: Accelerator, backend: str | None) -> None:
         self._manifest = manifest
-        self._device = device
-        self._runner = StageRunner(manifest, MIDDLE, device, 2**62, 0, backend)
+        self._accelerator = accelerator
+        self._runner = StageRunner(manifest, MIDDLE, accelerator, 2**62, 0, backend)
         self._steps = StepRunner(self._runner)
-        self._times = DeviceTimes(device)
+        self._times = DeviceTimes(accelerator)
         self._runner.between_layers = self._times.begin
         self._step = 0
         sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
@@ -164,7 +165,7 @@ class StageAtWork:
 
     def _microbatch(self, index: int) -> None:
         number, step = self._number(index), Step(self._step)
-        if self._runner.on_gpu:  # as the worker's loop does
+        if self._runner.copies_aside:  # as the worker's loop does
             self._runner.while_computing = lambda: self._runner.prefetch(
                 self._number(index + 1), self._payload
             )
@@ -193,5 +194,4 @@ class StageAtWork:
         self._runner.codec.write_output(self._runner.copier.to_host(tensor), self._slot)
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._accelerator.synchronise()

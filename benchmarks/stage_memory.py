@@ -20,6 +20,7 @@ import torch
 from benchmarks.gpu_stage import MIDDLE, layers_memory, stage_manifest
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.outcome import result_head, write_result
+from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MemoryOffer, StageMemory
@@ -43,7 +44,7 @@ class BudgetedStage:
 
     def __init__(self, manifest: Manifest, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._runner = StageRunner(manifest, MIDDLE, torch.device("cpu"), 0, 0)
+        self._runner = StageRunner(manifest, MIDDLE, processor(), 0, 0)
         parameters = self._runner.layout.count
         self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters
         self._runner.graphs.budget_bytes = budget_bytes - DEVICE_BYTES_PER_PARAMETER * parameters

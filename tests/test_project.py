@@ -41,6 +41,11 @@ PERSON_WORDS = re.compile(r"\b(?:nobody|somebody|anybody|everybody|whoever|whom)
 MOST_PERSON_WORDS = {"client": 0, "coordinator": 0, "shared": 0, "docs": 0}
 """Bound per package's docstrings; `docs` is README.md and docs/*.md. A peer is "it"."""
 
+OF_A_DEVICE = re.compile(
+    r"""\btorch\.(?:cuda|mps|xpu|accelerator|version\.\w+|get_device_module)\b|["'](?:cuda|mps|xpu)\b"""
+)
+"""What asks torch about a kind of device, or names one."""
+
 
 def test_no_file_is_longer_than_a_reader_takes_in() -> None:
     lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in PROGRAMS}
@@ -71,6 +76,19 @@ def test_no_folder_has_more_modules_than_a_reader_takes_in() -> None:
         for folder, count in modules.items()
         if count > allowed.get(folder, MOST_MODULES_OF_A_FOLDER)
     } == {}
+
+
+def test_devices_are_asked_for_behind_one_door() -> None:
+    found = {
+        str(path.relative_to(ROOT)): matches
+        for path in PROGRAMS
+        if path.relative_to(ROOT).parts[0] in PACKAGES
+        if (matches := OF_A_DEVICE.findall(path.read_text()))
+    }
+    door = "client/swarm_client/stage/worker/accelerator.py"
+    assert "torch.accelerator" in found.pop(door), "the pattern finds nothing any more"
+    assert '"cuda' in found.pop("client/swarm_client/machine/device_names.py")
+    assert found == {}
 
 
 def test_the_readme_stays_short() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.run_data import RunData
+from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -27,7 +28,7 @@ from swarm_shared.run.schedule import learning_rate
 
 MEMORY_BYTES = 2**30
 STAGES = 2
-CPU = torch.device("cpu")
+CPU = processor()
 
 
 @dataclass(frozen=True, slots=True)

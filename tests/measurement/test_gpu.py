@@ -24,6 +24,7 @@ from benchmarks.gpu_stage import (
     layers_that_fit,
     stage_manifest,
 )
+from swarm_client.stage.worker.accelerator import accelerators, processor
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.profile import profile_layers
@@ -85,7 +86,7 @@ def test_figures_are_medians_of_steps() -> None:
 
 
 def test_a_computation_is_busy_from_its_first_layer_to_its_end() -> None:
-    times = DeviceTimes(torch.device("cpu"))
+    times = DeviceTimes(processor())
     times.end()  # one without a layer
     assert times.busy_seconds() == 0.0
     times.begin()
@@ -97,7 +98,7 @@ def test_a_computation_is_busy_from_its_first_layer_to_its_end() -> None:
 
 
 def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
+    if accelerators():
         pytest.skip("there is a GPU here")
     out = tmp_path / "gpu.json"
     done = CliRunner().invoke(main, ["--out", str(out)])

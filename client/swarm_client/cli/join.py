@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarm_client.cli.options import home_option, invite_argument, print_event
+from swarm_client.machine.device_names import FORMS
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
@@ -36,8 +37,8 @@ FRESH_LOG_BYTES = 5 * 2**20
 @home_option
 @click.option(
     "--device", "devices", multiple=True, metavar="DEVICE",
-    help="Device that holds a stage: cpu, cuda:0, … or auto (every GPU, else the processor); "
-    "may be repeated.  [default: auto]",
+    help=f"Device that holds a stage: {FORMS} (every GPU, else the processor); may be repeated.  "
+    "[default: auto]",
 )  # fmt: skip
 @click.option(
     "--stage",

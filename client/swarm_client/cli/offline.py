@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from swarm_client.cli.options import home_option, invite_argument, json_option, print_json
+from swarm_client.machine.device_names import FORMS
 from swarm_client.machine.home import Home
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import COMPLETED_SHELLS, completion_script
@@ -46,9 +47,7 @@ def credit(home: Path | None, as_json: bool) -> None:
 @click.command()
 @invite_argument(required=False)
 @home_option
-@click.option(
-    "--device", default="auto", show_default=True, help="Device to check: cpu, cuda:0, … or auto."
-)
+@click.option("--device", default="auto", show_default=True, help=f"Device to check: {FORMS}.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 @click.option(
     "--self-test",

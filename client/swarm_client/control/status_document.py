@@ -53,7 +53,8 @@ class RunView(ControlModel):
 
 class DeviceView(ControlModel):
     id: str
-    """Like cpu or cuda:0; cpu#2 for the second volunteer on the same device."""
+    """The device's name (`swarm_client.machine.device_names`); cpu#2 for the second volunteer on
+    the same device."""
     label: str
     stage: int | None = None
     phase: str = "idle"

@@ -41,8 +41,8 @@ from swarm_client.control.status_sentence import (
 )
 from swarm_client.daemon.sleep_watch import SHOWN_SECONDS
 from swarm_client.governor.governor import Governor
-from swarm_client.governor.policy import gpu_index
 from swarm_client.governor.probes.readings import Readings
+from swarm_client.machine.device_names import number_of
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared import SOFTWARE_VERSION
@@ -228,7 +228,7 @@ def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
     if found is None:
         return view
     decision, is_governors_pause = found
-    readings, index = governor.readings, gpu_index(view.id.partition("#")[0])
+    readings, index = governor.readings, number_of(view.id)
     known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
     if is_governors_pause and view.reason is decision.reason:
         known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}

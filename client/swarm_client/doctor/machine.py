@@ -23,7 +23,7 @@ import trio
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
-from swarm_client.machine.devices import Device, choose_device
+from swarm_client.machine.devices import Device, choose_device, listed_accelerator
 from swarm_client.machine.home import Home
 from swarm_client.stage.handle.self_test import ADVICE, passed_text, run_self_test
 from swarm_shared.base.errors import (
@@ -110,40 +110,48 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
     if "error" in found:
         return skipped("gpu", "PyTorch cannot be loaded")
     devices, driver = found["devices"], found["driver"]
-    by_driver = f"driver {driver}" if driver else "driver of unknown version"
+    by_driver = f"driver {driver}" if driver else ""
     if devices:
         first = devices[0]
+        words = (f"{first['name']}: {first['label']}", by_driver, first["details"])
         more = f", and {len(devices) - 1} more" if len(devices) > 1 else ""
         return ok(
             "gpu",
-            f"{first['name']}, {by_driver}, compute capability {first['compute_capability']}, "
+            f"{', '.join(filter(None, words))}, "
             f"{first['free_bytes'] / GIB:.1f} of {first['total_bytes'] / GIB:.1f} GiB free{more}",
             devices=len(devices), driver=driver, **first,
         )  # fmt: skip
+    if "device_error" in found and not found["nvidia_hardware"]:
+        return warning(
+            "gpu", f"the GPU cannot be used: {found['device_error']}",
+            "Update its driver, or install a PyTorch that is built for it.", driver=driver,
+        )  # fmt: skip
     if not driver and not found["nvidia_hardware"]:
-        return skipped("gpu", "this machine has no NVIDIA GPU; the CPU is used")
+        return skipped("gpu", "PyTorch sees no GPU, and there is none of NVIDIA's; the CPU is used")
     if "device_error" in found:
         return warning(
             "gpu", f"the GPU cannot be used: {found['device_error']}",
             "Update the NVIDIA driver and restart the machine.", driver=driver,
         )  # fmt: skip
-    if not found["cuda_build"]:
+    if not str(found["built_for"]).startswith("CUDA"):
         return warning(
             "gpu", f"an NVIDIA GPU is present, but PyTorch {found['torch']} is built without CUDA",
             "Install a PyTorch that is built for CUDA to use the GPU.",
             driver=driver,
         )  # fmt: skip
     return warning(
-        "gpu", f"an NVIDIA GPU is present ({by_driver}), but PyTorch does not see it",
+        "gpu",
+        f"an NVIDIA GPU is present ({by_driver or 'driver of unknown version'}), but PyTorch does "
+        "not see it",
         "Install or update the NVIDIA driver and restart the machine.", driver=driver,
     )  # fmt: skip
 
 
 def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device | None]:
     """The device that `join` would choose, by the same rule."""
-    gpus = [(str(one["name"]), int(one["free_bytes"])) for one in found.get("devices", ())]
+    listed = [listed_accelerator(one) for one in found.get("devices", ())]
     try:
-        device = choose_device(wanted, None, gpus)
+        device = choose_device(wanted, None, listed)
     except UsageError as error:
         return problem(
             "device", UsageError, str(error), "Give --device in one of these forms."

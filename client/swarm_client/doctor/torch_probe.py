@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,26 @@ _DRIVER_SECONDS = 5.0
 
 
 def look() -> dict[str, Any]:
-    """Versions, and one entry per CUDA device. `error` replaces the results of a failed step."""
+    """Versions, and one entry per accelerator. `error` replaces the results of a failed step."""
     try:
         import torch
+
+        from swarm_client.stage.worker import accelerator
     except Exception as error:  # noqa: BLE001  (a damaged installation raises anything)
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     found: dict[str, Any] = {
         "torch": torch.__version__,
-        "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
-        "cuda_build": torch.version.cuda is not None,
+        "built_for": accelerator.built_for(),
         "driver": _driver_version(),
         "nvidia_hardware": _has_nvidia_hardware(),
         "devices": [],
     }
     try:
-        torch.ones(8, 8).matmul(torch.ones(8, 8)).sum().item()
-        if torch.cuda.is_available():
-            found["devices"] = [_device(torch, i) for i in range(torch.cuda.device_count())]
+        accelerator.describe(accelerator.processor())
+        found["devices"] = [asdict(one) for one in accelerator.found()]
     except Exception as error:  # noqa: BLE001  (drivers fail in many ways, all reported alike)
         found["device_error"] = f"{type(error).__name__}: {error}"[:300]
     return found
-
-
-def _device(torch: Any, index: int) -> dict[str, Any]:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    major, minor = torch.cuda.get_device_capability(index)
-    # Only a kernel that runs proves that this build has code for this device.
-    torch.ones(8, 8, device=f"cuda:{index}").matmul(torch.ones(8, 8, device=f"cuda:{index}")).sum()
-    torch.cuda.synchronize(index)
-    return {
-        "name": torch.cuda.get_device_name(index),
-        "compute_capability": f"{major}.{minor}",
-        "free_bytes": free_bytes,
-        "total_bytes": total_bytes,
-    }
 
 
 def _driver_version() -> str | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psutil
 
-from swarm_client.governor.policy import GIB, gpu_index
-from swarm_client.machine.devices import Device, choose_devices
+from swarm_client.governor.policy import GIB
+from swarm_client.machine.device_names import number_of
+from swarm_client.machine.devices import Device, ListedAccelerator, choose_devices
 from swarm_client.preferences import Preferences
 from swarm_shared.base.memory import MemoryOffer
 
@@ -14,10 +17,12 @@ def usable_devices(
     wanted: str,
     memory_bytes: int | None,
     preferences: Preferences,
-    gpus: list[tuple[str, int]] | None = None,
+    listed: Sequence[ListedAccelerator] | None = None,
 ) -> tuple[Device, ...]:
-    """As `choose_devices`, but `auto` skips GPUs that the preferences exclude."""
-    return choose_devices(wanted, memory_bytes, gpus, lambda index: preferences.for_gpu(index).use)
+    """As `choose_devices`, but `auto` skips accelerators that the preferences exclude."""
+    return choose_devices(
+        wanted, memory_bytes, listed, lambda number: preferences.for_gpu(number).use
+    )
 
 
 def permitted_memory(
@@ -26,7 +31,7 @@ def permitted_memory(
     """Return the memory that a stage may take on a device that `sharers` volunteers share, on a
     machine where `devices` volunteers take part."""
     of_host = _permitted_host_bytes(preferences, has_display=has_display)
-    index = gpu_index(device.name)
+    index = number_of(device.name)
     if index is None or device.host_bytes is None:
         return device.memory.replaced(min(of_host // sharers, device.memory_bytes))
     vram_bytes = int(preferences.for_gpu(index).vram_gib * GIB)  # 0: no limit

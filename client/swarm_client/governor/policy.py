@@ -17,6 +17,7 @@ from datetime import date, datetime, time, timedelta, tzinfo
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.governor.hysteresis import NEVER_SEEN, OFF, Band, Presence, Switch
 from swarm_client.governor.probes.readings import Readings
+from swarm_client.machine.device_names import number_of
 from swarm_client.preferences import GpuPreferences, Preferences
 
 GIB = 2**30
@@ -121,17 +122,13 @@ def decide(
     device: str = "cpu",
     zone: tzinfo | None = None,
 ) -> tuple[GovernorDecision, PolicyMemory]:
-    """Decide for one device, "cpu" or like "cuda:0". `zone`: this machine's time zone if
+    """Decide for one device, given by its name. `zone`: this machine's time zone if
     not given."""
-    case = _Evaluation(preferences, readings, now, gpu_index(device), zone)
+    case = _Evaluation(preferences, readings, now, number_of(device), zone)
     remembered = case.remember(memory)
     limits = case.limits()
     used = transferred_bytes(readings, preferences.transfer_days, case.today)
     return GovernorDecision(tuple(case.causes(remembered)), limits, used), remembered
-
-
-def gpu_index(device: str) -> int | None:
-    return int(device.partition(":")[2] or 0) if device.startswith("cuda") else None
 
 
 def transferred_bytes(readings: Readings, days: int, today: date) -> int:

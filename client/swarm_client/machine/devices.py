@@ -1,19 +1,27 @@
 """What this machine offers: its devices, and the memory that a stage may take on each.
 
-torch is never imported into the daemon: CUDA devices are listed by a short-lived child process.
+torch is never imported into the daemon: accelerators are listed by a short-lived child process
+(`swarm_client.stage.worker.accelerator`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
+from swarm_client.machine.device_names import (
+    FORMS,
+    PROCESSOR,
+    full_name,
+    is_device_name,
+    number_of,
+)
 from swarm_shared.base.errors import CapacityError, UsageError
 from swarm_shared.base.memory import MemoryOffer
 
@@ -24,13 +32,20 @@ MAX_DEVICES = 64
 """Maximum number of devices. Each is a peer with processes of its own; machines with more GPUs run
 several clients."""
 
-_PROBE = """
-import json, torch
-print(json.dumps([[torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[0]]
-                  for i in range(torch.cuda.device_count())]))
-"""
+_PROBE_MODULE = "swarm_client.stage.worker.accelerator"
 PROBE_SECONDS = 60.0
-"""Timeout of the child process that lists CUDA devices."""
+"""Timeout of the child process that lists accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedAccelerator:
+    """An accelerator of this machine, by its name in torch's spelling."""
+
+    name: str
+    label: str
+    free_bytes: int
+    has_own_memory: bool = True
+    """False: it computes in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +66,53 @@ class Device:
 
     @property
     def id(self) -> str:
-        """Like cuda:0; cuda:0#2 for the second volunteer on it."""
+        """The name, with #2 behind it for the second volunteer on the device."""
         return self.name if self.number == 1 else f"{self.name}#{self.number}"
 
 
 def choose_device(
-    wanted: str, memory_bytes: int | None = None, gpus: list[tuple[str, int]] | None = None
+    wanted: str,
+    memory_bytes: int | None = None,
+    listed: Sequence[ListedAccelerator] | None = None,
 ) -> Device:
-    """The requested device. `auto` chooses the first GPU if there is one.
+    """The requested device. `auto` chooses the first accelerator if there is one.
 
-    `gpus`, as (name, free bytes), avoids listing them again. UsageError for an invalid name,
-    CapacityError when the GPU does not exist.
+    `listed` avoids listing the accelerators again. UsageError for an invalid name, CapacityError
+    when the device does not exist.
     """
-    if wanted == "cpu":
+    if wanted == PROCESSOR:
         return _cpu(memory_bytes)
-    if wanted != "auto" and not re.fullmatch(r"cuda:[0-9]{1,3}", wanted):
-        raise UsageError(f"--device {wanted!r} is not valid; give cpu, cuda:0 or auto")
-    gpus = _gpus() if gpus is None else gpus
+    if wanted != "auto" and not is_device_name(wanted):
+        raise UsageError(f"--device {wanted!r} is not valid; give {FORMS}")
+    listed = list_accelerators() if listed is None else listed
     if wanted == "auto":
-        if not gpus:
+        if not listed:
             return _cpu(memory_bytes)
-        wanted = "cuda:0"
-    index = int(wanted.removeprefix("cuda:"))
-    if index >= len(gpus):
-        seen = f"torch sees {len(gpus)} GPU(s)" if gpus else "torch sees no GPU"
+        wanted = listed[0].name
+    found = next((one for one in listed if one.name == full_name(wanted)), None)
+    if found is None:
+        seen = ", ".join(one.name for one in listed) or "no GPU"
         raise CapacityError(
-            f"this machine has no {wanted}: {seen}; use --device cpu, or install a driver and a "
-            "torch build with CUDA"
+            f"this machine has no {wanted}: torch sees {seen}; use --device cpu, or install a "
+            "driver and a torch that is built for this device"
         )
-    name, free = gpus[index]
-    return Device(wanted, name, memory_bytes or int(free * MEMORY_SHARE), host_bytes=_host_bytes())
+    return Device(
+        found.name, found.label, memory_bytes or int(found.free_bytes * MEMORY_SHARE),
+        host_bytes=_host_bytes() if found.has_own_memory else None,
+    )  # fmt: skip
 
 
 def choose_devices(
     wanted: str,
     memory_bytes: int | None = None,
-    gpus: list[tuple[str, int]] | None = None,
-    usable: Callable[[int], bool] = lambda index: True,
+    listed: Sequence[ListedAccelerator] | None = None,
+    usable: Callable[[int], bool] = lambda number: True,
 ) -> tuple[Device, ...]:
     """All requested devices, named with commas between them; at least one.
 
-    `auto` alone chooses every GPU that is `usable`, by its number, or else the processor. A device
-    that is named twice is shared with its memory, and all share the host's; `memory_bytes` is per
-    volunteer.
+    `auto` alone chooses every accelerator that is `usable`, by its number, or else the processor. A
+    device that is named twice is shared with its memory, and all share the host's; `memory_bytes`
+    is per volunteer.
     """
     names = [name.strip() for name in wanted.split(",")]
     if len(names) > MAX_DEVICES:
@@ -102,11 +121,12 @@ def choose_devices(
         )
     if len(names) > 1 and "auto" in names:
         raise UsageError("--device auto uses all devices; give no other device with it")
-    if names != ["cpu"]:
-        gpus = _gpus() if gpus is None else gpus
-    if names == ["auto"] and gpus:
-        names = [f"cuda:{i}" for i in range(len(gpus)) if usable(i)][:MAX_DEVICES] or ["cpu"]
-    found = [choose_device(name, memory_bytes, gpus) for name in names]
+    if names != [PROCESSOR]:
+        listed = list_accelerators() if listed is None else listed
+    if names == ["auto"] and listed:
+        may = [one.name for one in listed if usable(number_of(one.name) or 0)]
+        names = may[:MAX_DEVICES] or [PROCESSOR]
+    found = [choose_device(name, memory_bytes, listed) for name in names]
     return tuple(_share(found, place) for place in range(len(found)))
 
 
@@ -114,33 +134,43 @@ def _share(devices: Sequence[Device], place: int) -> Device:
     """The device at `place` with its share of the host's memory, and of its own when it occurs
     several times in the list."""
     device = devices[place]
+    sharers = [at for at, other in enumerate(devices) if other.name == device.name]
+    in_one_memory = len(sharers)
     if device.host_bytes is not None:
         device = replace(device, host_bytes=device.host_bytes // len(devices))
-    sharers = [at for at, other in enumerate(devices) if other.name == device.name]
+    else:  # devices that compute in the host's memory, of whatever name
+        in_one_memory = sum(other.host_bytes is None for other in devices)
+    device = replace(device, memory_bytes=device.memory_bytes // in_one_memory)
     if len(sharers) == 1:
         return device
     number = sharers.index(place) + 1
-    return replace(
-        device, label=f"{device.label} ({number} of {len(sharers)})", number=number,
-        memory_bytes=device.memory_bytes // len(sharers),
-    )  # fmt: skip
+    return replace(device, label=f"{device.label} ({number} of {len(sharers)})", number=number)
 
 
 def _cpu(memory_bytes: int | None) -> Device:
     cores = psutil.cpu_count(logical=True) or 1
-    return Device("cpu", f"CPU, {cores} cores", memory_bytes or _host_bytes())
+    return Device(PROCESSOR, f"CPU, {cores} cores", memory_bytes or _host_bytes())
 
 
 def _host_bytes() -> int:
     return int(psutil.virtual_memory().available * MEMORY_SHARE)
 
 
-def _gpus() -> list[tuple[str, int]]:
+def list_accelerators() -> list[ListedAccelerator]:
+    """The accelerators that torch sees and can compute with."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            [sys.executable, "-m", _PROBE_MODULE],
             capture_output=True, timeout=PROBE_SECONDS, check=True, text=True,
         )  # fmt: skip
-        return [(str(name), int(free)) for name, free in json.loads(done.stdout)]
+        return [listed_accelerator(one) for one in json.loads(done.stdout)]
     except (subprocess.SubprocessError, ValueError):
-        return []  # a torch without CUDA, or a driver that does not answer: no GPU to use
+        return []  # a torch without one, or a driver that does not answer: nothing to use
+
+
+def listed_accelerator(found: Mapping[str, Any]) -> ListedAccelerator:
+    """One accelerator of the child's answer."""
+    return ListedAccelerator(
+        str(found["name"]), str(found["label"]), int(found["free_bytes"]),
+        bool(found["has_own_memory"]),
+    )  # fmt: skip

@@ -76,14 +76,15 @@ def squared_norm(flat: Tensor) -> float:
 
 
 def ordered_sum_of_squares(values: Tensor) -> Tensor:
-    """Return the sum of squares of a flat float32 tensor as a float64 scalar tensor on its device.
+    """Return the sum of squares of a flat float32 tensor as a float64 scalar tensor in host memory.
 
     `Tensor.sum` adds in an order that depends on threads and vector width. Here lanes are added
     element by element, window after window, then halved: every addition is fixed. The square of a
-    float32 is exact in float64, so a fused multiply-add changes nothing either.
+    float32 is exact in float64, so a fused multiply-add changes nothing either. It is taken on the
+    host wherever the values are: not all accelerators have float64.
     """
-    lanes = torch.zeros(_WINDOW_ELEMENTS, dtype=torch.float64, device=values.device)
-    for window in torch.split(values.detach(), _WINDOW_ELEMENTS):
+    lanes = torch.zeros(_WINDOW_ELEMENTS, dtype=torch.float64)
+    for window in torch.split(values.detach().cpu(), _WINDOW_ELEMENTS):
         wide = window.double()
         lanes[: wide.numel()].addcmul_(wide, wide)
     while lanes.numel() > 1:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from swarm_shared.model.flat_gradients import FlatLayout, ordered_sum_of_squares
+from swarm_shared.model.flat_gradients import FlatLayout, squared_norm
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import OptimizerConfig
 
@@ -134,8 +134,9 @@ def fingerprint(stage: Stage, optimizer: AdamW | None = None) -> Fingerprint:
     """Return the digest of all parameters, moments and steps, and the norm of the parameters.
 
     Per tensor: two sums of the bit patterns as integers, one plain and one weighted by position,
-    modulo 2^64; exact, so neither device nor order of summation matters. It detects accidents, not
-    malice: sums can be forged.
+    modulo 2^64; exact, so no order of summation matters. It detects accidents, not malice: sums can
+    be forged. All of it is computed on the host, where the moments are: not all accelerators have
+    float64, or sum int64 modulo 2^64. There is one copy of one parameter at a time.
     """
     named = list(stage.all_parameters())
     tensors: list[tuple[str, Tensor]] = [(name, parameter) for name, parameter in named]
@@ -143,41 +144,29 @@ def fingerprint(stage: Stage, optimizer: AdamW | None = None) -> Fingerprint:
         state = (optimizer.first_moments, optimizer.second_moments, optimizer.steps)
         for (name, _), *of_one in zip(named, *state, strict=True):
             tensors += [(f"{kind}.{name}", t) for kind, t in zip("mvt", of_one, strict=True)]
-    names = [f"{name}:{tuple(tensor.shape)}" for name, tensor in tensors]
-    with torch.no_grad():
-        exact = _bit_sums_of([tensor for _, tensor in tensors])
-        squares = [ordered_sum_of_squares(parameter.view(-1)) for _, parameter in named]
-        norm = math.sqrt(math.fsum(torch.stack(squares).tolist()))
-    text = ";".join(
-        f"{name}={plain},{weighted}" for name, (plain, weighted) in zip(names, exact, strict=True)
-    )
+    weights, squares, lines = _position_weights(), list[float](), list[str]()
+    for number, (name, tensor) in enumerate(tensors):
+        flat = tensor.detach().cpu().view(-1)
+        plain, weighted = _bit_sums(flat, weights).tolist()
+        lines.append(f"{name}:{tuple(tensor.shape)}={plain},{weighted}")
+        if number < len(named):
+            squares.append(squared_norm(flat))
+    text = ";".join(lines)
+    norm = math.sqrt(math.fsum(squares))
     return Fingerprint(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), norm)
 
 
-def _bit_sums_of(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the two sums of each tensor, with one wait for each device that has some."""
-    numbers: dict[torch.device, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        numbers.setdefault(tensor.device, []).append(number)
-    found: dict[int, list[int]] = {}
-    for device, chosen in numbers.items():
-        weights = _position_weights(device)
-        sums = torch.stack([_bit_sums(tensors[number].view(-1), weights) for number in chosen])
-        found.update(zip(chosen, sums.tolist(), strict=True))
-    return [found[number] for number in range(len(tensors))]
-
-
-def _position_weights(device: torch.device) -> Tensor:
+def _position_weights() -> Tensor:
     """Return one odd integer per position of a window, irregular enough that no simple edit
     cancels."""
-    weights = torch.arange(_WINDOW_ELEMENTS, dtype=torch.int64, device=device)
+    weights = torch.arange(_WINDOW_ELEMENTS, dtype=torch.int64)
     weights.mul_(_GOLDEN)
     weights ^= weights >> 29
     return weights.mul_(_GOLDEN).bitwise_or_(1)
 
 
 def _bit_sums(flat: Tensor, weights: Tensor) -> Tensor:
-    totals = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    totals = torch.zeros(2, dtype=torch.int64)
     for index, window in enumerate(torch.split(flat.view(torch.int32), _WINDOW_ELEMENTS)):
         bits = window.to(torch.int64)
         totals[0] += bits.sum()

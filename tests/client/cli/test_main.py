@@ -81,7 +81,7 @@ def test_an_invite_on_standard_input_is_in_no_argument(
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         code, shown = run("join", "-", "--home", str(tmp_path / "h"), "--device", "toaster")
         assert code == UsageError.exit_code, "the invite was good, the device is not"
-        assert "cpu, cuda:0 or auto" in one_sentence(shown)
+        assert "cpu, cuda:0, mps, xpu:0 or auto" in one_sentence(shown)
     for text in ("", "hello", "a" * 100_000):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         assert run("join", "-")[0] == InviteError.exit_code
@@ -99,7 +99,7 @@ def test_the_doctor_takes_an_invite_on_standard_input(
 def test_an_unknown_device_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "toaster")
     assert code == UsageError.exit_code == 2
-    assert "cpu, cuda:0 or auto" in one_sentence(text)
+    assert "cpu, cuda:0, mps, xpu:0 or auto" in one_sentence(text)
 
 
 def test_a_gpu_that_is_not_there_is_reported_with_what_is(run: Run, tmp_path: Path) -> None:

@@ -30,15 +30,15 @@ from swarm_shared.identity.keys import Identity
 
 GIB = 2**30
 CPU: dict[str, Any] = {
-    "torch": "2.13.0+cpu", "built_for": "CPU only", "cuda_build": False, "driver": None,
+    "torch": "2.13.0+cpu", "built_for": "CPU only", "driver": None,
     "nvidia_hardware": False, "devices": [],
 }  # fmt: skip
 H100 = {
-    "name": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "free_bytes": 78 * GIB,
-    "total_bytes": 79 * GIB,
+    "name": "cuda:0", "label": "NVIDIA H100 80GB HBM3", "details": "compute capability 9.0",
+    "free_bytes": 78 * GIB, "total_bytes": 79 * GIB, "has_own_memory": True,
 }  # fmt: skip
 CUDA = {
-    **CPU, "torch": "2.13.0+cu128", "built_for": "CUDA 12.8", "cuda_build": True,
+    **CPU, "torch": "2.13.0+cu128", "built_for": "CUDA 12.8",
     "driver": "570.86.15", "nvidia_hardware": True,
 }  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_a_gpu_is_named_with_driver_capability_and_memory() -> None:
     assert check.state is State.OK
     for part in ("H100", "570.86.15", "9.0", "78.0 of 79.0 GiB", "and 1 more"):
         assert part in check.seen
-    assert check.details["compute_capability"] == "9.0"
+    assert check.details["label"] == H100["label"]
 
 
 def test_the_device_is_chosen_as_joining_does_it() -> None:

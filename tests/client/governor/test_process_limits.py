@@ -22,7 +22,12 @@ from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import PROCESS_TREE_SECONDS, ProcessTree
 from swarm_client.governor.process_limits import ProcessBinding, chosen_cores, threads
 from swarm_client.governor.transfer_quota import SAVE_SECONDS, TransferCounts
-from swarm_client.machine.devices import Device, choose_device, choose_devices
+from swarm_client.machine.devices import (
+    Device,
+    ListedAccelerator,
+    choose_device,
+    choose_devices,
+)
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
 from swarm_client.stage.worker.duty_cycle import MAX_REST_FACTOR, DutyCycle
@@ -289,7 +294,10 @@ def test_training_data_takes_no_more_than_its_limit_and_half_of_the_disk_that_is
 
 # ---------------------------------------------------------------- what is offered
 
-GPUS = [("first", 10 * GIB), ("second", 20 * GIB)]
+GPUS = [
+    ListedAccelerator("cuda:0", "first", 10 * GIB),
+    ListedAccelerator("cuda:1", "second", 20 * GIB),
+]
 
 
 def names(wanted: str, preferences: Preferences) -> list[str]:
@@ -333,6 +341,15 @@ def test_a_device_that_is_named_twice_is_shared_with_its_memory() -> None:
 def test_devices_that_cannot_be_are_refused(wanted: str, error: type[SwarmError]) -> None:
     with pytest.raises(error):
         choose_devices(wanted, None, GPUS)
+
+
+def test_a_device_in_the_hosts_memory_shares_it_with_the_processor() -> None:
+    apple = [ListedAccelerator("mps:0", "Apple GPU", 10 * GIB, has_own_memory=False)]
+    (alone,) = choose_devices("mps", None, apple)
+    assert (alone.name, alone.host_bytes) == ("mps:0", None)
+    beside, processor = choose_devices("mps:0,cpu", 4 * GIB, apple)
+    assert (beside.memory_bytes, processor.memory_bytes) == (2 * GIB, 2 * GIB)
+    assert (beside.id, processor.id) == ("mps:0", "cpu")
 
 
 def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use() -> None:

@@ -21,6 +21,7 @@ from swarm_client.governor.probes.machine import (
     on_batteries,
 )
 from swarm_client.governor.probes.readings import Readings
+from swarm_client.machine.device_names import is_accelerator
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
 
@@ -90,7 +91,7 @@ class MachineProbes(SystemProbes):
     ) -> Readings:
         """Read everything; what changes slowly, or affects no decision, may be older."""
         self.read_system()
-        on_gpu = any(device.startswith("cuda") for device in devices)
+        on_gpu = any(map(is_accelerator, devices))
         apps = preferences.exclusive_apps
         self._last = replace(
             self._last,
@@ -107,7 +108,7 @@ class MachineProbes(SystemProbes):
     def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:
         is_urgent = not all(
             preferences.run_gpu_if_user_active
-            if device.startswith("cuda")
+            if is_accelerator(device)
             else preferences.run_if_user_active
             for device in devices
         )

@@ -36,6 +36,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
+from swarm_client.machine.device_names import NAME_PATTERN
 from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
@@ -50,7 +51,7 @@ from swarm_shared.base.types import (
 )
 
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
-DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]{1,3})$")]
+DeviceName = Annotated[str, Field(pattern=NAME_PATTERN)]
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

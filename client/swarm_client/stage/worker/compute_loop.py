@@ -23,6 +23,13 @@ from swarm_client.ipc.child_process import SyncLink
 from swarm_client.ipc.numbered import Numbered
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.accelerator import (
+    Accelerator,
+    accelerator_named,
+    accelerators,
+    is_out_of_memory,
+    release_cached,
+)
 from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
@@ -53,8 +60,6 @@ Computation = messages.ComputeRequest | messages.RunWeights | messages.SaveKept 
 WorkerLink = SyncLink[messages.WorkerRequest]
 RequestT = TypeVar("RequestT", bound=Numbered)
 
-_CPU_OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
-
 
 class ComputeLoop:
     """Serves one daemon with one stage until the link ends."""
@@ -77,7 +82,7 @@ class ComputeLoop:
         self._unread: deque[messages.WorkerRequest | None] = deque()
         """Messages received while computing; None is the end of the link."""
         runner.between_layers = self._stop_if_discarded
-        if runner.on_gpu:
+        if runner.copies_aside:
             runner.while_computing = self._fetch_next
 
     def run(self) -> None:
@@ -346,14 +351,13 @@ def _outcome(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Nu
     except SwarmError as error:
         return messages.Failed(code="bad_input", message=str(error))
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # Python's own MemoryError says nothing.
         reason = (str(error).splitlines() or ["Python has no memory"])[0]
         message = f"{_full_memory()} ({reason[:300]})"
     # Outside of the handler, because its traceback keeps tensors alive that must be freed first.
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cached()
     return messages.Failed(code="out_of_memory", message=message)
 
 
@@ -372,24 +376,18 @@ def _full_memory() -> str:
     )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return _CPU_OUT_OF_MEMORY in str(error)
-
-
-def _device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            raise RequestFailed(
-                "device",
-                f"the device {name} is not there: this machine's torch sees {seen} CUDA devices; "
-                "choose another with --device, or install the driver",
-            )
-        torch.cuda.set_device(device)
-    return device
+def _selected(name: str) -> Accelerator:
+    """The device with this name, selected. RequestFailed: device."""
+    accelerator = accelerator_named(name)
+    if accelerator is None:
+        seen = ", ".join(str(one.device) for one in accelerators()) or "no accelerator"
+        raise RequestFailed(
+            "device",
+            f"the device {name} is not there: this machine's torch sees {seen}; choose another "
+            "with --device, or install the driver and a torch that is built for it",
+        )
+    accelerator.select()
+    return accelerator
 
 
 def serve(link: WorkerLink) -> None:
@@ -429,7 +427,7 @@ def serve(link: WorkerLink) -> None:
 def _self_test(request: messages.RunSelfTest) -> Numbered:
     torch.set_num_threads(request.threads)
     found = run_self_test(
-        _device(request.device), request.seconds, request.memory_bytes, request.duty_cycle
+        _selected(request.device), request.seconds, request.memory_bytes, request.duty_cycle
     )
     return messages.SelfTested(
         rounds=found.rounds, seconds=found.seconds, memory_bytes=found.memory_bytes,
@@ -449,9 +447,9 @@ def _configure(
             "bad_input",
             f"there is no stage {request.stage}; the manifest has {manifest.stage_count} stages",
         )
-    compile_backend = backend_from_environment()
+    accelerator, compile_backend = _selected(request.device), backend_from_environment()
     runner = StageRunner(
-        manifest, request.stage, _device(request.device), request.graph_budget_bytes,
+        manifest, request.stage, accelerator, request.graph_budget_bytes,
         request.kept_budget_bytes, compile_backend,
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
@@ -460,7 +458,7 @@ def _configure(
             f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
             f"{runner.sizes.slot_bytes}",
         )
-    if runner.on_gpu or compile_backend is not None:
+    if not accelerator.is_processor or compile_backend is not None:
         runner.warm_up()
     steps = StepRunner(runner)
     digest = steps.fingerprint().digest

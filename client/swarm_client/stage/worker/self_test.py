@@ -2,8 +2,9 @@
 
 Each round computes forward and backward pass of one small stage and compares output and gradients
 with those of the first round, to the bit; and it reads a part of the memory on offer, which is full
-of a pattern, and writes it anew with every bit flipped. On a GPU the first round is also compared
-with the processor's, within a tolerance. All of it is computed as a worker computes its stage.
+of a pattern, and writes it anew with every bit flipped. On an accelerator the first round is also
+compared with the processor's, within a tolerance. All of it is computed as a worker computes its
+stage.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
+from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_shared.model import Stage, initialise
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ModelConfig
 
-HIDDEN_SIZES = {"cpu": 256, "cuda": 1024}
-"""By device: a round takes some hundredths of a second."""
+HIDDEN_SIZE = 256
+ACCELERATOR_HIDDEN_SIZE = 1024
+"""Of a round's work, which takes some hundredths of a second on the processor or an accelerator."""
 LAYERS = 2
 SEQUENCES = 8
 POSITIONS = 64
@@ -40,7 +42,7 @@ FREE_SHARE = 0.5
 FILL_SHARE = 0.25
 """Largest share of the time in which it is filled."""
 
-GPU_TOLERANCE = 1e-4
+ACCELERATOR_TOLERANCE = 1e-4
 """Largest relative distance of a tensor from the processor's, as audits allow it by default."""
 
 Clock = Callable[[], float]
@@ -60,7 +62,7 @@ class SelfTestFindings:
 
 
 def run_self_test(
-    device: torch.device, seconds: float, memory_bytes: int, duty_cycle: float = 1.0,
+    accelerator: Accelerator, seconds: float, memory_bytes: int, duty_cycle: float = 1.0,
     clock: Clock = time.perf_counter,
 ) -> SelfTestFindings:  # fmt: skip
     """Test a device for so many seconds, at least two rounds, or until the first fault.
@@ -68,10 +70,12 @@ def run_self_test(
     The pattern takes at most `memory_bytes` of the device's memory.
     """
     began = clock()
-    work = FixedWork(device)
+    device = accelerator.device
+    work = FixedWork(device, HIDDEN_SIZE if accelerator.is_processor else ACCELERATOR_HIDDEN_SIZE)
     expected = work.compute()
-    fault = "" if device.type == "cpu" else distant(work.on_processor().compute(), expected)
-    pattern = MemoryPattern(device, min(memory_bytes, int(_free_bytes(device) * FREE_SHARE)))
+    fault = "" if accelerator.is_processor else distant(work.on_processor().compute(), expected)
+    free_bytes = accelerator.memory().free_bytes
+    pattern = MemoryPattern(device, min(memory_bytes, int(free_bytes * FREE_SHARE)))
     filled_until = clock() + FILL_SHARE * seconds
     pattern.fill(lambda: clock() < filled_until)
     duty, rounds = DutyCycle(clock), 1
@@ -86,12 +90,6 @@ def run_self_test(
     return SelfTestFindings(rounds, clock() - began, pattern.nbytes, fault)
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -101,8 +99,8 @@ class FixedWork:
     Its attention is grouped: a GPU computes that with kernels that have one order of sums.
     """
 
-    def __init__(self, device: torch.device, hidden_size: int = 0) -> None:
-        self._hidden_size = hidden_size or HIDDEN_SIZES[device.type]
+    def __init__(self, device: torch.device, hidden_size: int) -> None:
+        self._hidden_size = hidden_size
         config = ModelConfig(
             vocabulary_size=2, hidden_size=self._hidden_size,
             intermediate_size=3 * self._hidden_size, layers=LAYERS, heads=8, key_value_heads=4,
@@ -119,7 +117,7 @@ class FixedWork:
 
     def on_processor(self) -> FixedWork:
         """The same work for the processor."""
-        return FixedWork(torch.device("cpu"), self._hidden_size)
+        return FixedWork(processor().device, self._hidden_size)
 
     def compute(self) -> Tensors:
         """The output, and the gradients of the input and of each parameter, by their names."""
@@ -153,7 +151,7 @@ def distant(reference_tensors: Tensors, found: Tensors) -> str:
     for name, reference in reference_tensors.items():
         distance = float((found[name].cpu().double() - reference.double()).norm())
         relative = distance / float(reference.double().norm())
-        if not relative <= GPU_TOLERANCE:
+        if not relative <= ACCELERATOR_TOLERANCE:
             return f"{name} was at a relative distance of {relative:.2g} from the processor's"
     return ""
 

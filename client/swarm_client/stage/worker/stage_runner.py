@@ -34,6 +34,7 @@ from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.slot_sizes import slot_sizes
+from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
@@ -110,19 +111,21 @@ class StageRunner:
     """
 
     def __init__(
-        self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
+        self, manifest: Manifest, stage_index: StageIndex, accelerator: Accelerator,
         graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
-        self._device = device
+        self._accelerator = accelerator
         self.sizes = slot_sizes(manifest, stage_index)
-        self.parameter_sets = ParameterSets(manifest, stage_index, device, kept_budget_bytes)
+        self.parameter_sets = ParameterSets(
+            manifest, stage_index, accelerator.device, kept_budget_bytes
+        )
         self.layout = self.parameter_sets.layout
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
-        self.copier = device_copier(device, largest_bytes)
+        self.copier = device_copier(accelerator, largest_bytes)
         self._in_flight: dict[int, InFlight] = {}
         self._owed: dict[int, OwedWeights] = {}
         self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed)
@@ -157,8 +160,9 @@ class StageRunner:
         return self.parameter_sets.of(Step(self.version + 1)).accumulator
 
     @property
-    def on_gpu(self) -> bool:
-        return self._device.type == "cuda"
+    def copies_aside(self) -> bool:
+        """Whether the next input can be copied to the device while it computes."""
+        return self._accelerator.streams is not None
 
     # ---- computations
 
@@ -375,11 +379,9 @@ class StageRunner:
         self._fetched.clear()
 
     def limit_memory(self, vram_bytes: int | None) -> None:
-        """Limit torch's allocator on a GPU; requests beyond the limit fail as out of memory."""
-        if self._device.type == "cuda":
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
-            torch.cuda.set_per_process_memory_fraction(share, self._device)
+        """Limit torch's allocator on an accelerator; requests beyond the limit fail as out of
+        memory."""
+        self._accelerator.limit_memory(vram_bytes)
 
     def open_parameter_set(self, step: Step) -> ParameterSet:
         """The parameter set of a step that can be worked on. RequestFailed: wrong_step."""

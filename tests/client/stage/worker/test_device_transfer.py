@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_stage import stage_manifest
+from swarm_client.stage.worker.accelerator import accelerators, processor
 from swarm_client.stage.worker.compiling import COMPILE_VARIABLE, backend_from_environment
 from swarm_client.stage.worker.device_transfer import NoCopier, device_copier
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -13,7 +14,7 @@ from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.model_config import PRESETS
 
-CPU = torch.device("cpu")
+CPU = processor()
 
 
 def test_on_a_processor_nothing_is_copied() -> None:
@@ -25,10 +26,9 @@ def test_on_a_processor_nothing_is_copied() -> None:
     assert not there.requires_grad
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not accelerators(), reason="needs an accelerator")
 def test_copies_to_a_gpu_and_back_change_nothing_and_wait_for_what_computes() -> None:
-    device = torch.device("cuda:0")
-    copier = device_copier(device, 4 * 10**6)
+    copier = device_copier(accelerators()[0], 4 * 10**6)
     for number in range(20):
         host = torch.full((10**6,), float(number))
         there = copier.to_device(host)

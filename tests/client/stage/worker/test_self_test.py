@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm_client.stage.worker import self_test
+from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.self_test import (
     ROUNDS_PER_PASS,
     WORD_BYTES,
@@ -18,7 +19,8 @@ from swarm_client.stage.worker.self_test import (
     run_self_test,
 )
 
-CPU = torch.device("cpu")
+CPU = processor()
+HIDDEN_SIZE = 32
 CHUNK_WORDS = 1024
 CHUNK_BYTES = CHUNK_WORDS * WORD_BYTES
 DOWN = "the gradient of model.layers.1.mlp.down_proj.weight"
@@ -26,7 +28,7 @@ DOWN = "the gradient of model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(self_test.HIDDEN_SIZES, "cpu", 32)
+    monkeypatch.setattr(self_test, "HIDDEN_SIZE", HIDDEN_SIZE)
     monkeypatch.setattr(self_test, "CHUNK_WORDS", CHUNK_WORDS)
 
 
@@ -68,7 +70,10 @@ def test_a_single_wrong_bit_of_a_gradient_is_found_and_named(
 
 
 def test_work_is_the_same_wherever_it_is_made_and_each_tensor_is_compared() -> None:
-    first, second = FixedWork(CPU).compute(), FixedWork(CPU).on_processor().compute()
+    first, second = (
+        FixedWork(CPU.device, HIDDEN_SIZE).compute(),
+        FixedWork(CPU.device, HIDDEN_SIZE).on_processor().compute(),
+    )
     assert difference(first, second) == ""
     assert distant(first, second) == ""
     assert len(first) == 2 + 2 * 9, "output, input, and nine parameters of each layer"
@@ -79,7 +84,10 @@ def test_work_is_the_same_wherever_it_is_made_and_each_tensor_is_compared() -> N
 
 
 def test_what_is_not_a_number_is_a_fault() -> None:
-    first, second = FixedWork(CPU).compute(), FixedWork(CPU).compute()
+    first, second = (
+        FixedWork(CPU.device, HIDDEN_SIZE).compute(),
+        FixedWork(CPU.device, HIDDEN_SIZE).compute(),
+    )
     second["the output"][0, 0, 0] = float("nan")
     assert difference(first, second)
     assert distant(first, second)
@@ -89,7 +97,10 @@ def test_what_is_not_a_number_is_a_fault() -> None:
 def test_a_gpu_may_round_otherwise_than_the_processor_within_a_tolerance(
     error: float, is_found: bool
 ) -> None:
-    reference, found = FixedWork(CPU).compute(), FixedWork(CPU).compute()
+    reference, found = (
+        FixedWork(CPU.device, HIDDEN_SIZE).compute(),
+        FixedWork(CPU.device, HIDDEN_SIZE).compute(),
+    )
     found[DOWN] *= 1.0 + error
     assert bool(distant(reference, found)) == is_found
     if is_found:
@@ -102,7 +113,7 @@ def test_a_gpu_may_round_otherwise_than_the_processor_within_a_tolerance(
 
 
 def filled(chunks: int) -> MemoryPattern:
-    pattern = MemoryPattern(CPU, chunks * CHUNK_BYTES + CHUNK_BYTES - 1)
+    pattern = MemoryPattern(CPU.device, chunks * CHUNK_BYTES + CHUNK_BYTES - 1)
     pattern.fill(lambda: True)
     assert pattern.nbytes == chunks * CHUNK_BYTES
     return pattern
@@ -135,7 +146,7 @@ def test_all_of_a_large_memory_is_read_within_so_many_rounds() -> None:
 
 
 def test_memory_is_filled_while_there_is_time() -> None:
-    pattern = MemoryPattern(CPU, 100 * CHUNK_BYTES)
+    pattern = MemoryPattern(CPU.device, 100 * CHUNK_BYTES)
     answers = iter([True, True, False])
     pattern.fill(lambda: next(answers))
     assert pattern.nbytes == 2 * CHUNK_BYTES

@@ -13,7 +13,8 @@ import torch
 from benchmarks.live_bytes import LiveBytes
 from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.worker.compute_loop import _device
+from swarm_client.stage.worker.accelerator import accelerators, processor
+from swarm_client.stage.worker.compute_loop import _selected
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
@@ -32,7 +33,7 @@ from swarm_shared.run.model_config import ModelConfig
 
 PLENTY = 2**30
 STEP = Step(1)
-CPU = torch.device("cpu")
+CPU = processor()
 
 
 @pytest.fixture(autouse=True)
@@ -561,15 +562,15 @@ def test_states_that_cannot_be_written_or_do_not_belong_here_are_refused(tmp_pat
     assert last.fingerprint() == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(bool(accelerators()), reason="this machine has an accelerator")
 def test_a_device_that_is_not_there_is_named() -> None:
-    assert failure(_device, "cuda:0") == "device"
+    assert failure(_selected, "cuda:0") == "device"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not accelerators(), reason="needs an accelerator")
 def test_a_gpu_computes_what_the_cpu_computes() -> None:
     manifest = make_manifest(2)
-    device = _device("cuda:0")
+    device = _selected(str(accelerators()[0].device))
     on_gpu = [StageRunner(manifest, StageIndex(i), device, PLENTY, PLENTY) for i in range(2)]
     on_cpu = runners_of(manifest)
     inputs, targets = tokens_of(manifest, 0)

@@ -1,0 +1,318 @@
+"""The door to devices: what differs between a processor and the kinds of accelerators.
+
+Nothing else in the product asks torch for a kind of device. Tensors are made and computed the same
+way on all of them; what is here is the memory of a device, its streams, its waits, and its name.
+`torch.accelerator` answers for all kinds where it can, and the module of the kind
+(`torch.get_device_module`) where it cannot; Apple's is the only one with answers of its own.
+
+    kind  device                            memory        copies
+    cpu   the processor                     the host's    none
+    cuda  NVIDIA; AMD, with torch for ROCm  its own       through pinned memory, on streams
+    xpu   Intel                             its own       through pinned memory, on streams
+    mps   Apple                             the host's    each one is awaited
+
+No value of this module makes a float64 on a device: Apple's have none, nor do some of Intel's. The
+worker keeps counts in int32 there, and takes sums of squares on the host.
+
+    python -m swarm_client.stage.worker.accelerator
+
+prints what torch finds on this machine, as JSON (`found`).
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from swarm_client.machine.device_names import CUDA, MPS, PROCESSOR, XPU
+
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
+    "MPS backend out of memory",  # aten/src/ATen/mps/MPSAllocator.mm
+)
+
+CHECK_SIZE = 8
+"""Rows and columns of the product by which a device proves that torch has kernels for it."""
+
+
+class Event(Protocol):
+    """A moment in a stream."""
+
+    def record(self) -> None:
+        """Set the moment to now, in the stream that is being used."""
+
+    def synchronize(self) -> None:
+        """Have the host wait for the moment, if there is one."""
+
+
+class Stream(Protocol):
+    """Work that a device carries out in order."""
+
+    def wait_event(self, event: Any) -> None:
+        """Continue only after the moment."""
+
+    def wait_stream(self, other: Any) -> None:
+        """Continue only after what the other stream has to do now."""
+
+
+class Streams(Protocol):
+    """The streams of one device, which run side by side."""
+
+    def stream(self) -> Stream:
+        """Return a new stream."""
+
+    def event(self) -> Event:
+        """Return a new event, of no moment yet."""
+
+    def computing(self) -> Stream:
+        """Return the stream that is being used."""
+
+    def using(self, stream: Any) -> AbstractContextManager[object]:
+        """What is begun within belongs to the stream."""
+
+    def used_by(self, tensor: Tensor, stream: Any) -> None:
+        """Keep the tensor's memory until the stream has done what it has to do now."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Return bytes of host memory that the device reads and writes by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device's memory."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Accelerator:
+    """The processor, and base of all other kinds."""
+
+    has_own_memory = False
+    """Whether its memory is not the host's."""
+    streams: Streams | None = None
+    """None: a copy waits until all that was begun before it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_processor(self) -> bool:
+        return self.device.type == PROCESSOR
+
+    @property
+    def label(self) -> str:
+        """The device's name for people."""
+        return "CPU"
+
+    def details(self) -> str:
+        """What else tells apart devices of this kind, as part of a sentence; may be empty."""
+        return ""
+
+    def memory(self) -> DeviceMemory:
+        host = psutil.virtual_memory()
+        return DeviceMemory(int(host.available), int(host.total))
+
+    def select(self) -> None:
+        """Make it the device of this process."""
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Have requests beyond so many bytes fail as out of memory; None for no limit."""
+
+    def release_cached(self) -> None:
+        """Return memory that torch holds for later."""
+
+    def synchronise(self) -> None:
+        """Wait for everything that was begun."""
+
+
+class StreamAccelerator(Accelerator):
+    """A device with memory and streams of its own: cuda and xpu."""
+
+    has_own_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.streams = _DeviceStreams(device)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @property
+    def label(self) -> str:
+        return str(self._module.get_device_name(self.device))
+
+    def details(self) -> str:
+        capability = self._module.get_device_capability(self.device)
+        if not isinstance(capability, tuple):
+            return ""
+        return "compute capability {}.{}".format(*capability)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(*torch.accelerator.get_memory_info(self.device))
+
+    def select(self) -> None:
+        torch.accelerator.set_device_index(self.device)
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total_bytes)
+        self._module.set_per_process_memory_fraction(share, self.device)
+
+    def release_cached(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def synchronise(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+class AppleAccelerator(Accelerator):
+    """The GPU of an Apple processor, which computes in the host's memory.
+
+    Metal recommends a largest working set, which torch takes as the device's memory.
+    """
+
+    @property
+    def label(self) -> str:
+        return "Apple GPU"
+
+    def memory(self) -> DeviceMemory:
+        recommended = int(torch.mps.recommended_max_memory())
+        free = min(
+            recommended - int(torch.mps.driver_allocated_memory()), super().memory().free_bytes
+        )
+        return DeviceMemory(max(0, free), recommended)
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        total = self.memory().total_bytes
+        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.mps.set_per_process_memory_fraction(share)
+
+    def release_cached(self) -> None:
+        torch.mps.empty_cache()
+
+    def synchronise(self) -> None:
+        torch.mps.synchronize()
+
+
+class _DeviceStreams:
+    """torch's streams of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> torch.Stream:
+        return torch.Stream(self._device)
+
+    def event(self) -> torch.Event:
+        return torch.Event(self._device)
+
+    def computing(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def using(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        return stream
+
+    def used_by(self, tensor: Tensor, stream: torch.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+_KINDS: dict[str, type[Accelerator]] = {
+    PROCESSOR: Accelerator,
+    CUDA: StreamAccelerator,
+    XPU: StreamAccelerator,
+    MPS: AppleAccelerator,
+}
+
+
+def processor() -> Accelerator:
+    """Return the processor, which every machine has."""
+    return Accelerator(torch.device(PROCESSOR))
+
+
+def accelerators() -> list[Accelerator]:
+    """Return the accelerators that torch sees on this machine. All are of one kind, for which torch
+    is built."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type not in _KINDS:
+        return []
+    make = _KINDS[kind.type]
+    return [make(torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())]
+
+
+def accelerator_named(name: str) -> Accelerator | None:
+    """Return a device of this machine by its name; None if torch sees no such device."""
+    wanted = torch.device(name)
+    if wanted.type == PROCESSOR:
+        return processor()
+    number = wanted.index or 0
+    for one in accelerators():
+        if (one.device.type, one.device.index) == (wanted.type, number):
+            return one
+    return None
+
+
+def release_cached() -> None:
+    """Return memory that torch holds for later on any device."""
+    for one in accelerators():
+        one.release_cached()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed, on any kind of device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def built_for() -> str:
+    """Return the kind of accelerator that this torch is built for, for people."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    kind = torch.accelerator.current_accelerator()
+    return {MPS: "Metal", XPU: "Intel GPUs"}.get(kind.type if kind else "", "CPU only")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAccelerator:
+    """An accelerator that has computed something, as other processes read of it."""
+
+    name: str
+    """In torch's spelling."""
+    label: str
+    details: str
+    free_bytes: int
+    total_bytes: int
+    has_own_memory: bool
+
+
+def found() -> list[FoundAccelerator]:
+    """Return this machine's accelerators. An error of torch's where one cannot compute: only a
+    kernel that runs proves that this build has code for the device."""
+    return [describe(one) for one in accelerators()]
+
+
+def describe(one: Accelerator) -> FoundAccelerator:
+    """Compute something on a device, and return what is known of it."""
+    ones = torch.ones(CHECK_SIZE, CHECK_SIZE, device=one.device)
+    ones.matmul(ones).sum().item()
+    memory = one.memory()
+    return FoundAccelerator(
+        str(one.device), one.label, one.details(), memory.free_bytes, memory.total_bytes,
+        one.has_own_memory,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(one) for one in found()]), flush=True)
