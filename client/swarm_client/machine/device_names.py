@@ -38,5 +38,9 @@ def number_of(name: str) -> int | None:
     return None if kind == PROCESSOR else int(number or 0)
 
 
+def is_cuda(name: str) -> bool:
+    return name.partition(":")[0] == CUDA
+
+
 def is_accelerator(name: str) -> bool:
     return number_of(name) is not None

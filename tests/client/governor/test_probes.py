@@ -21,6 +21,7 @@ import pytest
 
 from kits.runs.started_program import wait_until_it_is
 from swarm_client.governor.probes.all import MachineProbes
+from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import (
@@ -37,6 +38,7 @@ from swarm_client.governor.probes.machine import (
     folder_bytes,
     machine_memory,
 )
+from swarm_client.governor.probes.readings import GpuReading
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import monotonic
@@ -427,6 +429,80 @@ def test_a_gpu_tells_what_it_can_and_nothing_else_breaks() -> None:
     assert (first.temperature_celsius, first.utilization) == (66, 0.4)
     assert (first.power_limit_watts, first.memory_used_bytes) == (300, 2**30)
     assert (second.index, second.temperature_celsius, second.memory_used_bytes) == (1, None, None)
+
+
+class Rocm:
+    """AMD SMI, as its Python interface has it: two GPUs, of which the second has no sensors."""
+
+    class AmdSmiLibraryException(Exception):
+        """AMD's name."""
+
+    AmdSmiTemperatureType = SimpleNamespace(EDGE="edge", HOTSPOT="hotspot")
+    AmdSmiTemperatureMetric = SimpleNamespace(CURRENT="current")
+
+    def __init__(self, *, broken: bool = False, has_edge: bool = True) -> None:
+        self._broken, self._has_edge = broken, has_edge
+
+    def amdsmi_init(self) -> None:
+        if self._broken:
+            raise self.AmdSmiLibraryException("no driver")
+
+    def amdsmi_get_processor_handles(self) -> list[int]:
+        return [0, 1]
+
+    def _known(self, handle: int) -> None:
+        if handle == 1:
+            raise self.AmdSmiLibraryException("not supported")
+
+    def amdsmi_get_gpu_vram_usage(self, handle: int) -> dict[str, int]:
+        self._known(handle)
+        return {"vram_total": 16368, "vram_used": 1024}
+
+    def amdsmi_get_gpu_activity(self, handle: int) -> dict[str, object]:
+        return {"gfx_activity": "N/A" if handle == 1 else 40}
+
+    def amdsmi_get_temp_metric(self, handle: int, kind: str, _: str) -> int:
+        self._known(handle)
+        if kind == "edge" and not self._has_edge:
+            raise self.AmdSmiLibraryException("not supported")
+        return 66 if kind == "edge" else 80
+
+
+def test_a_gpu_of_amds_tells_what_it_can() -> None:
+    first, second = AmdSmiGpus(Rocm, {}).read()
+    assert (first.temperature_celsius, first.utilization) == (66, 0.4)
+    assert first.memory_used_bytes == 2**30
+    assert second == GpuReading(index=1)
+    hot, _ = AmdSmiGpus(lambda: Rocm(has_edge=False), {}).read()
+    assert hot.temperature_celsius == 80
+
+
+def test_gpus_of_amds_are_numbered_as_rocm_shows_them() -> None:
+    def temperatures(**environment: str) -> list[float | None]:
+        return [gpu.temperature_celsius for gpu in AmdSmiGpus(Rocm, environment).read()]
+
+    assert temperatures(HIP_VISIBLE_DEVICES="1,0") == [None, 66]
+    assert temperatures(CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="0") == [66]
+    assert temperatures(ROCR_VISIBLE_DEVICES="1,0", HIP_VISIBLE_DEVICES="1") == [66]
+    assert temperatures(ROCR_VISIBLE_DEVICES="0,7,1") == [66]
+
+
+def test_without_amds_library_or_driver_there_are_no_gpus() -> None:
+    assert AmdSmiGpus(lambda: None, {}).read() == ()
+    assert AmdSmiGpus(lambda: Rocm(broken=True), {}).read() == ()
+
+
+@pytest.mark.parametrize(
+    "code", ["raise OSError('libamd_smi.so')", "print('Unable to find it'); {}['libamd_smi.so']"]
+)
+def test_an_amdsmi_without_its_library_is_as_none(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "amdsmi.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    assert AmdSmiGpus(environment={}).read() == ()
+    assert capsys.readouterr().out == ""
 
 
 def test_gpus_are_numbered_as_cuda_shows_them() -> None:

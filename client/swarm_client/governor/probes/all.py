@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Protocol
 
+from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
 from swarm_client.governor.probes.idle import IdleProbe, TerminalIdle, display_idle
@@ -20,8 +22,8 @@ from swarm_client.governor.probes.machine import (
     machine_memory,
     on_batteries,
 )
-from swarm_client.governor.probes.readings import Readings
-from swarm_client.machine.device_names import is_accelerator
+from swarm_client.governor.probes.readings import GpuReading, Readings
+from swarm_client.machine.device_names import is_accelerator, is_cuda
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
 
@@ -30,6 +32,13 @@ CPU_SECONDS = 1.0
 RELAXED_DISPLAY_SECONDS = 10.0
 """Seconds between two readings of the display's idle time where no device pauses for its user; on
 some systems a reading starts a program."""
+
+
+class GpuProbe(Protocol):
+    """A driver's readings of its GPUs."""
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """Return them in torch's order; none without such GPUs."""
 
 
 class SystemProbes:
@@ -73,12 +82,12 @@ class MachineProbes(SystemProbes):
         home: Path,
         display: IdleProbe | None = None,
         terminals: IdleProbe | None = None,
-        gpus: NvmlGpus | None = None,
+        gpus: Sequence[GpuProbe] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         super().__init__(home, clock)
         self._apps = AppProbe(clock)
-        self._gpus = gpus or NvmlGpus()
+        self._gpus = (NvmlGpus(), AmdSmiGpus()) if gpus is None else tuple(gpus)
         self._display = display or display_idle()
         self._terminals = terminals or TerminalIdle()
         self._display_at = -1e9
@@ -99,11 +108,18 @@ class MachineProbes(SystemProbes):
             running_apps=self._apps.running(
                 (*apps, *preferences.exclusive_gpu_apps) if on_gpu else apps
             ),
-            gpus=self._gpus.read(),
+            gpus=self._read_gpus(devices),
             transferred_bytes_by_day=transferred_bytes_by_day,
         )
         self._read_display(preferences, devices, self._clock())
         return self._last
+
+    def _read_gpus(self, devices: Sequence[str]) -> tuple[GpuReading, ...]:
+        """Of the first driver that has some. They number the GPUs that torch calls cuda, no
+        others."""
+        if any(is_accelerator(device) and not is_cuda(device) for device in devices):
+            return ()
+        return next(filter(None, (probe.read() for probe in self._gpus)), ())
 
     def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:
         is_urgent = not all(
