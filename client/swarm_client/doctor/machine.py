@@ -192,7 +192,7 @@ async def check_self_test(device: Device, seconds: float) -> Check:
         found = await run_self_test(device, threads, seconds, Path(folder))
     details: dict[str, Detail] = {
         "rounds": found.rounds, "test_seconds": round(found.seconds, 2),
-        "memory_bytes": found.memory_bytes,
+        "memory_bytes": found.memory_bytes, "arithmetic": found.arithmetic,
     }  # fmt: skip
     if found.fault:
         return problem("self-test", MachineError, found.fault, f"{ADVICE}.", **details)

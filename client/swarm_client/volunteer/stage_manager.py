@@ -326,6 +326,8 @@ class StageManager:
             self._rules.loaded(load, digest)
             self._carry_out()
             report(f"holding {where}")
+            if is_fresh:
+                report(f"this device computes as class {worker.configured.arithmetic}")
             try:
                 died = await worker.wait_died()
             finally:

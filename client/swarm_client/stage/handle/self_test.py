@@ -55,7 +55,8 @@ def passed_text(found: messages.SelfTested) -> str:
     """What a self-test without a fault has done, as part of a sentence."""
     return (
         f"{found.rounds} rounds of computing in {duration_text(found.seconds)} gave the same to "
-        f"the bit, and {memory_text(found.memory_bytes)} of memory kept their content"
+        f"the bit, and {memory_text(found.memory_bytes)} of memory kept their content; this "
+        f"device computes as class {found.arithmetic}"
     )
 
 

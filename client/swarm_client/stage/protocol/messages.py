@@ -52,6 +52,8 @@ from swarm_shared.base.types import (
 
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 DeviceName = Annotated[str, Field(pattern=NAME_PATTERN)]
+ArithmeticClass = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+"""A digest of fixed work: the same on machines that compute it alike, to the bit."""
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -290,6 +292,7 @@ class StageConfigured(Numbered):
     kind: Literal["stage_configured"] = "stage_configured"
     version: Version
     digest: str
+    arithmetic: ArithmeticClass
     own_elements: Bytes
     tied_elements: Bytes
     slots_name: str
@@ -307,6 +310,7 @@ class SelfTested(Numbered):
     """Memory that was filled with a pattern."""
     fault: str
     """What was found, as a sentence without an end; empty if nothing."""
+    arithmetic: ArithmeticClass
 
 
 class Computed(Numbered):

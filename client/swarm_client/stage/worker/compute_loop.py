@@ -34,7 +34,7 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_client.stage.worker.payloads import is_finite
-from swarm_client.stage.worker.self_test import run_self_test
+from swarm_client.stage.worker.self_test import arithmetic_class, run_self_test
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -431,7 +431,7 @@ def _self_test(request: messages.RunSelfTest) -> Numbered:
     )
     return messages.SelfTested(
         rounds=found.rounds, seconds=found.seconds, memory_bytes=found.memory_bytes,
-        fault=found.fault,
+        fault=found.fault, arithmetic=found.arithmetic,
     )  # fmt: skip
 
 
@@ -461,6 +461,7 @@ def _configure(
     if not accelerator.is_processor or compile_backend is not None:
         runner.warm_up()
     steps = StepRunner(runner)
+    arithmetic = arithmetic_class(accelerator)
     digest = steps.fingerprint().digest
     # Last, so that every segment is listed in `made` when a signal arrives.
     memory = WorkerMemory(
@@ -471,6 +472,7 @@ def _configure(
     return messages.StageConfigured(
         version=runner.version,
         digest=digest,
+        arithmetic=arithmetic,
         own_elements=runner.layout.own_count,
         tied_elements=runner.layout.tied_count,
         slots_name=memory.slots.name,

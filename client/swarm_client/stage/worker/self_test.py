@@ -9,6 +9,7 @@ stage.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from swarm_shared.run.model_config import ModelConfig
 HIDDEN_SIZE = 256
 ACCELERATOR_HIDDEN_SIZE = 1024
 """Of a round's work, which takes some hundredths of a second on the processor or an accelerator."""
+CLASS_HIDDEN_SIZE = 128
+"""Of the work whose results class a machine; every worker computes it once, in some 20 ms."""
+CLASS_BYTES = 4
+"""Of a class's name, which people compare."""
 LAYERS = 2
 SEQUENCES = 8
 POSITIONS = 64
@@ -59,6 +64,8 @@ class SelfTestFindings:
     memory_bytes: int
     """Size of the pattern."""
     fault: str
+    arithmetic: str
+    """Its `arithmetic_class`."""
 
 
 def run_self_test(
@@ -87,10 +94,22 @@ def run_self_test(
         fault = found and f"in round {rounds} {found}"
         duty.computed(clock() - round_began)
         time.sleep(duty.rest_seconds())
-    return SelfTestFindings(rounds, clock() - began, pattern.nbytes, fault)
+    arithmetic = arithmetic_class(accelerator)
+    return SelfTestFindings(rounds, clock() - began, pattern.nbytes, fault, arithmetic)
 
 
 # ---------------------------------------------------------------- arithmetic
+
+
+def arithmetic_class(accelerator: Accelerator) -> str:
+    """Return a short digest of what fixed work gives on a device, with as many threads as torch has
+    now: the same on machines whose arithmetic is the same to the bit, as far as this work shows
+    it."""
+    hashed = hashlib.blake2b(digest_size=CLASS_BYTES)
+    for name, tensor in FixedWork(accelerator.device, CLASS_HIDDEN_SIZE).compute().items():
+        hashed.update(name.encode())
+        hashed.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 class FixedWork:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from kits.client.fake_accelerator import FakeAccelerator
 from swarm_client.stage.worker import self_test
 from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.self_test import (
@@ -14,6 +15,7 @@ from swarm_client.stage.worker.self_test import (
     WORD_BYTES,
     FixedWork,
     MemoryPattern,
+    arithmetic_class,
     difference,
     distant,
     run_self_test,
@@ -107,6 +109,25 @@ def test_a_gpu_may_round_otherwise_than_the_processor_within_a_tolerance(
         assert distant(reference, found) == (
             f"{DOWN} was at a relative distance of 0.001 from the processor's"
         )
+
+
+def test_a_class_is_the_same_where_the_results_are_and_another_for_one_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(self_test, "CLASS_HIDDEN_SIZE", HIDDEN_SIZE)
+    expected, fake = arithmetic_class(CPU), FakeAccelerator("mps")
+    with fake.at_work():
+        assert arithmetic_class(fake) == expected
+    assert run_self_test(CPU, 1e-9, 0).arithmetic == expected
+    honest = FixedWork.compute
+
+    def compute(self: FixedWork) -> dict[str, torch.Tensor]:
+        found = honest(self)
+        flip_one_bit(found[DOWN])
+        return found
+
+    monkeypatch.setattr(FixedWork, "compute", compute)
+    assert arithmetic_class(CPU) != expected
 
 
 # ---------------------------------------------------------------- memory
