@@ -11,8 +11,8 @@ way on all of them; what is here is the memory of a device, its streams, its wai
     xpu   Intel                             its own       through pinned memory, on streams
     mps   Apple                             the host's    each one is awaited
 
-No value of this module makes a float64 on a device: Apple's have none, nor do some of Intel's. The
-worker keeps counts in int32 there, and takes sums of squares on the host.
+No float64 is made on any device: Apple's have none, nor do some of Intel's. The worker keeps counts
+in int32 there, and sums of squares are taken on the host.
 
     python -m swarm_client.stage.worker.accelerator
 

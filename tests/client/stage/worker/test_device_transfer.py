@@ -26,7 +26,7 @@ def test_on_a_processor_nothing_is_copied() -> None:
     assert not there.requires_grad
 
 
-@pytest.mark.skipif(not accelerators(), reason="needs an accelerator")
+@pytest.mark.skipif(not accelerators(), reason="needs a GPU")
 def test_copies_to_a_gpu_and_back_change_nothing_and_wait_for_what_computes() -> None:
     copier = device_copier(accelerators()[0], 4 * 10**6)
     for number in range(20):

@@ -562,12 +562,12 @@ def test_states_that_cannot_be_written_or_do_not_belong_here_are_refused(tmp_pat
     assert last.fingerprint() == before
 
 
-@pytest.mark.skipif(bool(accelerators()), reason="this machine has an accelerator")
+@pytest.mark.skipif(bool(accelerators()), reason="this machine has a GPU")
 def test_a_device_that_is_not_there_is_named() -> None:
     assert failure(_selected, "cuda:0") == "device"
 
 
-@pytest.mark.skipif(not accelerators(), reason="needs an accelerator")
+@pytest.mark.skipif(not accelerators(), reason="needs a GPU")
 def test_a_gpu_computes_what_the_cpu_computes() -> None:
     manifest = make_manifest(2)
     device = _selected(str(accelerators()[0].device))
