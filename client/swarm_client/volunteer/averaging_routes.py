@@ -59,7 +59,7 @@ class AveragingRoutes:
 
     def use_manifest(self, manifest: Manifest) -> None:
         first, last = StageIndex(0), StageIndex(manifest.stage_count - 1)
-        self._tied_stages = frozenset((first, last) if manifest.model.tie_embeddings else ())
+        self._tied_stages = frozenset((first, last) if manifest.model.trains_tied_table else ())
 
     def may_average(self, peer: PeerId) -> bool:
         """Whether the coordinator can name both peers in one group: of one stage, or of two tied

@@ -76,14 +76,15 @@ class Member:
             context.report,
         )  # fmt: skip
         self.pipeline = Pipeline(shared, averager.sent_bytes)
+        invite = context.invite
+        coordinator = TransferSource(invite.coordinator, invite.addresses)
         self.stages = StageManager(
             context, current, attachment, averager, snapshots, self.pipeline,
-            StageLoader(context, current, snapshots, spare),
+            StageLoader(context, current, snapshots, spare, coordinator),
         )  # fmt: skip
-        invite = context.invite
         self._auditor = Auditor(shared, self.pipeline, context.home.audit_folder(invite.run_id))
         self._fetcher = LeafFetcher(
-            context.node, current, TransferSource(invite.coordinator, invite.addresses),
+            context.node, current, coordinator,
             context.data_cache, context.claim_disk,
             Mirrors(
                 membership.manifest,

@@ -17,6 +17,7 @@ from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.machine.home import Home, snapshot_item
 from swarm_client.pipeline.held_stage import Holding
+from swarm_client.volunteer.base_files import BaseFiles, is_base_file
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotReady
@@ -34,13 +35,15 @@ class SnapshotStore:
 
     def __init__(self, home: Home, run: RunId) -> None:
         self._folder = home.state_folder(run)
+        self.bases = BaseFiles(self._folder)
         self._served: dict[str, Path] = {}
 
     def clear(self) -> None:
         """Delete the snapshots of an earlier process."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("*.safetensors*"):
-            path.unlink(missing_ok=True)
+            if not is_base_file(path):
+                path.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Drop all snapshots for a new assignment: after a roll-back the same version number can

@@ -1,10 +1,14 @@
-"""Brings a stage worker to an assigned version: from the manifest's seed, or from a snapshot."""
+"""Brings a stage worker to an assigned version: from the manifest's seed, or from a snapshot.
+
+In a run that trains adapters a worker starts with the frozen parameters, which the organiser
+serves; seed and snapshots are of the adapters alone.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +22,14 @@ from swarm_client.pipeline.receipts import receipt_signer
 from swarm_client.stage.handle.stage_memory import graph_budget, worker_allowance
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
+from swarm_client.volunteer.base_files import base_state
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.text import duration_text, size_text
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import AssignStage
-from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.manifest import InitialState, Manifest, initial_item
 from swarm_shared.scheduling.placement.stage_sizes import is_size_of_state_file, stage_sizes
 from swarm_shared.transfer.download_meter import DownloadMeter, DownloadProgress
 from swarm_shared.transfer.source import TransferSource
@@ -46,21 +51,24 @@ class StageLoader:
     membership: CurrentMembership
     snapshots: SnapshotStore
     spare: WarmWorker
+    coordinator: TransferSource
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
-    _download: DownloadMeter | None = field(default=None, init=False)
+    _meter: DownloadMeter | None = field(default=None, init=False)
 
     @property
     def download(self) -> DownloadProgress | None:
         """The download in progress."""
-        return None if self._download is None else self._download.progress
+        return None if self._meter is None else self._meter.progress
 
-    def open_worker(self, stage: StageIndex) -> AbstractAsyncContextManager[StageWorker]:
-        """A worker of the stage, with parameters from the manifest's seed. CapacityError when the
-        stage needs more memory than is offered."""
+    @asynccontextmanager
+    async def open_worker(self, stage: StageIndex) -> AsyncIterator[StageWorker]:
+        """A worker of the stage, with parameters from the manifest's seed, and frozen ones, if any,
+        from the manifest's file. CapacityError when the stage needs more memory than is offered."""
         options, manifest = self.context.options, self.membership.now.manifest
         offer = options.device.memory
         allowance = worker_allowance(manifest, stage, offer, options.threads)
-        return open_worker(
+        base = await self._base(manifest, stage)
+        async with open_worker(
             manifest, stage, options.device.name, options.threads,
             graph_budget(manifest, stage, offer),
             f"swarm-{self.context.node.peer_id[-8:]}-{next(self._numbers)}",
@@ -68,7 +76,25 @@ class StageLoader:
             # A GPU's driver maps memory of the host as it likes.
             private_bytes=allowance if options.device.name == "cpu" else None,
             process=self.spare.process(),
-        )  # fmt: skip
+            base_path=base,
+        ) as worker:  # fmt: skip
+            yield worker
+
+    async def _base(self, manifest: Manifest, stage: StageIndex) -> Path | None:
+        """The file of the stage's frozen parameters, downloaded unless it is there; None where the
+        run has none."""
+        state = base_state(manifest, stage)
+        if state is None:
+            return None
+        bases = self.snapshots.bases
+        path = bases.path(stage)
+        if not await bases.has(stage, state):
+            bases.make_room()
+            await self._download(
+                f"the base of stage {stage}", "frozen parameters", [self.coordinator],
+                initial_item(stage), state, path,
+            )  # fmt: skip
+        return path
 
     async def load(self, worker: StageWorker, assignment: AssignStage, *, is_fresh: bool) -> str:
         """Bring the worker to the assigned version; return the digest of the stage's state.
@@ -76,7 +102,8 @@ class StageLoader:
         `is_fresh`: the worker is as it was started.
         """
         if assignment.source == "fresh":
-            if self.membership.now.manifest.initial:
+            manifest = self.membership.now.manifest
+            if manifest.initial and not manifest.model.has_adapters:
                 raise ProtocolError(
                     "parameters from the seed are asked for, but the manifest has a file of "
                     "version 0; the coordinator must offer that file"
@@ -92,33 +119,44 @@ class StageLoader:
             path.unlink(missing_ok=True)
 
     async def _fetch(self, assignment: AssignStage) -> Path:
-        """Download the assigned state, with its progress as lines for people."""
+        """Download the assigned state."""
+        check_file_size(self.membership.now.manifest, assignment)
+        path = self.snapshots.fetched_path(assignment)
+        await self._download(
+            f"stage {assignment.stage}", "state",
+            [TransferSource(one.peer, one.addresses) for one in assignment.holders],
+            assignment.item, assignment, path,
+            lambda: inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version),
+        )  # fmt: skip
+        return path
+
+    async def _download(
+        self, name: str, content: str, sources: Sequence[TransferSource], item: str,
+        file: AssignStage | InitialState, path: Path, on_chunk: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Download a file of known size and hash, with its progress as lines for people."""
         context, member = self.context, self.membership.now
-        check_file_size(member.manifest, assignment)
-        context.claim_disk(assignment.bytes)
-        meter = self._download = DownloadMeter(f"stage {assignment.stage}", trio.current_time)
+        context.claim_disk(file.bytes)
+        meter = self._meter = DownloadMeter(name, trio.current_time)
 
         def progress(received_bytes: int, total_bytes: int) -> None:
-            inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version)
+            on_chunk()
             meter.record(received_bytes, total_bytes)
             if (due := meter.due_line()) is not None:
                 context.report(due)
 
         try:
-            path = self.snapshots.fetched_path(assignment)
-            sources = [TransferSource(one.peer, one.addresses) for one in assignment.holders]
             await fetch(
-                context.node, sources, assignment.item, assignment.bytes, assignment.sha256, path,
-                member.certificate, member.run, progress,
+                context.node, sources, item, file.bytes, file.sha256, path, member.certificate,
+                member.run, progress,
             )  # fmt: skip
         finally:
-            if self._download is meter:
-                self._download = None
+            if self._meter is meter:
+                self._meter = None
         context.report(
-            f"downloaded {size_text(assignment.bytes)} of state from "
-            f"{len(assignment.holders)} peer(s) in {duration_text(meter.seconds)}"
+            f"downloaded {size_text(file.bytes)} of {content} from {len(sources)} peer(s) in "
+            f"{duration_text(meter.seconds)}"
         )
-        return path
 
     def loaded_stage(self, worker: StageWorker, version: Version) -> LoadedStage:
         """The worker's stage with a new account."""
@@ -131,7 +169,7 @@ def check_file_size(manifest: Manifest, assignment: AssignStage) -> None:
     """ProtocolError for a file that cannot be the stage's state, before any of it is fetched."""
     sizes = stage_sizes(manifest)[assignment.stage]
     state_bytes = sizes.state_bytes
-    if assignment.version == 0 and manifest.initial:
+    if assignment.version == 0 and manifest.initial and not manifest.model.has_adapters:
         state_bytes = sizes.parameter_bytes
         # The run's id depends on it: where a run begins cannot be changed later.
         state = manifest.initial[assignment.stage]

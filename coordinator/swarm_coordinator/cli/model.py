@@ -74,6 +74,11 @@ class Size(click.ParamType[int]):
     help="Largest file of parameters; a larger model has several, and an index.",
 )
 @click.option(
+    "--merge",
+    is_flag=True,
+    help="Of a run that trains adapters: write a whole model that has them in its matrices.",
+)
+@click.option(
     "--push",
     "push_to",
     metavar="ORG/NAME",
@@ -85,10 +90,12 @@ def export_command(
     out: Path,
     dtype: ExportDtype,
     shard_bytes: int,
+    merge: bool,
     push_to: str | None,
     private: bool,
 ) -> None:
-    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads.
+    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads, or
+    `peft` if the run trains adapters.
 
     An earlier export in OUT is replaced. README.md in it is a model card with the run's figures.
     """
@@ -97,14 +104,31 @@ def export_command(
     repository = None if push_to is None else check_push(push_to)
     folder = RunFolder.open(run_dir)
     manifest = load_manifest(folder)
-    from swarm_coordinator.offline.hf_export import check_out, export_huggingface, exported_files
+    if merge and not manifest.model.has_adapters:
+        raise UsageError("--merge is for runs that train adapters; this one trains a whole model")
+    from swarm_coordinator.offline.hf_export import (
+        check_out,
+        export_adapters,
+        export_huggingface,
+        exported_files,
+    )
 
     check_out(out)
     version, files = newest_checkpoint(folder, manifest)
     place = "FOLDER" if repository is None else repository.name
-    card = model_card(manifest, _figures(folder, manifest, version), dtype, place)
-    export_huggingface(manifest, files, folder.tokenizer, out, dtype, shard_bytes, card)
-    click.echo(f"wrote the model after step {version} to {out}")
+    as_adapters = manifest.model.has_adapters and not merge
+    card = model_card(
+        manifest, _figures(folder, manifest, version), dtype, place, as_adapters=as_adapters
+    )
+    if as_adapters:
+        export_adapters(manifest, files, folder.tokenizer, out, dtype, card)
+    else:
+        initial = initial_files(folder, manifest)
+        export_huggingface(
+            manifest, files, folder.tokenizer, out, dtype, shard_bytes, card, initial
+        )
+    what = "adapters" if as_adapters else "model"
+    click.echo(f"wrote the {what} after step {version} to {out}")
     if repository is not None:
         address = push_model(out, exported_files(out), repository, private=private)
         click.echo(f"pushed it to {printable(address)}")

@@ -22,12 +22,11 @@ import click
 import trio
 
 from swarm_coordinator.admission.requests import admission_status
+from swarm_coordinator.configuration.command_line import parse_codec, parse_override
 from swarm_coordinator.configuration.http_address import parse_address, tls_context
 from swarm_coordinator.configuration.run_settings import (
     DEFAULT_PRESET,
     RunSettings,
-    parse_codec,
-    parse_override,
 )
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.durability.integrity_check import check_start, refuse_damage

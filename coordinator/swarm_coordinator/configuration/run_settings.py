@@ -36,6 +36,7 @@ from swarm_shared.run.manifest import (
     TrainingSection,
 )
 from swarm_shared.run.model_config import (
+    AdapterConfig,
     AttentionBias,
     ComputeDtype,
     ModelConfig,
@@ -435,6 +436,11 @@ class RunSettings(FrozenModel):
     model: ModelSection = Field(
         description="The model: a preset, and the sizes that differ from it. (fixed)"
     )
+    adapters: AdapterConfig = Field(
+        default=AdapterConfig(),
+        description="Low-rank adapters (LoRA), for a run that continues from a model: they alone "
+        "are trained, and the model is frozen. (fixed)",
+    )
     stages: StagesSection = Field(
         description="Into how many stages the model is cut; each volunteer holds one. (fixed)"
     )
@@ -500,6 +506,13 @@ class RunSettings(FrozenModel):
         return self
 
     @property
+    def model_shape(self) -> ModelConfig:
+        """The model with its adapters, without the positions of bottlenecks."""
+        return ModelConfig.model_validate(
+            self.model.config.model_dump() | {"adapters": self.adapters.model_dump()}
+        )
+
+    @property
     def training_config(self) -> TrainingConfig:
         return TrainingConfig(seed=self.run.seed, **self.training.model_dump())
 
@@ -557,7 +570,7 @@ def settings_from(values: Mapping[str, object], where: str) -> RunSettings:
     except ValidationError as error:
         raise ConfigurationError(_sentences(error, where)) from error
     try:
-        _ = settings.model.config
+        _ = settings.model_shape
     except ValidationError as error:
         raise ConfigurationError(_sentences(error, where, section="model")) from error
     return settings
@@ -660,7 +673,8 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
     # The positions of the bottlenecks follow from the stages.
     places = {"bottlenecks": manifest.model.bottlenecks}
     for section, now, fixed in (
-        ("model", settings.model.config.model_copy(update=places), manifest.model),
+        ("model", settings.model.config.model_copy(update=places), manifest.model.base),
+        ("adapters", settings.adapters, manifest.model.adapters),
         ("training", settings.training_config, manifest.training),
         ("optimizer", settings.optimizer, manifest.optimizer),
         ("limits", settings.limits, manifest.limits),
@@ -675,26 +689,3 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         for name, now, fixed in pairs
         if now != fixed
     ]
-
-
-def parse_codec(text: str) -> dict[str, str]:
-    """Convert `int8/int4` of a command line, or one name for both directions, to settings."""
-    activation, slash, gradient = (part.strip() for part in text.partition("/"))
-    return {
-        "codecs.activation": activation,
-        "codecs.gradient": gradient if slash else activation,
-    }
-
-
-def parse_override(text: str) -> tuple[str, object]:
-    """Convert `training.steps=20` to ("training.steps", 20); an unquoted word is text."""
-    name, equals, value = text.partition("=")
-    if not equals or "." not in name:
-        raise ConfigurationError(
-            f"{text!r} is not a setting; write SECTION.NAME=VALUE, for example training.steps=20"
-        )
-    try:
-        parsed = tomllib.loads(f"value = {value.strip()}")
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()
-    return name.strip(), parsed["value"]

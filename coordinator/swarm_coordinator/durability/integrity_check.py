@@ -73,7 +73,8 @@ def check_run(
 
 def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord | None, RunCheck]:
     """Check what a start depends on: the database, and the newest checkpoint on disk or, before
-    there is one, the states of version 0.
+    there is one, the states of version 0. These have what is frozen where adapters are trained, so
+    that every newcomer needs them.
 
     The start begins from the verified checkpoint that is returned, so it is hashed only once.
     """
@@ -84,7 +85,7 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
     for version in [v for v in checkpoints.versions() if Version(v) in known][:1]:
         with inspection.finding("checkpoint", version):
             checkpoint = _checked(checkpoints, Version(version), known)
-    if not known:
+    if not known or manifest.model.has_adapters:
         inspection.check_initial_states(manifest)
     return checkpoint, inspection.result(manifest)
 

@@ -20,14 +20,14 @@ import psutil
 import torch
 
 from swarm_coordinator.offline.merged_stages import merge_stages
-from swarm_coordinator.offline.reference import Microbatch, Tokens
+from swarm_coordinator.offline.reference import Microbatch, Tokens, load_given_model
 from swarm_coordinator.offline.sampling import sample_text
 from swarm_coordinator.status.document import MAX_SAMPLE_CHARACTERS
 from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.data.tokenizer import Tokenizer
 from swarm_shared.model.initialise import empty_stage, empty_whole
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.state import is_parameter, load_parameters, open_state
+from swarm_shared.model.state import is_parameter, load_frozen, load_parameters, open_state
 from swarm_shared.run.manifest import Manifest
 
 SAMPLE_TEMPERATURE = 0.7
@@ -44,9 +44,13 @@ class HeldoutLoss:
 
 
 def heldout_loss(
-    manifest: Manifest, stage_files: Sequence[Path], microbatches: Sequence[Microbatch]
+    manifest: Manifest,
+    stage_files: Sequence[Path],
+    microbatches: Sequence[Microbatch],
+    initial: Sequence[Path] = (),
 ) -> HeldoutLoss:
-    """Evaluate a checkpoint on held-out microbatches; `stage_files` has one file a stage.
+    """Evaluate a checkpoint on held-out microbatches; `stage_files` has one file a stage, and so
+    has `initial`: the files of the manifest's initial states, with what is frozen.
 
     Memory: the parameters of one stage, and the residual stream of all microbatches. StorageError
     for a file that cannot be read, ProtocolError for one that is not of this model.
@@ -54,10 +58,11 @@ def heldout_loss(
     cross = stage_boundary(manifest.codecs.activation, manifest.codecs.gradient)
     streams = [_tensor(inputs_BT) for inputs_BT, _ in microbatches]
     targets = [_tensor(targets_BT) for _, targets_BT in microbatches]
-    for index, path in enumerate(stage_files):
+    bases = initial if manifest.model.has_adapters else [None] * len(stage_files)
+    for index, (path, base) in enumerate(zip(stage_files, bases, strict=True)):
         if index > 0:
             streams = [cross(x_BTD) for x_BTD in streams]
-        streams = _through_stage(manifest, index, path, streams, targets)
+        streams = _through_stage(manifest, index, path, base, streams, targets)
     tokens = sum(targets_BT.numel() for targets_BT in targets)
     return HeldoutLoss(math.fsum(map(float, streams)) / tokens, tokens)
 
@@ -66,12 +71,15 @@ def _through_stage(
     manifest: Manifest,
     index: int,
     path: Path,
+    base: Path | None,
     streams: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return what stage `index` makes of each microbatch; the last one makes sums of losses. The
     stage lives in this call only."""
     stage = empty_stage(manifest, index)
+    if base is not None:
+        load_frozen(stage, open_state(base).tensors)
     tensors = open_state(path).tensors
     load_parameters(stage, {name: t for name, t in tensors.items() if is_parameter(name)})
     with torch.no_grad():
@@ -88,13 +96,15 @@ def written_text(
     prompt: str,
     new_tokens: int,
     seed: int,
+    initial: Sequence[Path] = (),
 ) -> str:
     """Return a text that the model of a checkpoint writes after `prompt`; empty where the model is
     too large for the memory that is free, or `new_tokens` is 0."""
-    needed_bytes = sum(path.stat().st_size for path in stage_files)
+    base = initial if manifest.model.has_adapters else ()
+    needed_bytes = sum(path.stat().st_size for path in (*stage_files, *base))
     if not new_tokens or needed_bytes > LARGEST_SHARE_OF_MEMORY * psutil.virtual_memory().available:
         return ""
-    model = whole_model(manifest, stage_files)
+    model = whole_model(manifest, stage_files, initial)
     text = sample_text(
         model, tokenizer.encode, tokenizer.decode, tokenizer.end_of_text, prompt, new_tokens,
         SAMPLE_TEMPERATURE, seed,
@@ -103,9 +113,13 @@ def written_text(
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")[:MAX_SAMPLE_CHARACTERS]
 
 
-def whole_model(manifest: Manifest, stage_files: Sequence[Path]) -> Stage:
+def whole_model(
+    manifest: Manifest, stage_files: Sequence[Path], initial: Sequence[Path] = ()
+) -> Stage:
     """Load the uncut model from one file a stage."""
     model = empty_whole(manifest)
+    if manifest.model.has_adapters:
+        load_given_model(model, manifest, initial)
     load_parameters(model, merge_stages(manifest.model, stage_files))
     return model
 

@@ -21,6 +21,7 @@ from swarm_coordinator.durability.run_files import load_manifest, load_settings,
 from swarm_coordinator.evaluation.checkpoint_evaluation import heldout_loss, written_text
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.status.document import Evaluation
 from swarm_coordinator.storage.records import read_checkpoints, read_newest_evaluation
 from swarm_shared.base.errors import StorageError, SwarmError
@@ -88,10 +89,11 @@ class Evaluator:
 
     def _evaluate(self, version: Version) -> Evaluation:
         files = self._checkpoints.stage_files(version)
-        loss = heldout_loss(self._manifest, files, self._samples.of_evaluation())
+        initial = initial_files(self._folder, self._manifest)
+        loss = heldout_loss(self._manifest, files, self._samples.of_evaluation(), initial)
         text = written_text(
             self._manifest, files, self._tokenizer, self._settings.prompt,
-            self._settings.sample_tokens, self._manifest.training.seed,
+            self._settings.sample_tokens, self._manifest.training.seed, initial,
         )  # fmt: skip
         return Evaluation(version=version, heldout_loss=loss.nats, tokens=loss.tokens, sample=text)
 

@@ -35,13 +35,15 @@ class RunFigures:
     """Devices whose work counted in these steps; None if it is not known."""
 
 
-def model_card(manifest: Manifest, figures: RunFigures, dtype: str, place: str) -> str:
+def model_card(
+    manifest: Manifest, figures: RunFigures, dtype: str, place: str, *, as_adapters: bool = False
+) -> str:
     """Return README.md. `dtype` is that of the exported parameters, and `place` what loads them: a
-    name on the hub, or a folder."""
+    name on the hub, or a folder. `as_adapters`: the export has adapters alone."""
     name = escaped(manifest.name)
     return "\n".join(
         (
-            *_front_matter(manifest),
+            *_front_matter(manifest, "peft" if as_adapters else "transformers"),
             f"# {name}",
             "",
             _summary(manifest, figures),
@@ -50,7 +52,7 @@ def model_card(manifest: Manifest, figures: RunFigures, dtype: str, place: str) 
             "|---|---|",
             *(f"| {label} | {value} |" for label, value in _rows(manifest, figures, dtype)),
             "",
-            *_loading(dtype, place),
+            *(_loading_adapters(manifest, place) if as_adapters else _loading(dtype, place)),
             *_VERIFYING,
         )
     )
@@ -61,11 +63,11 @@ def escaped(text: str) -> str:
     return _MARKDOWN.sub(r"\\\1", printable(text))
 
 
-def _front_matter(manifest: Manifest) -> list[str]:
+def _front_matter(manifest: Manifest, library: str) -> list[str]:
     """Return YAML; strings are quoted as JSON, which is YAML as well."""
     lines = [
         "---",
-        "library_name: transformers",
+        f"library_name: {library}",
         "pipeline_tag: text-generation",
         "tags: [swarmtrain, distributed-training, volunteer-computing]",
     ]
@@ -85,7 +87,12 @@ def _summary(manifest: Manifest, figures: RunFigures) -> str:
         origin = f", continued from {base}"
     elif manifest.initial:
         origin = ", continued from another model"
-    return f"A language model trained by swarmtrain{of_volunteers}{origin}."
+    what = (
+        "Low-rank adapters of a language model,"
+        if manifest.model.has_adapters
+        else ("A language model")
+    )
+    return f"{what} trained by swarmtrain{of_volunteers}{origin}."
 
 
 def _rows(manifest: Manifest, figures: RunFigures, dtype: str) -> list[tuple[str, str]]:
@@ -119,6 +126,7 @@ def _rows(manifest: Manifest, figures: RunFigures, dtype: str) -> list[tuple[str
             f"{model.layers} layers, width {model.hidden_size}, {model.sequence_length:,} tokens "
             "of context",
         ),
+        *_adapter_rows(manifest),
         ("stages of the pipeline", str(manifest.stage_count)),
         (
             "codecs",
@@ -130,6 +138,29 @@ def _rows(manifest: Manifest, figures: RunFigures, dtype: str) -> list[tuple[str
         ("parameters stored in", dtype),
     ]
     return rows
+
+
+def _adapter_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    adapters = manifest.model.adapters
+    if not manifest.model.has_adapters:
+        return []
+    targets = ", ".join(f"`{target}`" for target in adapters.targets)
+    return [("adapters", f"rank {adapters.rank}, alpha {adapters.alpha:g}, of {targets}")]
+
+
+def _loading_adapters(manifest: Manifest, place: str) -> list[str]:
+    return [
+        "## Use",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{manifest.base_model or "BASE"}")',
+        f'model = PeftModel.from_pretrained(base, "{place}")',
+        "```",
+        "",
+    ]
 
 
 def _loading(dtype: str, place: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Export of a trained run to a Hugging Face folder that `transformers` loads, as LlamaForCausalLM,
-or as Qwen2ForCausalLM or Qwen3ForCausalLM where the model has their biases or norms.
+or as Qwen2ForCausalLM or Qwen3ForCausalLM where the model has their biases or norms; of adapters to
+a folder that `peft` loads.
 
 Owns the folder's files. Parameters have Hugging Face's names already during training
 (`swarm_shared.model.llama`).
@@ -14,12 +15,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from swarm_coordinator.offline.merged_stages import open_stages
+from swarm_coordinator.offline.merged_stages import open_stages, open_whole_model
 from swarm_coordinator.offline.weight_files import (
     SHARD_BYTES,
     ExportDtype,
     check_range,
     is_weight_file,
+    write_adapters,
     write_weights,
 )
 from swarm_shared.base.atomic_file import make_folder, storage_error, write_atomically
@@ -29,6 +31,10 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ModelConfig, RopeScaling
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+_CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
+_PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of a model's parameters."""
 MODEL_CARD = "README.md"
 _OTHER_FILES = (MODEL_CARD, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -41,13 +47,15 @@ def export_huggingface(
     dtype: ExportDtype = "float32",
     shard_bytes: int = SHARD_BYTES,
     model_card: str | None = None,
+    initial: Sequence[Path] = (),
 ) -> None:
     """Write `out_dir` from one state file per stage, without the optimizer's state and the
     parameters of the previous version, which only training needs.
 
     `tokenizer_path` is the run's tokenizer.json; for the bytes tokenizer, which has none, one is
     generated. An earlier export in the folder is replaced: config.json is removed first and written
-    last, so that an incomplete folder does not load as a model.
+    last, so that an incomplete folder does not load as a model. Adapters are added to the matrices
+    of the model in the files `initial`.
     """
     if manifest.model.bottlenecks:
         raise ConfigurationError(
@@ -55,19 +63,14 @@ def export_huggingface(
             "([model] bottleneck_size), which no model of transformers has, so that it could not "
             "be loaded; its parameters are in the run's checkpoints, as safetensors files"
         )
-    merged = open_stages(manifest.model, stage_state_files)
+    merged = open_whole_model(manifest.model, stage_state_files, initial)
     tokenizer = _tokenizer(manifest, tokenizer_path)
     config = huggingface_config(manifest.model, tokenizer.end_of_text)
     # Before an earlier export is removed.
     check_range(merged, dtype)
-    try:
-        make_folder(out_dir)
-        (out_dir / CONFIG_FILE).unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_error(out_dir, error) from error
+    _make_unloadable(out_dir)
     write_weights(merged, out_dir, dtype, shard_bytes)
-    write_atomically(out_dir / "tokenizer.json", tokenizer.content)
-    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest, tokenizer))
+    _write_tokenizer(out_dir, manifest, tokenizer)
     generation = _generation_config(manifest.model, tokenizer.end_of_text)
     _write_json(out_dir / "generation_config.json", generation)
     if model_card is not None:
@@ -75,11 +78,62 @@ def export_huggingface(
     _write_json(out_dir / CONFIG_FILE, config | {"dtype": dtype, "torch_dtype": dtype})
 
 
+def export_adapters(
+    manifest: Manifest,
+    stage_state_files: Sequence[Path],
+    tokenizer_path: Path,
+    out_dir: Path,
+    dtype: ExportDtype = "float32",
+    model_card: str | None = None,
+) -> None:
+    """Write the adapters of a run to `out_dir` as `peft` loads them, with the run's tokenizer.
+
+    An earlier export in the folder is replaced, as by `export_huggingface`.
+    """
+    adapters = open_stages(manifest.model, stage_state_files)
+    tokenizer = _tokenizer(manifest, tokenizer_path)
+    check_range(adapters, dtype)
+    _make_unloadable(out_dir)
+    (out_dir / "generation_config.json").unlink(missing_ok=True)
+    write_adapters(adapters, out_dir, dtype, _PEFT_PREFIX)
+    _write_tokenizer(out_dir, manifest, tokenizer)
+    if model_card is not None:
+        write_atomically(out_dir / MODEL_CARD, model_card.encode())
+    _write_json(out_dir / ADAPTER_CONFIG_FILE, _adapter_config(manifest))
+
+
+def _adapter_config(manifest: Manifest) -> dict[str, object]:
+    adapters = manifest.model.adapters
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        # Without a name, whoever loads the adapters gives the model.
+        "base_model_name_or_path": manifest.base_model or None,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": list(adapters.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _make_unloadable(out_dir: Path) -> None:
+    """Make the folder, or remove from it what makes an earlier export load."""
+    try:
+        make_folder(out_dir)
+        for name in _CONFIG_FILES:
+            (out_dir / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(out_dir, error) from error
+
+
 def exported_files(out_dir: Path) -> list[str]:
     """Return the names of the files in a folder that an export writes."""
     names = (path.name for path in out_dir.iterdir())
     return sorted(
-        name for name in names if name in (CONFIG_FILE, *_OTHER_FILES) or is_weight_file(name)
+        name for name in names if name in (*_CONFIG_FILES, *_OTHER_FILES) or is_weight_file(name)
     )
 
 
@@ -88,9 +142,9 @@ def check_out(out_dir: Path) -> None:
     if out_dir.exists() and not out_dir.is_dir():
         raise UsageError(f"{out_dir} exists and is not a folder; choose another name")
     names = {path.name for path in out_dir.iterdir()} if out_dir.is_dir() else set()
-    # Without config.json, what an interrupted export has left.
+    # Without a configuration, what an interrupted export has left.
     left = all(name in _OTHER_FILES or is_weight_file(name) for name in names)
-    if CONFIG_FILE not in names and (not left or names == {MODEL_CARD}):
+    if names.isdisjoint(_CONFIG_FILES) and (not left or names == {MODEL_CARD}):
         raise UsageError(
             f"{out_dir} holds files other than an exported model; choose another name, or empty it"
         )
@@ -211,6 +265,11 @@ def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
         ) from error
     tokenizer = JsonTokenizer(content, str(tokenizer_path))
     return _TokenizerFile(content, tokenizer.end_of_text, tokenizer.end_of_text_token)
+
+
+def _write_tokenizer(out_dir: Path, manifest: Manifest, tokenizer: _TokenizerFile) -> None:
+    write_atomically(out_dir / "tokenizer.json", tokenizer.content)
+    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest, tokenizer))
 
 
 def _tokenizer_config(manifest: Manifest, tokenizer: _TokenizerFile) -> dict[str, object]:

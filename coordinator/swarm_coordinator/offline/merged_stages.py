@@ -41,6 +41,40 @@ class MergedStages:
             return _tensor(file, name)
 
 
+@dataclass(frozen=True, slots=True)
+class WithAdapters:
+    """The parameters of a whole model with its adapters added to its matrices, in the place of
+    `MergedStages`."""
+
+    base: MergedStages
+    adapters: MergedStages
+    scale: float
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every parameter of the model without adapters, in its order."""
+        return self.base.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one parameter, and compute W + scale B A where W has an adapter."""
+        weight, module = self.base.read(name), name.removesuffix(".weight")
+        first, second = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+        if first in self.adapters.shapes:
+            weight += self.scale * (self.adapters.read(second) @ self.adapters.read(first))
+        return weight
+
+
+def open_whole_model(
+    config: ModelConfig, stage_state_files: Sequence[Path], initial: Sequence[Path]
+) -> MergedStages | WithAdapters:
+    """Open a model without adapters: its stages' states, or these added to what is frozen, of which
+    `initial` has the files."""
+    trained = open_stages(config, stage_state_files)
+    if not config.has_adapters:
+        return trained
+    return WithAdapters(open_stages(config.base, initial), trained, config.adapters.scale)
+
+
 def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
     """Read the parameters of all stages' files, checked against the configuration."""
     merged = open_stages(config, stage_state_files)
@@ -72,7 +106,7 @@ def open_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> Merge
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the whole model."""
+    """Return the shape of every trained parameter of the whole model."""
     whole = StageRange(first_layer=0, end_layer=config.layers)
     with torch.device("meta"):
         stage = Stage(config, whole, is_first=True, is_last=True)

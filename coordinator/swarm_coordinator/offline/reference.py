@@ -30,7 +30,7 @@ from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, make_optimizer
-from swarm_shared.model.state import load_parameters
+from swarm_shared.model.state import load_frozen, load_parameters
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.schedule import clip_factor, learning_rate
 
@@ -68,7 +68,7 @@ def train_reference(
     with _compute_threads(threads):
         stage = build_whole(manifest)
         if initial:
-            load_parameters(stage, merge_stages(manifest.model, initial))
+            load_given_model(stage, manifest, initial)
         insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
@@ -93,6 +93,13 @@ def train_reference(
             )
             on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
+
+
+def load_given_model(stage: Stage, manifest: Manifest, initial: Sequence[Path]) -> None:
+    """Load the model from which the run continues into the uncut model; where there are adapters,
+    it is what is frozen."""
+    load = load_frozen if manifest.model.has_adapters else load_parameters
+    load(stage, merge_stages(manifest.model.base, initial))
 
 
 def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:

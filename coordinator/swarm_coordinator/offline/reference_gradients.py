@@ -64,7 +64,7 @@ class ExactSums:
         self._views = list(layout.views(self._totals))
         self._ranges = _norm_ranges(layout, manifest)
         table = computing.model.embed_tokens
-        if manifest.model.tie_embeddings and manifest.stage_count > 1:
+        if manifest.model.trains_tied_table and manifest.stage_count > 1:
             assert table is not None, "the whole model has a token table"
             computing.head_table = table.weight.detach().requires_grad_()
             self._leaves.append(computing.head_table)

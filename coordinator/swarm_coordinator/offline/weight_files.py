@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from swarm_coordinator.offline.merged_stages import MergedStages
+from swarm_coordinator.offline.merged_stages import MergedStages, WithAdapters
 from swarm_shared.base.atomic_file import storage_error, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.model.state import save_tensors
@@ -31,15 +31,16 @@ _DTYPES: Mapping[ExportDtype, torch.dtype] = {
 }
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTERS = "adapter_model.safetensors"
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
 def is_weight_file(name: str) -> bool:
     """Return whether an export writes a file of this name."""
-    return _FILES.fullmatch(name) is not None
+    return name == _ADAPTERS or _FILES.fullmatch(name) is not None
 
 
-def check_range(merged: MergedStages, dtype: ExportDtype) -> None:
+def check_range(merged: MergedStages | WithAdapters, dtype: ExportDtype) -> None:
     """StorageError for a value that `dtype` cannot hold; only float16 has a smaller range."""
     if dtype == "float16":
         for name in merged.shapes:
@@ -47,7 +48,10 @@ def check_range(merged: MergedStages, dtype: ExportDtype) -> None:
 
 
 def write_weights(
-    merged: MergedStages, folder: Path, dtype: ExportDtype, shard_bytes: int = SHARD_BYTES
+    merged: MergedStages | WithAdapters,
+    folder: Path,
+    dtype: ExportDtype,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the files of the weights in place of those of an earlier export in the folder.
 
@@ -72,6 +76,21 @@ def write_weights(
         weight_map = {p: name for name, shard in zip(names, shards, strict=True) for p in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_atomically(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def write_adapters(adapters: MergedStages, folder: Path, dtype: ExportDtype, prefix: str) -> None:
+    """Write the file of the adapters in place of what an earlier export has left in the folder.
+    `prefix` begins the name of each tensor."""
+    _remove_weights(folder)
+    described = {
+        prefix + name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+        for name, shape in adapters.shapes.items()
+    }
+
+    def read(name: str) -> torch.Tensor:
+        return _converted(name, adapters.read(name.removeprefix(prefix)), _DTYPES[dtype])
+
+    save_tensors(folder / _ADAPTERS, described, read, {"format": "pt"})
 
 
 def plan_shards(sizes: Mapping[str, int], most_bytes: int) -> list[list[str]]:

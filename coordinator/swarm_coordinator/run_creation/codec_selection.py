@@ -55,7 +55,7 @@ def select_codecs(
             f"no pair of codecs was measured to cost at most {section.largest_loss_gap:.2%} of "
             f"loss; [codecs] largest_loss_gap must be at least {max(smallest, 0.0)}"
         )
-    model, training = settings.model.config, settings.training
+    model, training = settings.model_shape, settings.training
     width = model.bottleneck_size or model.hidden_size
     elements = training.sequences_per_microbatch * model.sequence_length * width
     plain: CodecName = "none"

@@ -119,7 +119,9 @@ def fleet_rows(settings: RunSettings, fleet: ExpectedFleet, choose_sizes: bool) 
 
     `choose_sizes`: the microbatches' size follows from the number of stages.
     """
-    most = settings.model.config.layers + 2
+    model = settings.model_shape
+    # Without a layer a stage has no adapters, and trains nothing.
+    most = model.layers if model.has_adapters else model.layers + 2
     counts = {count for count in STAGE_COUNTS if count <= most} | {settings.stages.count}
     rows: list[FleetRow] = []
     for count in sorted(counts):
@@ -173,7 +175,7 @@ def fleet_row(settings: RunSettings, fleet: ExpectedFleet, plan: StagePlan) -> F
         for stage, size in zip(stages, sizes, strict=True)
     )
     sequences = training.microbatches_per_step * training.sequences_per_microbatch
-    tokens = sequences * settings.model.config.sequence_length
+    tokens = sequences * settings.model_shape.sequence_length
     seconds = training.microbatches_per_step / rate + averaging
     return FleetRow(settings, plan, holders, tokens / seconds)
 
@@ -201,7 +203,7 @@ def _ends(cut: Sequence[StageRange]) -> tuple[int, ...]:
 
 
 def _sizes(settings: RunSettings, stages: Sequence[StageRange]) -> tuple[StageSizes, ...]:
-    config = with_bottlenecks(settings.model.config, stages)
+    config = with_bottlenecks(settings.model_shape, stages)
     return sizes_of_cut(config, stages, settings.training, settings.codecs.config)
 
 

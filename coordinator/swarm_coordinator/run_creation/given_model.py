@@ -103,12 +103,14 @@ def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenM
 def write_initial_states(
     model: GivenModel, manifest: Manifest, folder: RunFolder
 ) -> tuple[InitialState, ...]:
-    """Write the parameters of every stage into the run folder; return the files' sizes and hashes
-    for the manifest. DataError for tensors that are not as the configuration says."""
+    """Write the parameters of every stage into the run folder, those of adapters left out; return
+    the files' sizes and hashes for the manifest. DataError for tensors that are not as the
+    configuration says."""
     folder.initial.mkdir()
+    whole = manifest.model_copy(update={"model": manifest.model.base})
     states: list[InitialState] = []
     for index in range(manifest.stage_count):
-        stage = empty_stage(manifest, index)
+        stage = empty_stage(whole, index)
         with torch.no_grad():
             for name, parameter in stage.all_parameters():
                 parameter.copy_(_tensor(model.files[name], name, tuple(parameter.shape)))

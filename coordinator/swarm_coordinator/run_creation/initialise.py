@@ -161,8 +161,9 @@ def _given_model(
 def _with_model(
     model: GivenModel, chosen: dict[str, object], preset: str, corpus: Corpus, progress: Progress
 ) -> dict[str, object]:
-    """Add the model's sizes, its tokenizer, and a rate that suits a trained model."""
-    sizes = model.config.model_dump(exclude={"bottleneck_size", "bottlenecks"})
+    """Add the model's sizes, its tokenizer, and a rate that suits a trained model. Adapters are not
+    trained yet."""
+    sizes = model.config.model_dump(exclude={"bottleneck_size", "bottlenecks", "adapters"})
     defaults: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
     if not isinstance(corpus, ReadyShards):
         if model.tokenizer is None and "data.tokenizer" not in chosen:
@@ -170,7 +171,7 @@ def _with_model(
                 "the model's folder has no tokenizer.json; name one with --tokenizer"
             )
         defaults["data.tokenizer"] = _tokenizer_of(model)
-    if "optimizer.learning_rate" not in chosen:
+    if "optimizer.learning_rate" not in chosen and not chosen.get("adapters.rank"):
         rate = PRESETS[preset].learning_rate * TRAINED_RATE_SHARE
         defaults["optimizer.learning_rate"] = rate
         progress(
@@ -209,6 +210,7 @@ def _initialise(
 ) -> Manifest:
     """Make the folder of a new run; `given` are the names of settings that keep their values."""
     refuse_existing(run_dir)
+    _check_adapters(settings, model is not None)
     corpus = _corpus(settings.data.source, settings.data.column, progress)
     if fleet is not None:
         settings, plan = _cut_for_fleet(settings, fleet, given, progress)
@@ -246,7 +248,7 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     """
     settings, old = load_settings(folder), load_manifest(folder)
     needs_data = data_differences(folder, settings)
-    model = settings.model.config
+    model = settings.model_shape
     if model.vocabulary_size != old.model.vocabulary_size:
         needs_data.append(f"[model] vocabulary_size was {old.model.vocabulary_size}")
     if needs_data:
@@ -257,8 +259,9 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     for split in ("train", "heldout"):
         split_slots(old.data, split, model.sequence_length)
     identity = load_identity(folder)
+    _check_adapters(settings, bool(old.initial))
     uncut = old.model.model_copy(update={"bottlenecks": ()})
-    same = model == uncut and settings.stages.count == old.stage_count
+    same = model.base == uncut.base and settings.stages.count == old.stage_count
     if old.initial and not same:
         raise ConfigurationError(
             f"the run continues from a model that was cut for {old.stage_count} stage(s) at "
@@ -273,6 +276,13 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
     manifest = manifest.model_copy(update={"initial": old.initial, "base_model": old.base_model})
     write_atomically(folder.manifest, sign_manifest(identity, manifest))
     return manifest
+
+
+def _check_adapters(settings: RunSettings, has_base: bool) -> None:
+    if settings.adapters.rank and not has_base:
+        raise ConfigurationError(
+            "[adapters] change a model that exists; name it with `init --from`, or set rank to 0"
+        )
 
 
 def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSettings:
@@ -317,7 +327,7 @@ def _with_queues_chosen(
     settings: RunSettings, plan: StagePlan, given: Set[str]
 ) -> tuple[RunSettings, str]:
     """Set the bounds of queues that were not given; return the reason of all sizes in one line."""
-    training, model, codecs = settings.training, settings.model.config, settings.codecs
+    training, model, codecs = settings.training, settings.model_shape, settings.codecs
     sequences = training.sequences_per_microbatch
     tokens = sequences * model.sequence_length
     elements = tokens * (model.bottleneck_size or model.hidden_size)
@@ -346,7 +356,7 @@ def _manifest(
     manifest = Manifest(
         name=settings.run.name,
         organiser=identity.peer_id,
-        model=with_bottlenecks(settings.model.config, stages),
+        model=with_bottlenecks(settings.model_shape, stages),
         stages=stages,
         data=data,
         training=settings.training_config,

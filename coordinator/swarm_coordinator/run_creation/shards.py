@@ -70,7 +70,7 @@ def prepare_data(
     else:
         data, vocabulary_size, report = _tokenise(folder, settings, corpus, progress)
     for split in _SPLITS:
-        split_slots(data, split, settings.model.config.sequence_length)
+        split_slots(data, split, settings.model_shape.sequence_length)
     index = ShardIndex(
         source=settings.data.source,
         column=settings.data.column,
@@ -105,7 +105,7 @@ def _tokenise(
     corpus: TextCorpus,
     progress: Progress,
 ) -> tuple[DataConfig, int, DataReport]:
-    model = settings.model.config
+    model = settings.model_shape
     tokenizer = _given_tokenizer(settings)
     if tokenizer:
         _check_vocabulary(tokenizer.vocabulary_size, model.vocabulary_size)
@@ -158,7 +158,7 @@ def _given_tokenizer(settings: RunSettings) -> Tokenizer | None:
 def _trained_tokenizer(
     settings: RunSettings, corpus: TextCorpus, plan: SplitPlan, progress: Progress
 ) -> Tokenizer:
-    vocabulary_size = settings.model.config.vocabulary_size
+    vocabulary_size = settings.model_shape.vocabulary_size
     progress(f"training a tokenizer of {vocabulary_size} ids")
     share = BPE_TRAINING_BYTES / plan.train_bytes
     documents = sampled(split_documents(corpus, plan, "train"), share)
@@ -169,7 +169,7 @@ def _copy_ready_shards(
     folder: RunFolder, settings: RunSettings, ready: ReadyShards, progress: Progress
 ) -> DataConfig:
     """Copy existing shards and verify every byte of the copies."""
-    source, model = ready.index.data, settings.model.config
+    source, model = ready.index.data, settings.model_shape
     if settings.data.tokenizer != ready.index.tokenizer:
         raise ConfigurationError(
             f"the shards in {ready.folder} were made with [data] tokenizer = "
@@ -232,6 +232,6 @@ def _data_config(
         tokenizer_sha256=tokenizer_sha256,
         unigram_entropy_nats=0.0,
     )
-    vocabulary_size = settings.model.config.vocabulary_size
+    vocabulary_size = settings.model_shape.vocabulary_size
     entropy_nats = unigram_entropy_nats(folder.data, data, "heldout", vocabulary_size)
     return data.model_copy(update={"unigram_entropy_nats": entropy_nats})

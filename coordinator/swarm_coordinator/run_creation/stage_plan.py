@@ -16,6 +16,7 @@ from swarm_coordinator.run_creation.microbatch_size import (
     choose_sequences,
     least_microbatches,
 )
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.types import MAX_MICROBATCHES
 from swarm_shared.run.manifest import StageRange, with_bottlenecks
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
@@ -46,7 +47,7 @@ def in_stages(settings: RunSettings, count: int) -> RunSettings:
 def profile_of(settings: RunSettings) -> ModelProfile:
     """Return the cost of the model's parts for one microbatch."""
     training = settings.training
-    return _profile(settings.model.config, training.sequences_per_microbatch, training.dtype)
+    return _profile(settings.model_shape, training.sequences_per_microbatch, training.dtype)
 
 
 @cache
@@ -60,11 +61,17 @@ def _profile(model: ModelConfig, sequences: int, dtype: ComputeDtype) -> ModelPr
 def plan_of(settings: RunSettings, cut: Sequence[StageRange] | None = None) -> StagePlan:
     """Describe the stages of `cut`; by default, of the one whose slowest stage has the fewest
     FLOPs."""
+    model, count = settings.model_shape, settings.stages.count
+    if model.has_adapters and count > model.layers:
+        raise ConfigurationError(
+            f"[stages] count is {count} and the model has {model.layers} layers: with adapters "
+            "every stage needs a layer, as nothing else is trained"
+        )
     training, profile = settings.training, profile_of(settings)
     staleness, exact = training.staleness, settings.codecs.average == "exact"
-    stages = cut or plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
-    tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
-    narrow, widen = bottleneck_parameters(with_bottlenecks(settings.model.config, stages))
+    stages = cut or plan_stages(profile, count, staleness=staleness, exact=exact)
+    tokens = training.sequences_per_microbatch * model.sequence_length
+    narrow, widen = bottleneck_parameters(with_bottlenecks(model, stages))
     described: list[StageRange] = []
     works: list[StageWork] = []
     for number, stage in enumerate(stages):

@@ -12,12 +12,18 @@ from swarm_shared.model.flat_gradients import (
     global_norm,
     squared_norm,
 )
-from swarm_shared.model.initialise import build_stage, build_whole, initialise
+from swarm_shared.model.initialise import (
+    build_stage,
+    build_whole,
+    initialise,
+    initialise_trained,
+)
 from swarm_shared.model.llama import Stage, check_token_values
 from swarm_shared.model.optimizer import Fingerprint, apply_step, fingerprint, make_optimizer
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.model.state import (
     StoredState,
+    load_frozen,
     load_parameters,
     load_state,
     open_state,
@@ -38,6 +44,8 @@ __all__ = [
     "fingerprint",
     "global_norm",
     "initialise",
+    "initialise_trained",
+    "load_frozen",
     "load_parameters",
     "load_state",
     "make_optimizer",

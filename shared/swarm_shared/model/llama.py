@@ -6,10 +6,12 @@ Llama (Touvron et al. 2023, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), rotar
 2104.09864) in the half-split convention of Hugging Face, SwiGLU (arXiv 2002.05202), grouped-query
 attention (arXiv 2305.13245). Biases of attention (Qwen2, arXiv 2407.10671), norms of queries and
 keys (Qwen3, arXiv 2505.09388), the head size and scaled rotary positions follow the configuration.
+With low-rank adapters (LoRA, arXiv 2106.09685) they alone are trained; every other parameter is
+frozen, and belongs to no flat vector, sum or state.
 
 Parameter names equal those of Hugging Face's classes (LlamaForCausalLM, Qwen2ForCausalLM,
 Qwen3ForCausalLM) and carry global layer indices, so that an export is a plain merge of the stages'
-states.
+states. An adapter's matrices are `lora_A` and `lora_B` below their projection, as in peft.
 
 In bfloat16 the parameters stay float32 and the residual stream is bfloat16 everywhere, inside a
 stage as on its boundaries: where the model is cut never changes what it computes.
@@ -40,7 +42,13 @@ from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model.recomputation import recomputed
 from swarm_shared.model.split_backward import product
 from swarm_shared.run.manifest import StageRange
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig, RopeScaling
+from swarm_shared.run.model_config import (
+    AdapterConfig,
+    AdapterTarget,
+    ComputeDtype,
+    ModelConfig,
+    RopeScaling,
+)
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
@@ -53,20 +61,31 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class Linear(nn.Module):
-    """A matrix and its bias, if any; the values are left to `initialise`, so none are drawn here.
+    """A matrix with its bias and adapter, if any; the values are left to `initialise`, so none are
+    drawn here.
 
     The bias is added beside the product, so that autograd gives its gradient, a sum over tokens,
-    while the product's backward pass may be split.
+    while the product's backward pass may be split. What an adapter computes is scaled where it is
+    narrow.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = False, adapter: AdapterConfig | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.lora_A = None if adapter is None else Linear(inputs, adapter.rank)
+        self.lora_B = None if adapter is None else Linear(adapter.rank, outputs)
+        self.scale = 1.0 if adapter is None else adapter.scale
 
     def forward(self, x: Tensor) -> Tensor:
         output = product(x, self.weight)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        if self.bias is not None:
+            output = output + self.bias.to(output.dtype)
+        if self.lora_A is not None and self.lora_B is not None:
+            output = output + self.lora_B(self.lora_A(x) * self.scale)
+        return output
 
 
 class RmsNorm(nn.Module):
@@ -139,6 +158,15 @@ def _kept_share(frequency_P: Tensor, scaling: RopeScaling, theta: float) -> Tens
     return 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
 
 
+def _projection(
+    config: ModelConfig, name: AdapterTarget, inputs: int, outputs: int, bias: bool = False
+) -> Linear:
+    """Return a layer's matrix of this name, with an adapter if it is one of the targets."""
+    adapters = config.adapters
+    has_adapter = config.has_adapters and name in adapters.targets
+    return Linear(inputs, outputs, bias, adapters if has_adapter else None)
+
+
 class Attention(nn.Module):
     """Causal self-attention; several query heads share one key/value head."""
 
@@ -147,10 +175,11 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.grouped = config.key_value_heads != config.heads
         hidden, bias = config.hidden_size, config.attention_bias != "none"
-        self.q_proj = Linear(hidden, config.query_size, bias)
-        self.k_proj = Linear(hidden, config.key_size, bias)
-        self.v_proj = Linear(hidden, config.key_size, bias)
-        self.o_proj = Linear(config.query_size, hidden, config.attention_bias == "all")
+        output_bias = config.attention_bias == "all"
+        self.q_proj = _projection(config, "q_proj", hidden, config.query_size, bias)
+        self.k_proj = _projection(config, "k_proj", hidden, config.key_size, bias)
+        self.v_proj = _projection(config, "v_proj", hidden, config.key_size, bias)
+        self.o_proj = _projection(config, "o_proj", config.query_size, hidden, output_bias)
         norms = config.query_key_norm
         self.q_norm = RmsNorm(config.head_size, config.norm_epsilon) if norms else None
         self.k_norm = RmsNorm(config.head_size, config.norm_epsilon) if norms else None
@@ -174,9 +203,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = _projection(config, "gate_proj", hidden, wide)
+        self.up_proj = _projection(config, "up_proj", hidden, wide)
+        self.down_proj = _projection(config, "down_proj", wide, hidden)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
@@ -296,6 +326,9 @@ class Stage(nn.Module):
         self.head_table: Tensor | None = None
         """Table the head computes with where set: a leaf that shares the tied table's memory, so
         that the gradients of the table's two uses are separate."""
+        if config.has_adapters:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
 
     @property
     def holds_tied_replica(self) -> bool:
@@ -307,27 +340,32 @@ class Stage(nn.Module):
         return self.rotary.cos_TH.device
 
     def own_parameters(self) -> NamedParameters:
-        """Return the parameters that this stage alone holds, in the order in which the data passes
-        them."""
+        """Return the trained parameters that this stage alone holds, in the order in which the data
+        passes them."""
         own = [
             (name, parameter)
             for name, parameter in self.named_parameters()
-            if not (self.holds_tied_replica and name == EMBEDDING_NAME)
+            if parameter.requires_grad and not (self.holds_tied_replica and name == EMBEDDING_NAME)
         ]
         return sorted(own, key=lambda entry: _place(entry[0]))
 
     def tied_parameters(self) -> NamedParameters:
-        """Return the parameters replicated in the first and last stage; their gradients must be
-        summed."""
+        """Return the trained parameters replicated in the first and last stage; their gradients
+        must be summed."""
         return [
             (name, parameter)
             for name, parameter in self.named_parameters()
-            if self.holds_tied_replica and name == EMBEDDING_NAME
+            if parameter.requires_grad and self.holds_tied_replica and name == EMBEDDING_NAME
         ]
 
     def all_parameters(self) -> NamedParameters:
-        """Return own parameters, then tied ones: the order of every flat vector."""
+        """Return own parameters, then tied ones: the order of every flat vector. Frozen parameters
+        are in none."""
         return self.own_parameters() + self.tied_parameters()
+
+    def frozen_parameters(self) -> NamedParameters:
+        """Return the parameters that are not trained: where there are adapters, all others."""
+        return [(name, one) for name, one in self.named_parameters() if not one.requires_grad]
 
     def forward(
         self, inputs: Tensor, targets_BT: Tensor | None = None, recomputed_layers: int = 0
@@ -389,6 +427,11 @@ class Stage(nn.Module):
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name belongs to an adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def _place(name: str) -> tuple[float, int]:

@@ -35,6 +35,7 @@ def profile_layers(
         head=_profile_part(_Part(config, sequences_per_microbatch, dtype, ends, ends, False, True)),
         tied_parameters=config.vocabulary_size * config.hidden_size * config.tie_embeddings,
         boundary_activation_bytes=tokens * config.hidden_size * TORCH_DTYPES[dtype].itemsize,
+        tied_is_frozen=config.has_adapters,
     )
 
 
@@ -70,9 +71,11 @@ def _profile_part(part: _Part) -> PartProfile:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         stage = part.build("float32")
         output = part.forward(stage)
-        torch.autograd.backward(output, torch.ones_like(output))
-    parameters = sum(parameter.numel() for parameter in stage.parameters())
-    return PartProfile(int(counter.get_total_flops()), parameters, _saved_bytes(part))
+        if output.requires_grad:  # that of a frozen token table does not
+            torch.autograd.backward(output, torch.ones_like(output))
+    trained = sum(one.numel() for one in stage.parameters() if one.requires_grad)
+    frozen = sum(one.numel() for _, one in stage.frozen_parameters())
+    return PartProfile(int(counter.get_total_flops()), trained, _saved_bytes(part), frozen)
 
 
 def _saved_bytes(part: _Part) -> int:

@@ -95,7 +95,11 @@ class WeightTape:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return `x @ weight.t()`, recorded where a tape records."""
+    """Return `x @ weight.t()`, recorded where a tape records. A frozen weight has no gradient, and
+    is never recorded."""
+    if not weight.requires_grad:
+        frozen: Tensor = _FrozenProduct.apply(x, weight)  # type: ignore[no-untyped-call]
+        return frozen
     tape = _recording.get()
     if tape is None:
         return F.linear(x, weight)
@@ -119,7 +123,25 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         ctx.tape.passed(ctx.key, weight, x, gradient)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
         return (gradient @ weight.to(gradient.dtype)).to(x.dtype), None, None
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A product of which only the input has a gradient. Only the weight itself is saved: autograd's
+    own product would, in bfloat16, keep a copy of the weight with every graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.input_dtype = x.dtype
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weight,), (gradient,) = ctx.saved_tensors, gradients
+        return (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype), None
 
 
 @torch.no_grad()

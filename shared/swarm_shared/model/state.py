@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swarm_shared.base.atomic_file import atomic_file
 from swarm_shared.base.errors import ProtocolError, StorageError
-from swarm_shared.model.llama import Stage
+from swarm_shared.model.llama import NamedParameters, Stage
 from swarm_shared.model.optimizer import AdamW
 
 FIRST_MOMENT = "optimizer.exp_avg."
@@ -112,9 +112,19 @@ def is_parameter(name: str) -> bool:
 
 
 def load_parameters(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
-    """Load the parameters of a stage, without an optimizer's state. All checks precede the first
+    """Load the trained parameters of a stage, without an optimizer's state. All checks precede the
+    first change."""
+    _load(stage.all_parameters(), tensors)
+
+
+def load_frozen(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
+    """Load the frozen parameters of a stage that trains adapters. All checks precede the first
     change."""
-    expected: dict[str, Tensor] = {name: p.detach() for name, p in stage.all_parameters()}
+    _load(stage.frozen_parameters(), tensors)
+
+
+def _load(parameters: NamedParameters, tensors: Mapping[str, Tensor]) -> None:
+    expected: dict[str, Tensor] = {name: p.detach() for name, p in parameters}
     _check_names(expected, tensors)
     for name, target in expected.items():
         _check_tensor(name, target, tensors[name])

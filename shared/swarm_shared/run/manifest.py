@@ -301,6 +301,14 @@ class Manifest(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _every_stage_trains(self) -> Self:
+        if self.model.has_adapters and any(
+            stage.first_layer == stage.end_layer for stage in self.stages
+        ):
+            raise ValueError("with adapters every stage needs a layer, as nothing else is trained")
+        return self
+
+    @model_validator(mode="after")
     def _borders_are_narrow_or_none_is(self) -> Self:
         borders = tuple(stage.first_layer for stage in self.stages[1:])
         if self.model.bottlenecks and self.model.bottlenecks != borders:

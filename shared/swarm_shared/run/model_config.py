@@ -3,6 +3,8 @@
 The family is Llama (Touvron et al. 2023, arXiv 2302.13971): pre-norm RMSNorm, rotary positions,
 SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245). Mistral, Qwen2 and Qwen3
 have the same blocks; fields say what differs (biases, norms of queries and keys, head size).
+Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) are part of the shape: with them the
+other parameters are frozen.
 """
 
 from __future__ import annotations
@@ -53,6 +55,51 @@ class RopeScaling(FrozenModel):
         return self
 
 
+AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The matrices of a layer, by the names that Hugging Face gives them."""
+
+ALL_TARGETS: tuple[AdapterTarget, ...] = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+"""Adapters of all matrices learn more than more rank at a few of them (Dettmers et al. 2023, arXiv
+2305.14314, section 4)."""
+
+
+class AdapterConfig(FrozenModel):
+    """Low-rank adapters: a matrix W computes x W^T + (alpha / rank) (x A^T) B^T, and only A and B
+    are trained."""
+
+    rank: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Rows of an adapter's first matrix; 0 to train the whole model.",
+    )
+    alpha: Finite = Field(
+        default=32.0,
+        gt=0,
+        le=1e6,
+        description="An adapter's output is multiplied by alpha / rank.",
+    )
+    targets: tuple[AdapterTarget, ...] = Field(
+        default=ALL_TARGETS,
+        min_length=1,
+        max_length=len(ALL_TARGETS),
+        description="Matrices of each layer that have an adapter.",
+    )
+
+    @model_validator(mode="after")
+    def _targets_differ(self) -> Self:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError("targets must name each matrix once")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output; only where there are adapters."""
+        return self.alpha / self.rank
+
+
 class ModelConfig(FrozenModel):
     """Sizes of a decoder-only transformer. All are counts unless the name says otherwise."""
 
@@ -78,6 +125,7 @@ class ModelConfig(FrozenModel):
         default=(), max_length=MAX_LAYERS
     )
     """Layers before which the model has a bottleneck: where it may be cut."""
+    adapters: AdapterConfig = AdapterConfig()
 
     @model_validator(mode="after")
     def _bottlenecks_are_places(self) -> Self:
@@ -115,6 +163,29 @@ class ModelConfig(FrozenModel):
                 "(Qwen2)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if self.adapters.rank > self.hidden_size:
+            raise ValueError("the rank of adapters must be at most hidden_size")
+        if self.adapters.rank and self.bottleneck_size:
+            raise ValueError("adapters need a trained model, and one with bottlenecks cannot be it")
+        return self
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters alone are trained, and every other parameter is frozen."""
+        return self.adapters.rank > 0
+
+    @property
+    def base(self) -> ModelConfig:
+        """The same model without adapters."""
+        return self.model_copy(update={"adapters": AdapterConfig()})
+
+    @property
+    def trains_tied_table(self) -> bool:
+        """Whether gradients of one token table come from both ends of the model."""
+        return self.tie_embeddings and not self.has_adapters
 
     @property
     def head_size(self) -> int:

@@ -21,6 +21,9 @@ DEVICE_BYTES_PER_PARAMETER = 4 + 4 + 4
 """Bytes of a float32 weight, the step's sum of gradients (int32 where they are counted), and one
 microbatch's gradient."""
 
+FROZEN_BYTES_PER_PARAMETER = 4
+"""Bytes of the device for a float32 weight that is not trained; all versions share it."""
+
 STALE_BYTES_PER_PARAMETER = 4 + 4
 """Additional bytes of the device for each step that gradients lag behind: a weight of another
 version, and the sum of gradients computed with it."""
@@ -45,12 +48,15 @@ class PartProfile:
     parameters: int
     saved_activation_bytes: int
     """Bytes autograd keeps between forward and backward."""
+    frozen_parameters: int = 0
+    """Parameters that are not trained: `parameters` are the others."""
 
     def plus(self, other: PartProfile, sign: int = 1) -> PartProfile:
         return PartProfile(
             self.flops + sign * other.flops,
             self.parameters + sign * other.parameters,
             self.saved_activation_bytes + sign * other.saved_activation_bytes,
+            self.frozen_parameters + sign * other.frozen_parameters,
         )
 
 
@@ -64,6 +70,8 @@ class ModelProfile:
     """Size of the tied token table (held twice when the model is split); 0 when untied."""
     boundary_activation_bytes: int
     """Bytes that cross each boundary forwards, and as gradient backwards, per microbatch."""
+    tied_is_frozen: bool = False
+    """Whether the tied token table is not trained."""
 
 
 class StageProfiles:
@@ -81,7 +89,9 @@ class StageProfiles:
         if is_last:
             part = part.plus(self._model.head)
         if is_first and is_last:
-            part = part.plus(PartProfile(0, self._model.tied_parameters, 0), -1)
+            tied = self._model.tied_parameters
+            frozen = tied if self._model.tied_is_frozen else 0
+            part = part.plus(PartProfile(0, tied - frozen, 0, frozen), -1)
         return part
 
     def graphs_bytes(self, start: int, end: int, is_first: bool, is_last: bool) -> int:
@@ -100,7 +110,8 @@ class StageProfiles:
         microbatches = 1 if is_last else GRAPHS
         least = microbatches * (len(in_layers) * boundary + ends) + max(in_layers, default=0)
         comfortable = self.graphs_bytes(*cut)
-        return parameter_memory(part.parameters, staleness, exact) + StageMemory(
+        held = parameter_memory(part.parameters, staleness, exact, part.frozen_parameters)
+        return held + StageMemory(
             device_bytes=min(least, comfortable), comfortable_bytes=comfortable
         )
 
@@ -132,9 +143,13 @@ def stage_memory(
     return StageProfiles(profile).memory((*ends, is_first, is_last), staleness, exact)
 
 
-def parameter_memory(parameters: int, staleness: int, exact: bool) -> StageMemory:
-    """Return the memory of a stage with so many parameters, without activations."""
+def parameter_memory(
+    parameters: int, staleness: int, exact: bool, frozen_parameters: int = 0
+) -> StageMemory:
+    """Return the memory of a stage with so many trained and frozen parameters, without
+    activations."""
     device = device_bytes_per_parameter(staleness) * parameters
+    device += FROZEN_BYTES_PER_PARAMETER * frozen_parameters
     return StageMemory(
         device_bytes=device,
         comfortable_bytes=device,
@@ -185,7 +200,9 @@ def plan_stages(
 
     def memory(stage: int, start: int, end: int) -> float:
         cut = (start, end, stage == 0, stage == last)
-        return per_parameter * stages.stage(*cut).parameters + stages.graphs_bytes(*cut)
+        part = stages.stage(*cut)
+        frozen_bytes = FROZEN_BYTES_PER_PARAMETER * part.frozen_parameters
+        return per_parameter * part.parameters + frozen_bytes + stages.graphs_bytes(*cut)
 
     def fits(stage: int, start: int, end: int) -> bool:
         cut = (start, end, stage == 0, stage == last)

@@ -54,6 +54,7 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
     "multiple_of": lambda context: f"must be a multiple of {_plain(context['multiple_of'])}",
     "model_type": lambda _: "must be a table, like {}",
     "extra_forbidden": lambda _: "must be left out",
+    "too_short": lambda context: f"must have at least {context['min_length']} part",
     "too_long": lambda context: f"must have at most {context['max_length']} parts",
     "value_error": lambda context: f"{context['error']}",
 }

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.peer_names import named
+from swarm_coordinator.configuration.command_line import parse_override
 from swarm_coordinator.configuration.run_settings import (
     RunSettings,
     default_settings,
-    parse_override,
     parse_run_toml,
     settings_differences,
 )

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import cli
+from swarm_coordinator.configuration.command_line import parse_codec
 from swarm_coordinator.configuration.run_settings import (
     RunSettings,
     default_settings,
-    parse_codec,
     parse_run_toml,
 )
 from swarm_coordinator.configuration.template import render_run_toml

@@ -56,16 +56,19 @@ def worker_allowance(
         )
     exact = manifest.codecs.average == "exact"
     total_bytes = EXACT_TOTAL_BYTES if exact else PLAIN_TOTAL_BYTES
-    flat_bytes = 2 * total_bytes * stage_sizes(manifest)[stage].parameters
-    return private_allowance(host_bytes, flat_bytes, threads)
+    sizes = stage_sizes(manifest)[stage]
+    flat_bytes = 2 * total_bytes * sizes.parameters
+    # The file of frozen parameters is mapped while they are loaded.
+    return private_allowance(host_bytes, flat_bytes, threads) + sizes.frozen_bytes
 
 
 def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
     """Return the device memory for autograd graphs: what the parameters leave of an offer that
     holds the stage."""
     exact = manifest.codecs.average == "exact"
+    sizes = stage_sizes(manifest)[stage]
     fixed = parameter_memory(
-        stage_sizes(manifest)[stage].parameters, manifest.training.staleness, exact
+        sizes.parameters, manifest.training.staleness, exact, sizes.frozen_parameters
     )
     taken = fixed.device_bytes + (fixed.host_bytes if offer.host_bytes is None else 0)
     return max(0, offer.device_bytes - taken)

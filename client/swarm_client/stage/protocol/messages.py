@@ -66,7 +66,8 @@ SquaredNorm = Annotated[float, Field(ge=0)]
 
 
 class ConfigureStage(Numbered):
-    """Build the stage from the manifest's seed, at version 0."""
+    """Build the stage from the manifest's seed, at version 0; its frozen parameters, if any, from
+    the file at `base_path`."""
 
     kind: Literal["configure_stage"] = "configure_stage"
     manifest_json: Annotated[str, Field(max_length=8 * 2**20)]
@@ -82,6 +83,7 @@ class ConfigureStage(Numbered):
     slot_count: int = Field(ge=1, le=65_536)
     namespace: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     """Prefix of the names of the shared memory."""
+    base_path: str | None = None
 
 
 class RunSelfTest(Numbered):

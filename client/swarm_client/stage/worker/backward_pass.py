@@ -64,8 +64,13 @@ def differentiate(
         tape.weights = weights
     direct = [one for one in parameters if tape is None or one not in tape]
     wanted = direct if graph.entry is None else [graph.entry, *direct]
-    if not wanted:
+    if not parameters and not wanted:
         return None, ParameterGradients([], {}, tape)
+    if not wanted:
+        # All are on the tape: the backward pass ends at it, and leaves nothing in a `grad`.
+        torch.autograd.backward(graph.output, output_gradient)
+        while_computing()
+        return None, ParameterGradients(parameters, {}, tape)
     found = list(torch.autograd.grad(graph.output, wanted, output_gradient))
     while_computing()
     input_gradient = None if graph.entry is None else found.pop(0)

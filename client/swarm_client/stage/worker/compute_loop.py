@@ -458,9 +458,13 @@ def _configure(
             f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
             f"{runner.sizes.slot_bytes}",
         )
+    steps = StepRunner(runner)
+    if request.base_path is not None:
+        steps.load_base(Path(request.base_path))
+    elif manifest.initial and manifest.model.has_adapters:
+        raise RequestFailed("bad_input", "the file of the stage's frozen parameters is needed")
     if not accelerator.is_processor or compile_backend is not None:
         runner.warm_up()
-    steps = StepRunner(runner)
     arithmetic = arithmetic_class(accelerator)
     digest = steps.fingerprint().digest
     # Last, so that every segment is listed in `made` when a signal arrives.

@@ -42,6 +42,11 @@ class ParameterSet:
             torch._foreach_copy_(self.parameters, other.parameters)
 
 
+def _copy(stage: Stage) -> Stage:
+    """Return a copy with trained parameters of its own, and the same frozen ones."""
+    return copy.deepcopy(stage, {id(frozen): frozen for _, frozen in stage.frozen_parameters()})
+
+
 class ParameterSets:
     """All parameter sets of a stage, at version 0. `kept_budget_bytes` is their common budget."""
 
@@ -51,7 +56,7 @@ class ParameterSets:
     ) -> None:  # fmt: skip
         count = manifest.training.staleness + 1
         stage = build_stage(manifest, stage_index, device)
-        stages = [stage, *(copy.deepcopy(stage) for _ in range(count - 1))]
+        stages = [stage, *(_copy(stage) for _ in range(count - 1))]
         self.layout = FlatLayout.of(stage)
         self.quantum = quantum_of(manifest)
         budget_bytes = kept_budget_bytes // count

@@ -475,7 +475,7 @@ class StageRunner:
     ) -> Graph:
         """Run forward with the graph of one layer only, as more might not fit, and measure it."""
         layers = list(parameter_set.stage.model.layers.values())
-        saved = _SavedBytes(parameter_set.parameters)
+        saved = _SavedBytes(parameter_set.stage.parameters())
         totals, input_bytes = [0, 0], [0]
 
         def begins(_: object, args: tuple[Tensor, ...]) -> None:

@@ -30,7 +30,8 @@ from swarm_shared.model import (
     Stage,
     apply_step,
     fingerprint,
-    initialise,
+    initialise_trained,
+    load_frozen,
     load_parameters,
     load_state,
     make_optimizer,
@@ -133,6 +134,36 @@ class StepRunner:
     def load(self, path: Path, version: Version) -> Fingerprint:
         """Load a file that `save` wrote, here or on a peer, or the manifest's file of version 0.
         All checks come first."""
+        tensors = self._tensors(path, version)
+        manifest = self._runner.manifest
+        try:
+            newest = self._runner.parameter_sets.newest(version).stage
+            if version == 0 and manifest.initial and not manifest.model.has_adapters:
+                load_parameters(newest, tensors)
+                return self._begin(version)
+            load_state(newest, self._optimizer, tensors, self._previous(version))
+        except ProtocolError as error:
+            raise RequestFailed("bad_input", str(error)) from error
+        self._runner.reset()
+        self._runner.version = version
+        return self.fingerprint()
+
+    def reinitialise(self, version: Version) -> Fingerprint:
+        """Start again from the manifest's seed; frozen parameters stay."""
+        newest = self._runner.parameter_sets.newest(version).stage
+        initialise_trained(newest, self._runner.manifest.training.seed)
+        return self._begin(version)
+
+    def load_base(self, path: Path) -> None:
+        """Load the stage's frozen parameters from the manifest's file. All checks come first."""
+        try:
+            # One copy, which all parameter sets share.
+            load_frozen(self._runner.stage, self._tensors(path, Version(0)))
+        except ProtocolError as error:
+            raise RequestFailed("bad_input", str(error)) from error
+
+    def _tensors(self, path: Path, version: Version) -> dict[str, Tensor]:
+        """The tensors of a file that says that it is of this stage and version."""
         try:
             stored = open_state(path)
         except StorageError as error:
@@ -144,23 +175,7 @@ class StepRunner:
                 f"{path} holds {stored.metadata}, and {expected} is needed: fetch the "
                 "state of this stage and version",
             )
-        try:
-            newest = self._runner.parameter_sets.newest(version).stage
-            if version == 0 and self._runner.manifest.initial:
-                load_parameters(newest, stored.tensors)
-                return self._begin(version)
-            load_state(newest, self._optimizer, stored.tensors, self._previous(version))
-        except ProtocolError as error:
-            raise RequestFailed("bad_input", str(error)) from error
-        self._runner.reset()
-        self._runner.version = version
-        return self.fingerprint()
-
-    def reinitialise(self, version: Version) -> Fingerprint:
-        """Start again from the manifest's seed."""
-        newest = self._runner.parameter_sets.newest(version).stage
-        initialise(newest, self._runner.manifest.training.seed)
-        return self._begin(version)
+        return stored.tensors
 
     def _begin(self, version: Version) -> Fingerprint:
         """Train from the newest parameters on, with an optimizer before its first step."""

@@ -56,7 +56,8 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
             stage=StageIndex(index),
             work_flops=stage.work_flops or 1.0,
             memory=stage.memory,
-            state_bytes=sizes.state_bytes,
+            state_bytes=sizes.state_bytes + sizes.frozen_bytes,
+            frozen_bytes=sizes.frozen_bytes,
             sent_bytes=sizes.sent_bytes,
         )
         for index, (stage, sizes) in enumerate(
@@ -205,7 +206,7 @@ def _begin(run: RunState, move: Move, now: float) -> None:
 
 def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
     """Whether the stages are both ends of a tied model: one peer would join an all-reduce twice."""
-    return run.manifest.model.tie_embeddings and {one, other} == {StageIndex(0), run.last_stage}
+    return run.manifest.model.trains_tied_table and {one, other} == {StageIndex(0), run.last_stage}
 
 
 # ---------------------------------------------------------------- carrying it out

@@ -55,7 +55,8 @@ def announced(
     """Record a holder's announcement of its file; False if it does not answer the request."""
     if message.version != snapshots.version or snapshots.asked.get(peer.peer) != peer.session:
         return False
-    state_bytes = run.rebalancing.stages[snapshots.stage].state_bytes
+    load = run.rebalancing.stages[snapshots.stage]
+    state_bytes = load.state_bytes - load.frozen_bytes
     if not is_size_of_state_file(message.bytes, state_bytes):
         reason = (
             f"its snapshot of stage {snapshots.stage} has {message.bytes} bytes, the state "

@@ -213,8 +213,9 @@ def _assign_from(
 def _from_initialisation(
     run: RunState, peer: PeerState, transfer: StageTransfer, now: float
 ) -> None:
-    """Version 0: from the seed, or from the file that the manifest names."""
-    if not run.manifest.initial:
+    """Version 0: from the seed, or from the file that the manifest names. Adapters are from the
+    seed; the file has what is frozen."""
+    if not run.manifest.initial or run.manifest.model.has_adapters:
         _assign_from(run, peer, transfer, "fresh", (), ("", 0, ""), now)
         return
     state = run.manifest.initial[transfer.stage]

@@ -95,7 +95,7 @@ class RunState:
     def tied_stages(self) -> frozenset[StageIndex]:
         """Both ends of a model with tied embeddings, which average these together."""
         ends = frozenset((StageIndex(0), self.last_stage))
-        tied = self.manifest.model.tie_embeddings and len(ends) > 1
+        tied = self.manifest.model.trains_tied_table and len(ends) > 1
         return ends if tied else frozenset()
 
 

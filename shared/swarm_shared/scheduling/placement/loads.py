@@ -22,6 +22,8 @@ class StageLoad:
     """Bytes a peer downloads to take the stage."""
     sent_bytes: int = 0
     """Bytes a peer of the stage sends for one microbatch: activation and gradient."""
+    frozen_bytes: int = 0
+    """Of `state_bytes`, those of frozen parameters, which are in no snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
             device_bytes=min(layers, 1) * layer + end,
             comfortable_bytes=GRAPHS * (layers * layer + end),
         )
-        found.append(parameter_memory(sizes.parameters, staleness, exact) + of_activations)
+        held = parameter_memory(sizes.parameters, staleness, exact, sizes.frozen_parameters)
+        found.append(held + of_activations)
     return tuple(found)
 
 
@@ -61,8 +62,15 @@ def _figures(claimed: StageMemory, least: StageMemory) -> Iterator[tuple[int, in
 
 def _layer_activations(manifest: Manifest) -> int:
     """Return the values that autograd keeps of one layer for each token: the inputs of its
-    matrices, norms, attention and SwiGLU."""
+    matrices, norms, attention and SwiGLU. Where weights are frozen, the inputs of attention and
+    SwiGLU, and of the norms and adapters."""
     config = manifest.model
     attention = 2 * (config.query_size + config.key_size)
+    if config.has_adapters:
+        targets = set(config.adapters.targets)
+        ends = (targets & {"q_proj", "k_proj", "v_proj"}, targets & {"gate_proj", "up_proj"})
+        residual = 2 + sum(1 for end in ends if end)
+        wide = 4 if "down_proj" in targets else 3
+        return residual * config.hidden_size + attention + wide * config.intermediate_size
     normalised = attention if config.query_key_norm else 0
     return 6 * config.hidden_size + attention + normalised + 4 * config.intermediate_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarm_shared.run.codec_sizes import encoded_bytes
 from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange, TrainingSection
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.model_config import AdapterTarget, ModelConfig
 
 FLOAT_BYTES = 4
 TOKEN_BYTES = 4
@@ -30,6 +30,9 @@ class StageSizes:
     """Bytes of the gradient sent back; 0 at the first stage, whose input has no gradient."""
     output_gradient_bytes: int
     """Bytes of the gradient received for the output; 0 at the last stage."""
+    frozen_parameters: int = 0
+    """Parameters that are not trained, which are no part of a state: `parameters` are the
+    others."""
     staleness: int = 0
     """The run's staleness; as many older versions of the parameters are part of the state."""
 
@@ -52,6 +55,11 @@ class StageSizes:
         return FLOAT_BYTES * self.parameters
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen parameters, which a peer downloads before any state."""
+        return FLOAT_BYTES * self.frozen_parameters
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes that the stage's peers average at the end of a step."""
         return FLOAT_BYTES * self.parameters
@@ -72,6 +80,22 @@ def layer_parameters(config: ModelConfig) -> int:
     if config.query_key_norm:
         attention += 2 * config.head_size
     return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+
+
+def adapter_parameters(config: ModelConfig) -> int:
+    """Return the parameters of one layer's adapters."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    inputs_and_outputs: dict[AdapterTarget, int] = {
+        "q_proj": hidden + config.query_size,
+        "k_proj": hidden + config.key_size,
+        "v_proj": hidden + config.key_size,
+        "o_proj": config.query_size + hidden,
+        "gate_proj": hidden + wide,
+        "up_proj": hidden + wide,
+        "down_proj": wide + hidden,
+    }
+    adapters = config.adapters
+    return adapters.rank * sum(inputs_and_outputs[target] for target in adapters.targets)
 
 
 def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -106,7 +130,11 @@ def sizes_of_cut(
     narrow, widen = bottleneck_parameters(config)
     sizes: list[StageSizes] = []
     for index, cut in enumerate(stages):
-        parameters = (cut.end_layer - cut.first_layer) * layer_parameters(config)
+        layers = cut.end_layer - cut.first_layer
+        parameters, adapters = (
+            layers * layer_parameters(config),
+            layers * adapter_parameters(config),
+        )
         parameters += (narrow if index < last else 0) + (widen if index else 0)
         if index == 0:
             parameters += table
@@ -116,7 +144,8 @@ def sizes_of_cut(
             parameters += config.hidden_size + (0 if shared else table)
         sizes.append(
             StageSizes(
-                parameters=parameters,
+                parameters=adapters if config.has_adapters else parameters,
+                frozen_parameters=parameters if config.has_adapters else 0,
                 input_bytes=activation if index else tokens * TOKEN_BYTES,
                 output_bytes=activation if index < last else 0,
                 input_gradient_bytes=gradient if index else 0,

@@ -90,7 +90,8 @@ def loader_of(manifest: Manifest, offered_bytes: int, folder: Path) -> StageLoad
         home=SimpleNamespace(log_folder=folder),
     )
     membership: Any = SimpleNamespace(now=SimpleNamespace(manifest=manifest))
-    return StageLoader(context, membership, None, WarmWorker(1, folder / "worker.log"))  # type: ignore[arg-type]
+    spare = WarmWorker(1, folder / "worker.log")
+    return StageLoader(context, membership, None, spare, None)  # type: ignore[arg-type]
 
 
 def peak_bytes(worker: StageWorker) -> int:

@@ -41,6 +41,7 @@ from swarm_shared.protocol import (
     Welcome,
 )
 from swarm_shared.run.manifest import InitialState
+from swarm_shared.run.model_config import AdapterConfig
 
 
 def kinds(commands: list[Command], peer: str) -> list[str]:
@@ -82,6 +83,17 @@ def test_version_0_of_a_run_with_a_beginning_comes_from_the_organisers_folder() 
     assert (assigned.source, assigned.item) == ("snapshot", "initial/0")
     assert (assigned.bytes, assigned.sha256) == (70, "a" * 64)
     assert [holder.peer for holder in assigned.holders] == [COORDINATOR.peer]
+
+
+def test_version_0_of_adapters_comes_from_the_seed() -> None:
+    bench = Bench()
+    initial = (InitialState(bytes=70, sha256="a" * 64), InitialState(bytes=80, sha256="b" * 64))
+    model = bench.run.manifest.model.model_copy(update={"adapters": AdapterConfig(rank=2)})
+    bench.run.manifest = bench.run.manifest.model_copy(update={"initial": initial, "model": model})
+    bench.attach("a")
+    bench.send("a", StageRequest(stage=StageIndex(0)))
+    [assigned] = bench.sent("a", AssignStage)
+    assert (assigned.version, assigned.source, assigned.item) == (0, "fresh", "")
 
 
 def test_of_two_joining_peers_that_choose_the_same_stage_one_is_corrected() -> None:
