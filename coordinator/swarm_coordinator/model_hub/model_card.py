@@ -46,7 +46,7 @@ def model_card(
             *_front_matter(manifest, "peft" if as_adapters else "transformers"),
             f"# {name}",
             "",
-            _summary(manifest, figures),
+            _summary(manifest, figures, as_adapters=as_adapters),
             "",
             "| | |",
             "|---|---|",
@@ -76,23 +76,16 @@ def _front_matter(manifest: Manifest, library: str) -> list[str]:
     return [*lines, "---", ""]
 
 
-def _summary(manifest: Manifest, figures: RunFigures) -> str:
+def _summary(manifest: Manifest, figures: RunFigures, *, as_adapters: bool) -> str:
     of_volunteers = ""
     if figures.volunteers is not None:
         devices = "1 device" if figures.volunteers == 1 else f"{figures.volunteers:,} devices"
         of_volunteers = f" across {devices} of volunteers"
-    origin = ""
-    if manifest.base_model:
-        base = escaped(manifest.base_model)
-        origin = f", continued from {base}"
-    elif manifest.initial:
-        origin = ", continued from another model"
-    what = (
-        "Low-rank adapters of a language model,"
-        if manifest.model.has_adapters
-        else ("A language model")
-    )
-    return f"{what} trained by swarmtrain{of_volunteers}{origin}."
+    base = escaped(manifest.base_model) or "another model"
+    if as_adapters:
+        return f"Low-rank adapters of {base}, trained by swarmtrain{of_volunteers}."
+    origin = f", continued from {base}" if manifest.initial or manifest.base_model else ""
+    return f"A language model trained by swarmtrain{of_volunteers}{origin}."
 
 
 def _rows(manifest: Manifest, figures: RunFigures, dtype: str) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from swarm_coordinator.model_hub.model_card import RunFigures, escaped, model_ca
 from swarm_coordinator.storage.history import Reached, read_reached
 from swarm_shared.base.types import RunId, Version
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import AdapterConfig
 
 FIGURES = RunFigures(
     run_id=RunId("ab" * 32), manifest_sha256="cd" * 32, steps=1500, training_loss=2.5,
@@ -61,6 +62,24 @@ def test_the_model_that_a_run_continues_is_named_if_it_is_known() -> None:
     card = model_card(manifest, FIGURES, "float32", "ada/x")
     assert front_matter(card)["base_model"] == "org/base"
     assert r"continued from org\/base" in card
+
+
+def test_the_card_of_adapters_says_how_peft_loads_them() -> None:
+    plain = small_manifest(tied=False)
+    adapters = AdapterConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
+    model = plain.model.model_copy(update={"adapters": adapters})
+    manifest = plain.model_copy(update={"base_model": "org/base", "model": model})
+    card = model_card(manifest, FIGURES, "float32", "ada/x", as_adapters=True)
+    assert front_matter(card)["library_name"] == "peft"
+    assert front_matter(card)["base_model"] == "org/base"
+    assert rows(card)["adapters"] == "rank 4, alpha 8, of `q_proj`, `v_proj`"
+    assert r"Low-rank adapters of org\/base, trained by swarmtrain across 7 devices" in card
+    assert 'AutoModelForCausalLM.from_pretrained("org/base")' in card
+    assert 'PeftModel.from_pretrained(base, "ada/x")' in card
+    merged = model_card(manifest, FIGURES, "float32", "ada/x")
+    assert front_matter(merged)["library_name"] == "transformers"
+    assert r"A language model trained by swarmtrain across 7 devices" in merged
+    assert rows(merged)["adapters"] == rows(card)["adapters"]
 
 
 @pytest.mark.parametrize("loss", [None, float("nan")])
