@@ -19,7 +19,7 @@ from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model import global_norm
 from swarm_shared.run.manifest import CodecsConfig, Manifest
-from swarm_shared.run.model_config import RopeScaling
+from swarm_shared.run.model_config import AdapterConfig, RopeScaling
 from swarm_shared.run.schedule import learning_rate
 
 STEPS = 4
@@ -159,6 +159,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "query_key_norm": True, "attention_bias": "all", "attention_head_size": 12,
         "rope_scaling": RopeScaling(kind="llama3", factor=8, original_length=32),
     },
+    "adapters": {"adapters": AdapterConfig(rank=3), "attention_bias": "qkv"},
 }  # fmt: skip
 
 
@@ -167,6 +168,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     [
         (1, False, "llama"), (1, True, "llama"), (2, False, "llama"), (3, True, "llama"),
         (2, False, "qwen2"), (3, True, "qwen2"), (1, True, "qwen3"), (3, True, "qwen3"),
+        (1, False, "adapters"), (3, True, "adapters"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("border", ["none", "int8"])
