@@ -51,6 +51,7 @@ class Worker:
         self.uncommits: bool | Exception = True
         """Answer to the next removals."""
         self.resets = 0
+        self.configured = SimpleNamespace(arithmetic="1234")
 
     async def uncommit(self, step: int, microbatches: tuple[int, ...]) -> bool:
         await trio.lowlevel.checkpoint()

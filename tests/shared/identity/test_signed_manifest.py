@@ -139,7 +139,9 @@ def test_a_runs_id_is_the_hash_of_its_canonical_json():
         )
         + '],"token_bytes":1,"tokenizer":"bytes","tokenizer_sha256":null,'
         '"unigram_entropy_nats":3.141592653589793},'
-        '"model":{"attention_bias":"none","attention_head_size":0,"bottleneck_size":0,'
+        '"model":{"adapters":{"alpha":32,"rank":0,"targets":["q_proj","k_proj","v_proj","o_proj",'
+        '"gate_proj","up_proj","down_proj"]},'
+        '"attention_bias":"none","attention_head_size":0,"bottleneck_size":0,'
         f'"bottlenecks":[],"heads":{model["heads"]},'
         f'"hidden_size":{model["hidden_size"]},"intermediate_size":{model["intermediate_size"]},'
         f'"key_value_heads":{model["key_value_heads"]},"layers":{model["layers"]},'

@@ -201,10 +201,12 @@ def test_sizes_are_those_of_the_stages_and_no_honest_claim_is_below_the_bound(
         assert size.frozen_parameters == sum(p.numel() for _, p in stage.frozen_parameters())
         assert size.frozen_bytes == 4 * size.frozen_parameters
     whole_training = described.model_copy(update={"model": model.base})
-    for one, other in zip(
-        least_stage_memory(described), least_stage_memory(whole_training), strict=True
-    ):
-        assert one.host_bytes < other.host_bytes
+    for size, whole, one, other in zip(
+        stage_sizes(described), stage_sizes(whole_training),
+        least_stage_memory(described), least_stage_memory(whole_training), strict=True,
+    ):  # fmt: skip
+        if size.parameters < whole.parameters:  # not where the rank is near the matrices' width
+            assert one.host_bytes < other.host_bytes
 
 
 @pytest.mark.parametrize(

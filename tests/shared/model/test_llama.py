@@ -161,7 +161,8 @@ def test_bottlenecks_that_make_no_sense_are_refused(wrong, why):
         ({"query_key_norm": True, "attention_bias": "qkv"}, "not with .qkv. .Qwen2"),
         ({"rope_scaling": {"kind": "linear", "factor": 0.5}}, "greater than or equal to 1"),
         ({"rope_scaling": {"kind": "llama3", "low_frequency_factor": 4}}, "be less than high_fr"),
-        ({"rope_scaling": {"kind": "yarn"}}, "'none', 'linear' or 'llama3'"),
+        ({"rope_scaling": {"kind": "longrope"}}, "'none', 'linear', 'llama3' or 'yarn'"),
+        ({"rope_scaling": {"kind": "yarn"}, "rope_theta": 1.0}, "must be more than 1"),
     ],
 )
 def test_blocks_that_no_family_has_are_refused(wrong, why):

@@ -21,6 +21,7 @@ from client.stage.worker.test_stage_runner import (
     tokens_of,
     whole_gradients,
 )
+from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.backward_pass import Graph, differentiate
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -166,7 +167,7 @@ def test_a_newcomer_has_the_base_from_the_file_and_the_adapters_from_a_state(
 
 def test_a_base_of_another_stage_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     manifest = adapter_manifest(2)
-    steps = StepRunner(StageRunner(manifest, StageIndex(0), torch.device("cpu"), PLENTY, PLENTY))
+    steps = StepRunner(StageRunner(manifest, StageIndex(0), processor(), PLENTY, PLENTY))
     save_base(manifest, 1, tmp_path / "other")
     assert failure(steps.load_base, tmp_path / "other") == "bad_input"
     tensors = save_base(manifest, 0, tmp_path / "cut")
