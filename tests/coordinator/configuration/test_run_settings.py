@@ -41,7 +41,7 @@ quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=
             "data.source": quoted,
             "optimizer.learning_rate": finite,
             "optimizer.epsilon": finite,
-            "model.rope_theta": finite,
+            "model.rope_theta": st.floats(1.0, 1e9, exclude_min=True),  # yarn needs more than 1
             "model.tie_embeddings": st.booleans(),
             "model.attention_bias": st.sampled_from(["none", "qkv", "all"]),
             "model.attention_head_size": st.sampled_from([0, 8, 128]),
