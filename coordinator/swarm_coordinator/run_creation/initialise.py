@@ -281,7 +281,7 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
 def _check_adapters(settings: RunSettings, has_base: bool) -> None:
     if settings.adapters.rank and not has_base:
         raise ConfigurationError(
-            "[adapters] change a model that exists; name it with `init --from`, or set rank to 0"
+            "[adapters] are trained on a given model; name it with `init --from`, or set rank to 0"
         )
 
 
