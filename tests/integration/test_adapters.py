@@ -30,7 +30,7 @@ def test_a_death_and_a_join_change_no_bit_and_peft_loads_the_export(
     invite = swarm.start_coordinator()
     volunteers = [swarm.start_volunteer(invite, stage=number % 2) for number in range(4)]
     run.wait_for_version(3)
-    # Two hold stage 0; the newcomer has the base from the organiser, the adapters from a peer.
+    # Two hold stage 0; a joining peer has the base from the organiser, the adapters from a peer.
     run.kill(volunteers[0])
     swarm.start_volunteer(invite, stage=0)
     swarm.watch(lambda *_: None)

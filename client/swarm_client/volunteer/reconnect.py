@@ -66,7 +66,8 @@ class Attachment:
         self.finished = False
         self.leaving = False
         self._leaving_until_resumed = False
-        """A long pause has begun: the stage is given up and asked for again after it."""
+        """The stage is given up, and one asked for again: after a long pause, or at once where the
+        memory does not suffice."""
         self._self_tested = False
         """This machine has passed a self-test since the last answer of the coordinator."""
         self._node = node

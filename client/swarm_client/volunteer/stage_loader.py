@@ -65,7 +65,7 @@ class StageLoader:
         """A worker of the stage, with parameters from the manifest's seed, and frozen ones, if any,
         from the manifest's file. CapacityError when the stage needs more memory than is offered."""
         options, manifest = self.context.options, self.membership.now.manifest
-        offer = options.device.memory
+        offer = options.offer(trio.current_time())
         allowance = worker_allowance(manifest, stage, offer, options.threads)
         base = await self._base(manifest, stage)
         async with open_worker(

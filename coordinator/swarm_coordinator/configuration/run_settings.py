@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from typing import Literal, Self
 
@@ -640,12 +640,19 @@ def _with_defaults(
 
 def _sentences(error: ValidationError, where: str, section: str | None = None) -> str:
     """Return every validation error as a sentence in the terms of run.toml."""
+    details = error.errors(include_url=False)
     return "; ".join(
         _sentence(detail, where, section)
-        for detail in error.errors(include_url=False)
-        # A missing value follows from a section that is reported itself.
-        if detail["type"] != "missing"
+        for detail in details
+        # A missing value follows from a section that is reported itself, and a list that is too
+        # short from its parts that are.
+        if detail["type"] != "missing" and not _has_wrong_parts(detail, details)
     )
+
+
+def _has_wrong_parts(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    place = detail["loc"]
+    return any(len(one["loc"]) > len(place) == 2 and one["loc"][:2] == place for one in details)
 
 
 def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:

@@ -107,7 +107,7 @@ def _adapter_config(manifest: Manifest) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # Without a name, whoever loads the adapters gives the model.
+        # Without a name on the hub, the model is given where the adapters are loaded.
         "base_model_name_or_path": manifest.base_model or None,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,

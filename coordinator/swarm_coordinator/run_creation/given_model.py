@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from swarm_coordinator.offline.merged_stages import parameter_shapes
@@ -159,8 +159,8 @@ class _Rope(BaseModel):
     beta_slow: float | None = None
     beta_fast: float | None = None
     attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    mscale: float | None = Field(default=None, ge=0)
+    mscale_all_dim: float | None = Field(default=None, ge=0)
     truncate: bool = True
 
     @property

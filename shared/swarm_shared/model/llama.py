@@ -152,8 +152,9 @@ def _kept_share(frequency_P: Tensor, scaling: RopeScaling, theta: float) -> Tens
         return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
 
     # Whole pairs, within the width of a head, as the published code has them.
-    first = max(math.floor(pair_of(high)), 0)
-    last = min(math.ceil(pair_of(low)), 2 * pairs - 1)
+    # Floats, as a theta close to 1 gives pairs beyond an int64.
+    first = float(max(math.floor(pair_of(high)), 0))
+    last = float(min(math.ceil(pair_of(low)), 2 * pairs - 1))
     width = (last - first) or 0.001
     return 1 - ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
 

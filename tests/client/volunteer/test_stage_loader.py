@@ -15,10 +15,12 @@ import pytest
 from kits.client.held_stage import member_of
 from kits.peer_names import named
 from kits.swarm_world.facts import Options, manifest_of
+from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer import stage_loader
 from swarm_client.volunteer.base_files import BaseFiles, base_state
+from swarm_client.volunteer.context import VolunteerOptions
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_loader import StageLoader, check_file_size
 from swarm_shared.base.errors import NetworkError, ProtocolError
@@ -189,10 +191,10 @@ async def test_a_worker_starts_with_what_is_frozen_which_is_fetched_once(
     ):
         serve_transfers(organiser, find, lambda remote, hello: None)
         home = Home.create(tmp_path / "home")
-        device = SimpleNamespace(memory=None, name="cpu")
+        device = Device("cpu", "CPU", 2**30)
         context = SimpleNamespace(
             node=node, report=lambda line: None, claim_disk=lambda size_bytes: None, home=home,
-            options=SimpleNamespace(device=device, threads=1),
+            options=VolunteerOptions(device, 1, None, None),
         )  # fmt: skip
 
         def loader_of(manifest: Manifest) -> StageLoader:

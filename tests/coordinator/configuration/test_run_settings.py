@@ -204,6 +204,13 @@ def test_a_mistake_is_one_clear_sentence(text: str, sentence: str):
     assert message.startswith("run.toml") or "preset" in message
 
 
+def test_a_list_with_a_wrong_part_is_one_sentence():
+    with pytest.raises(ConfigurationError) as caught:
+        parse_run_toml('[adapters]\ntargets = ["x"]')
+    assert str(caught.value).count("[adapters]") == 1
+    assert "not 'x'" in str(caught.value)
+
+
 def test_every_mistake_is_told_at_once():
     with pytest.raises(ConfigurationError) as caught:
         parse_run_toml("[training]\nsteps = 0\n[checkpoint]\nkeep = 0\n")

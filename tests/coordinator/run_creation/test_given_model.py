@@ -367,6 +367,11 @@ BAD: list[tuple[str, Callable[[Path], object], str]] = [
     ),
     ("theta", lambda at: edited(at, rope_parameters=YARN | {"rope_theta": 1.0}), "more than 1"),
     (
+        "mscale",
+        lambda at: edited(at, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": -7.0}),
+        "mscale_all_dim: Input should be greater",
+    ),
+    (
         "factor",
         lambda at: edited(at, rope_parameters={"type": "linear"}),
         "factor: Input should be",

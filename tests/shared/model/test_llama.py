@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from pydantic import ValidationError
 
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model.initialise import STANDARD_DEVIATION, initialise
-from swarm_shared.model.llama import EMBEDDING_NAME, Stage, check_token_values
+from swarm_shared.model.llama import EMBEDDING_NAME, Rotary, Stage, check_token_values
 from swarm_shared.run.manifest import StageRange
-from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, RopeScaling
 
 SEED = 7
 
@@ -150,6 +151,17 @@ def test_an_activation_as_wide_as_the_model_is_refused_behind_a_bottleneck():
 def test_bottlenecks_that_make_no_sense_are_refused(wrong, why):
     with pytest.raises(ValidationError, match=why):
         ModelConfig.model_validate(config().model_dump() | wrong)
+
+
+@pytest.mark.parametrize("theta", [math.nextafter(1.0, 2.0), 1.0001, 1e9])
+def test_any_base_that_yarn_permits_makes_finite_positions(theta):
+    scaling = RopeScaling(kind="yarn", factor=4, high_frequency_factor=32, original_length=10**7)
+    changed = {
+        "rope_theta": theta, "rope_scaling": scaling.model_dump(), "attention_head_size": 4096,
+    }  # fmt: skip
+    rotary = Rotary(ModelConfig.model_validate(config().model_dump() | changed))
+    assert rotary.cos_TH.isfinite().all()
+    assert rotary.sin_TH.isfinite().all()
 
 
 @pytest.mark.parametrize(

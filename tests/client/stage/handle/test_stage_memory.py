@@ -25,6 +25,7 @@ from swarm_client.stage.handle.stage_memory import worker_allowance
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.volunteer.context import VolunteerOptions
 from swarm_client.volunteer.stage_loader import StageLoader
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import StageIndex
@@ -85,7 +86,7 @@ def make_inner_manifest() -> Manifest:
 def loader_of(manifest: Manifest, offered_bytes: int, folder: Path) -> StageLoader:
     """The loader of a volunteer that offers so much memory."""
     context: Any = SimpleNamespace(
-        options=SimpleNamespace(device=Device("cpu", "CPU", offered_bytes), threads=1),
+        options=VolunteerOptions(Device("cpu", "CPU", offered_bytes), 1, None, None),
         node=SimpleNamespace(peer_id=f"peer{uuid.uuid4().hex[:8]}"),
         home=SimpleNamespace(log_folder=folder),
     )
