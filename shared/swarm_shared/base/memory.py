@@ -17,6 +17,10 @@ FORWARD_SHARE = 1 / 3
 """The forward pass's fraction of the work of a microbatch: a backward pass has two products of
 matrices for each of the forward's."""
 
+STREAMED_SPEED = 0.5
+"""Assumed fraction of the speed at which a device computes that copies all matrices of its layers
+for every pass. Where a microbatch has thousands of tokens the copies hide behind the products."""
+
 
 class StageMemory(FrozenModel):
     """Bytes that a peer of a stage takes, without the runtime's own overhead."""
@@ -26,6 +30,9 @@ class StageMemory(FrozenModel):
     comfortable_bytes: Count = 0
     """Of the device, to compute nothing twice; at least `device_bytes`."""
     host_bytes: Count = 0
+    streamable_bytes: Count = 0
+    """Of `device_bytes`, the part that may be taken of the host's memory besides: weights that are
+    copied to the device when they are needed."""
 
     def __add__(self, other: StageMemory) -> StageMemory:
         """Return what both stages take at once, at most the largest possible figure."""
@@ -33,13 +40,11 @@ class StageMemory(FrozenModel):
             device_bytes=_sum(self.device_bytes, other.device_bytes),
             comfortable_bytes=_sum(self.comfortable_bytes, other.comfortable_bytes),
             host_bytes=_sum(self.host_bytes, other.host_bytes),
+            streamable_bytes=_sum(self.streamable_bytes, other.streamable_bytes),
         )
 
     def __str__(self) -> str:
-        return (
-            f"{memory_text(self.device_bytes)} of device memory and {memory_text(self.host_bytes)} "
-            "of the host's"
-        )
+        return _both(self.device_bytes, self.host_bytes)
 
 
 class MemoryOffer(FrozenModel):
@@ -51,21 +56,29 @@ class MemoryOffer(FrozenModel):
 
     def holds(self, stage: StageMemory) -> bool:
         """Whether the stage fits."""
-        if self.host_bytes is not None and stage.host_bytes > self.host_bytes:
-            return False
-        return stage.device_bytes <= self._for_device(stage)
+        streamed = self.streamed_bytes(stage)
+        if self.host_bytes is None:
+            return not streamed
+        can_be_streamed = streamed <= min(stage.streamable_bytes, stage.device_bytes)
+        return can_be_streamed and stage.host_bytes + streamed <= self.host_bytes
+
+    def streamed_bytes(self, stage: StageMemory) -> int:
+        """Return the bytes of the device that the stage needs beyond the offer. They are taken of
+        the host's memory, if the stage fits at all."""
+        return max(0, stage.device_bytes - self._for_device(stage))
 
     def speed(self, stage: StageMemory) -> float:
         """Return the expected fraction of full speed at which the stage is computed, if it fits.
 
-        With less memory than is comfortable, part of the forward pass is computed twice. The
-        activations that are kept grow in proportion to the memory between both figures.
+        With less memory than is comfortable, part of the forward pass is computed twice: the
+        activations that are kept grow in proportion to the memory between both figures. With less
+        than the least, weights are copied to the device for each pass.
         """
         more = stage.comfortable_bytes - stage.device_bytes
-        if more <= 0:
-            return 1.0
-        kept = (self._for_device(stage) - stage.device_bytes) / more
-        return 1 / (1 + FORWARD_SHARE * (1 - min(max(kept, 0.0), 1.0)))
+        kept = (self._for_device(stage) - stage.device_bytes) / more if more > 0 else 1.0
+        computed = 1 / (1 + FORWARD_SHARE * (1 - min(max(kept, 0.0), 1.0)))
+        streamed = self.streamed_bytes(stage) / max(1, stage.streamable_bytes)
+        return computed / (1 + (1 / STREAMED_SPEED - 1) * min(streamed, 1.0))
 
     def _for_device(self, stage: StageMemory) -> int:
         return self.device_bytes - (stage.host_bytes if self.host_bytes is None else 0)
@@ -77,10 +90,12 @@ class MemoryOffer(FrozenModel):
     def __str__(self) -> str:
         if self.host_bytes is None:
             return f"{memory_text(self.device_bytes)} of memory"
-        return (
-            f"{memory_text(self.device_bytes)} of device memory and {memory_text(self.host_bytes)} "
-            "of the host's"
-        )
+        return _both(self.device_bytes, self.host_bytes)
+
+
+def _both(device_bytes: int, host_bytes: int) -> str:
+    device, host = memory_text(device_bytes), memory_text(host_bytes)
+    return f"{device} of device memory and {host} of the host's"
 
 
 def _sum(one: int, other: int) -> int:

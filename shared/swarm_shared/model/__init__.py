@@ -18,7 +18,7 @@ from swarm_shared.model.initialise import (
     initialise,
     initialise_trained,
 )
-from swarm_shared.model.llama import Stage, check_token_values
+from swarm_shared.model.llama import Linear, Stage, check_token_values
 from swarm_shared.model.optimizer import Fingerprint, apply_step, fingerprint, make_optimizer
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.model.state import (
@@ -34,6 +34,7 @@ from swarm_shared.model.state import (
 __all__ = [
     "Fingerprint",
     "FlatLayout",
+    "Linear",
     "Stage",
     "StoredState",
     "apply_step",

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model.recomputation import recomputed
-from swarm_shared.model.split_backward import product
+from swarm_shared.model.split_backward import HostWeights, product
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import (
     AdapterConfig,
@@ -78,9 +79,11 @@ class Linear(nn.Module):
         self.lora_A = None if adapter is None else Linear(inputs, adapter.rank)
         self.lora_B = None if adapter is None else Linear(adapter.rank, outputs)
         self.scale = 1.0 if adapter is None else adapter.scale
+        self.host_weights: HostWeights | None = None
+        """Provides the weight where it lies in host memory, and not on the stage's device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        output = product(x, self.weight)
+        output = product(x, self.weight, self.host_weights)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         if self.lora_A is not None and self.lora_B is not None:
@@ -363,6 +366,14 @@ class Stage(nn.Module):
         """Return own parameters, then tied ones: the order of every flat vector. Frozen parameters
         are in none."""
         return self.own_parameters() + self.tied_parameters()
+
+    def matrices(self) -> Iterator[Linear]:
+        """Yield the layers' projections, in the order in which the forward pass comes to them."""
+        for layer in self.model.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            attention, mlp = layer.self_attn, layer.mlp
+            yield from (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
     def frozen_parameters(self) -> NamedParameters:
         """Return the parameters that are not trained: where there are adapters, all others."""

@@ -93,10 +93,10 @@ class AdamW:
         the host has one copy at a time."""
         for decayed in (True, False):
             chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
-            if chosen and self.parameters[chosen[0]].device.type == "cpu":
-                yield chosen
-            else:
-                yield from ([i] for i in chosen)
+            on_host = [i for i in chosen if self.parameters[i].device.type == "cpu"]
+            if on_host:
+                yield on_host
+            yield from ([i] for i in chosen if i not in on_host)
 
 
 def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:

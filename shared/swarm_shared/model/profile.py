@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from swarm_shared.model.llama import TORCH_DTYPES, Stage
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig
-from swarm_shared.run.stage_cut import ModelProfile, PartProfile
+from swarm_shared.run.stage_cut import LayerMatrices, ModelProfile, PartProfile
 
 
 def profile_layers(
@@ -36,6 +36,7 @@ def profile_layers(
         tied_parameters=config.vocabulary_size * config.hidden_size * config.tie_embeddings,
         boundary_activation_bytes=tokens * config.hidden_size * TORCH_DTYPES[dtype].itemsize,
         tied_is_frozen=config.has_adapters,
+        matrices=LayerMatrices.of(config),
     )
 
 

@@ -11,10 +11,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+_second_pass: ContextVar[bool] = ContextVar("second_pass", default=False)
+
+
+def is_second_pass() -> bool:
+    """Whether a layer is being computed again, in a backward pass."""
+    return _second_pass.get()
 
 
 class _Saved:
@@ -80,5 +88,9 @@ def _fill(
     again_BTD = x_BTD.detach().requires_grad_(x_BTD.requires_grad)
     # This graph has no backward pass of its own.
     hooks = saved_tensors_hooks(keep, lambda _: torch.empty(0))
-    with suppress(_EverythingSavedError), torch.enable_grad(), context(), hooks:
-        layer(again_BTD)
+    token = _second_pass.set(True)
+    try:
+        with suppress(_EverythingSavedError), torch.enable_grad(), context(), hooks:
+            layer(again_BTD)
+    finally:
+        _second_pass.reset(token)

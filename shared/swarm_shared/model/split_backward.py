@@ -10,19 +10,25 @@ A tape holds, from the first half to the second, the input of each product and t
 output. Parameters that are no factor of a product (norms, biases, the token table) are
 differentiated in the first half: the gradient of a bias is a sum over tokens, which costs nothing
 beside the products.
+
+A weight may lie in host memory (`HostWeights`), and is on the device for its products only. Then
+every backward pass needs a tape, as autograd takes no gradient on another device than a
+parameter's.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import Tensor
+
+from swarm_shared.model.recomputation import is_second_pass
 
 _recording: ContextVar[WeightTape | None] = ContextVar("recording", default=None)
 
@@ -35,10 +41,20 @@ class Weights(enum.Enum):
     NEVER = enum.auto()
 
 
+class HostWeights(Protocol):
+    """Weights in host memory, which come to the device when they are needed."""
+
+    def on_device(self, weight: Tensor, *, in_backward: bool) -> AbstractContextManager[Tensor]:
+        """Provide a weight on the device, for what is handed to the device within."""
+
+
 class WeightTape:
     """The products of one forward pass, and what its backward pass leaves of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_of_host: bool = False) -> None:
+        self.only_of_host = only_of_host
+        """Whether only products with weights in host memory are recorded: those of layers that are
+        computed again are known when it is too late to leave them for later."""
         self.weights = Weights.NOW
         """What the backward pass shall do; set before it."""
         self._recorded: set[int] = set()
@@ -94,17 +110,23 @@ class WeightTape:
             self._factors[key] = x.detach(), gradient.detach()
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, host: HostWeights | None = None) -> Tensor:
     """Return `x @ weight.t()`, recorded where a tape records. A frozen weight has no gradient, and
-    is never recorded."""
-    if not weight.requires_grad:
-        frozen: Tensor = _FrozenProduct.apply(x, weight)  # type: ignore[no-untyped-call]
-        return frozen
-    tape = _recording.get()
-    if tape is None:
-        return F.linear(x, weight)
-    tape.record(weight)
-    output: Tensor = _Product.apply(x, weight, tape)  # type: ignore[no-untyped-call]
+    is never recorded. `host` provides the weight if it lies in host memory."""
+    tape = _recording.get() if weight.requires_grad else None
+    if host is None and tape is not None and tape.only_of_host:
+        tape = None
+    if tape is not None:
+        tape.record(weight)
+    output: Tensor
+    if host is not None:
+        output = _HostProduct.apply(x, weight, host, tape)  # type: ignore[no-untyped-call]
+    elif not weight.requires_grad:
+        output = _FrozenProduct.apply(x, weight)  # type: ignore[no-untyped-call]
+    elif tape is not None:
+        output = _Product.apply(x, weight, tape)  # type: ignore[no-untyped-call]
+    else:
+        output = F.linear(x, weight)
     return output
 
 
@@ -142,6 +164,31 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (weight,), (gradient,) = ctx.saved_tensors, gradients
         return (gradient @ weight.to(gradient.dtype)).to(ctx.input_dtype), None
+
+
+class _HostProduct(torch.autograd.Function):
+    """A product whose weight is on the device only while it is computed, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, host: HostWeights, tape: WeightTape | None
+    ) -> Tensor:
+        # A layer that is computed again saves as many tensors as in the first pass.
+        ctx.save_for_backward(*([x] if weight.requires_grad else []))
+        ctx.weight, ctx.host, ctx.tape, ctx.input_dtype = weight, host, tape, x.dtype
+        with host.on_device(weight, in_backward=is_second_pass()) as there:
+            return F.linear(x, there)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        for x in ctx.saved_tensors:
+            ctx.tape.passed(id(ctx.weight), ctx.weight, x, gradient)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        with ctx.host.on_device(ctx.weight, in_backward=True) as there:
+            found = (gradient @ there.to(gradient.dtype)).to(ctx.input_dtype)
+        return found, None, None, None
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from itertools import accumulate
 from swarm_shared.base.errors import CapacityError, ConfigurationError
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 DEVICE_BYTES_PER_PARAMETER = 4 + 4 + 4
 """Bytes of a float32 weight, the step's sum of gradients (int32 where they are counted), and one
@@ -37,6 +38,37 @@ AVERAGED_VECTORS = 2
 GRAPHS = 2
 """Microbatches whose autograd graph a peer has in memory: one waits for its gradient while another
 one is computed."""
+
+
+WEIGHT_BYTES = 4
+
+STREAM_BUFFERS = 2
+"""Matrices on the device at once, of those that lie in host memory: one computes while the next one
+is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrices:
+    """The matrices of one layer, adapters apart, in parameters."""
+
+    total: int = 0
+    largest: int = 0
+    are_frozen: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LayerMatrices:
+        hidden, wide = config.hidden_size, config.intermediate_size
+        attention = (hidden * config.query_size, hidden * config.key_size)
+        total = 2 * sum(attention) + 3 * hidden * wide
+        return cls(total, max(*attention, hidden * wide), config.has_adapters)
+
+    def streamable_bytes(self, layers: int, staleness: int) -> int:
+        """Return the bytes of the device that are free where the matrices of so many layers lie in
+        host memory. Frozen ones are the same for all versions."""
+        versions = 1 if self.are_frozen else 1 + staleness
+        return max(
+            0, WEIGHT_BYTES * (layers * versions * self.total - STREAM_BUFFERS * self.largest)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +104,8 @@ class ModelProfile:
     """Bytes that cross each boundary forwards, and as gradient backwards, per microbatch."""
     tied_is_frozen: bool = False
     """Whether the tied token table is not trained."""
+    matrices: LayerMatrices = LayerMatrices()
+    """Of each layer, what may lie in host memory."""
 
 
 class StageProfiles:
@@ -112,7 +146,9 @@ class StageProfiles:
         comfortable = self.graphs_bytes(*cut)
         held = parameter_memory(part.parameters, staleness, exact, part.frozen_parameters)
         return held + StageMemory(
-            device_bytes=min(least, comfortable), comfortable_bytes=comfortable
+            device_bytes=min(least, comfortable),
+            comfortable_bytes=comfortable,
+            streamable_bytes=self._model.matrices.streamable_bytes(end - start, staleness),
         )
 
 

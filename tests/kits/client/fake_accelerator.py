@@ -320,6 +320,9 @@ class _Functions(TorchFunctionMode):
             return self._moved(args[0], HOST)
         if func is torch.Tensor.to:
             return self._to(args[0], args[1:], kwargs)
+        if func is torch.Tensor.__deepcopy__:
+            copied: Tensor = func(*args, **kwargs)
+            return self._accelerator.place(copied) if device_of(args[0]) != HOST else copied
         if func is torch.Tensor.numpy:
             return self._numpy(args[0])
         if kwargs.pop("pin_memory", False):

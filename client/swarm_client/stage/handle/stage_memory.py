@@ -62,6 +62,12 @@ def worker_allowance(
     return private_allowance(host_bytes, flat_bytes, threads) + sizes.frozen_bytes
 
 
+def streamed_bytes(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
+    """Return the bytes of weights that must lie in host memory for the stage to fit an offer that
+    holds it."""
+    return offer.streamed_bytes(manifest.stages[stage].memory)
+
+
 def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
     """Return the device memory for autograd graphs: what the parameters leave of an offer that
     holds the stage."""
@@ -70,5 +76,6 @@ def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> i
     fixed = parameter_memory(
         sizes.parameters, manifest.training.staleness, exact, sizes.frozen_parameters
     )
-    taken = fixed.device_bytes + (fixed.host_bytes if offer.host_bytes is None else 0)
+    taken = fixed.device_bytes - streamed_bytes(manifest, stage, offer)
+    taken += fixed.host_bytes if offer.host_bytes is None else 0
     return max(0, offer.device_bytes - taken)

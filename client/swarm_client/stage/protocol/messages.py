@@ -76,6 +76,9 @@ class ConfigureStage(Numbered):
     threads: int = Field(ge=1, le=1024)
     graph_budget_bytes: Bytes
     """Memory for autograd graphs between forward and backward; beyond it they are recomputed."""
+    streamed_bytes: Bytes = 0
+    """Memory of the device that is too little for the weights: so much of them lies in host
+    memory."""
     kept_budget_bytes: Bytes
     """Host memory for inputs and gradients of accumulated microbatches, with which they can be
     taken out again; the oldest are dropped first."""

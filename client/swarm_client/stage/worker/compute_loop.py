@@ -450,7 +450,7 @@ def _configure(
     accelerator, compile_backend = _selected(request.device), backend_from_environment()
     runner = StageRunner(
         manifest, request.stage, accelerator, request.graph_budget_bytes,
-        request.kept_budget_bytes, compile_backend,
+        request.kept_budget_bytes, compile_backend, request.streamed_bytes,
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
         raise RequestFailed(

@@ -85,7 +85,7 @@ class GraphMemory:
         them is at most as large as the graph, in which every factor has its like, and the gradients
         of the other parameters."""
         tape, sizes = graph.tape, self.sizes
-        if tape is None:
+        if tape is None or tape.only_of_host:
             return False
         others_bytes = sum(one.nbytes for one in parameters if one not in tape)
         return self.room_bytes() >= sizes.working_bytes() + sizes.graph_bytes() + others_bytes

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator
+from swarm_client.stage.worker.transfer.weight_stream import stream_weights
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, Stage, build_stage
 from swarm_shared.model.fixed_point_sums import Quantum, quantum_of
@@ -48,21 +50,30 @@ def _copy(stage: Stage) -> Stage:
 
 
 class ParameterSets:
-    """All parameter sets of a stage, at version 0. `kept_budget_bytes` is their common budget."""
+    """All parameter sets of a stage, at version 0. `kept_budget_bytes` is their common budget, and
+    so many `streamed_bytes` of their weights lie in host memory."""
 
     def __init__(
-        self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
-        kept_budget_bytes: int,
+        self, manifest: Manifest, stage_index: StageIndex, accelerator: Accelerator,
+        kept_budget_bytes: int, streamed_bytes: int,
     ) -> None:  # fmt: skip
-        count = manifest.training.staleness + 1
+        count, device = manifest.training.staleness + 1, accelerator.device
         stage = build_stage(manifest, stage_index, device)
         stages = [stage, *(_copy(stage) for _ in range(count - 1))]
+        self.weights = stream_weights(stages, streamed_bytes, accelerator)
+        """Those in host memory, if any. They leave the device before the sums take memory of
+        it."""
         self.layout = FlatLayout.of(stage)
         self.quantum = quantum_of(manifest)
         budget_bytes = kept_budget_bytes // count
         self._parameter_sets = [
             ParameterSet(one, self.layout, device, budget_bytes, self.quantum) for one in stages
         ]
+
+    def change(self) -> None:
+        """To be called before any parameter changes."""
+        if self.weights is not None:
+            self.weights.forget()
 
     def __iter__(self) -> Iterator[ParameterSet]:
         return iter(self._parameter_sets)

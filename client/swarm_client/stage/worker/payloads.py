@@ -1,9 +1,9 @@
 """Conversion between the bytes of a slot and tensors in host memory.
 
 Owns the checks on received payloads (size, token ids, finiteness) and the copies in and out of
-slots. The manifest's codec determines the encoding of activations and gradients;
-`swarm_client.stage.worker.device_transfer` copies tensors to the device. The decoded tensor is what
-is kept for recomputing a microbatch, because the computation used it.
+slots. The manifest's codec determines the encoding of activations and gradients; tensors are copied
+to the device by `swarm_client.stage.worker.transfer.device_copier`. The decoded tensor is what is
+kept for recomputing a microbatch, because the computation used it.
 
 Shape suffixes: B sequences, T positions, D the width of a stage boundary.
 """

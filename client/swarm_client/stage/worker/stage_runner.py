@@ -15,6 +15,9 @@ Where memory is short nevertheless, because another program takes it, less is ke
 A backward pass answers first and leaves the gradients of the weights for later where memory allows
 (`swarm_shared.model.split_backward`): what is kept for them counts as part of a graph.
 
+Where the device's memory is too little for the weights, some of them lie in host memory
+(`swarm_client.stage.worker.transfer.weight_stream`).
+
 Every gradient is computed separately, checked for finiteness and only then added, so that a failure
 leaves no trace. That costs one more copy of the parameters' size in memory during a backward pass,
 and one read of it.
@@ -38,11 +41,11 @@ from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
-from swarm_client.stage.worker.device_transfer import device_copier
 from swarm_client.stage.worker.flights import Digests, InFlight, OwedWeights
 from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
+from swarm_client.stage.worker.transfer.device_copier import device_copier
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
@@ -113,14 +116,17 @@ class StageRunner:
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, accelerator: Accelerator,
         graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
+        streamed_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
         self._accelerator = accelerator
         self.sizes = slot_sizes(manifest, stage_index)
         self.parameter_sets = ParameterSets(
-            manifest, stage_index, accelerator.device, kept_budget_bytes
+            manifest, stage_index, accelerator, kept_budget_bytes, streamed_bytes
         )
+        if self.parameter_sets.weights is not None:
+            compile_backend = None  # a product with a copy ahead cannot be compiled
         self.layout = self.parameter_sets.layout
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
@@ -420,7 +426,11 @@ class StageRunner:
             # A new tensor over the same memory, so that the kept input stays free of autograd.
             entry = entry.detach().requires_grad_()
         # Layers that are computed again are not recorded: their factors do not exist yet.
-        tape = WeightTape() if self._splits and not recomputed_layers else None
+        tape: WeightTape | None = None
+        if self._splits and not recomputed_layers:
+            tape = WeightTape()
+        elif self.parameter_sets.weights is not None:
+            tape = WeightTape(only_of_host=True)
         with nullcontext() if tape is None else tape.recording():
             output = stage(entry, targets_BT, recomputed_layers)
         return Graph(None if stage.is_first else entry, output, recomputed_layers, tape)

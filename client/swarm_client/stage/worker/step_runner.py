@@ -108,6 +108,7 @@ class StepRunner:
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
         mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
+        self._runner.parameter_sets.change()
         newest = self._runner.parameter_sets.newest(self._runner.version)
         if parameter_set is not newest:
             parameter_set.take_parameters(newest)
@@ -136,6 +137,7 @@ class StepRunner:
         All checks come first."""
         tensors = self._tensors(path, version)
         manifest = self._runner.manifest
+        self._runner.parameter_sets.change()
         try:
             newest = self._runner.parameter_sets.newest(version).stage
             if version == 0 and manifest.initial and not manifest.model.has_adapters:
@@ -150,12 +152,14 @@ class StepRunner:
 
     def reinitialise(self, version: Version) -> Fingerprint:
         """Start again from the manifest's seed; frozen parameters stay."""
+        self._runner.parameter_sets.change()
         newest = self._runner.parameter_sets.newest(version).stage
         initialise_trained(newest, self._runner.manifest.training.seed)
         return self._begin(version)
 
     def load_base(self, path: Path) -> None:
         """Load the stage's frozen parameters from the manifest's file. All checks come first."""
+        self._runner.parameter_sets.change()
         try:
             # One copy, which all parameter sets share.
             load_frozen(self._runner.stage, self._tensors(path, Version(0)))

@@ -16,7 +16,7 @@ from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.stage_cut import GRAPHS, parameter_memory
+from swarm_shared.run.stage_cut import GRAPHS, LayerMatrices, parameter_memory
 from swarm_shared.scheduling.placement.stage_sizes import FLOAT_BYTES, stage_sizes
 
 
@@ -27,6 +27,7 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
     layer = item_bytes * tokens * _layer_activations(manifest)
     # The cross entropy keeps a float32 for each word of the vocabulary.
     head = FLOAT_BYTES * tokens * manifest.model.vocabulary_size
+    matrices = LayerMatrices.of(manifest.model)
     last = manifest.stage_count - 1
     found: list[StageMemory] = []
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
@@ -35,6 +36,7 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
         of_activations = StageMemory(
             device_bytes=min(layers, 1) * layer + end,
             comfortable_bytes=GRAPHS * (layers * layer + end),
+            streamable_bytes=matrices.streamable_bytes(layers, staleness),
         )
         held = parameter_memory(sizes.parameters, staleness, exact, sizes.frozen_parameters)
         found.append(held + of_activations)
@@ -58,6 +60,8 @@ def _figures(claimed: StageMemory, least: StageMemory) -> Iterator[tuple[int, in
     yield claimed.device_bytes, least.device_bytes
     yield claimed.comfortable_bytes, least.comfortable_bytes
     yield claimed.host_bytes, least.host_bytes
+    # Known exactly, and larger is less of the device.
+    yield least.streamable_bytes, claimed.streamable_bytes
 
 
 def _layer_activations(manifest: Manifest) -> int:

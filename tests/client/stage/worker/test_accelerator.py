@@ -19,16 +19,16 @@ from swarm_client.stage.worker.accelerator import (
     DeviceMemory,
     StreamAccelerator,
 )
-from swarm_client.stage.worker.device_transfer import (
+from swarm_client.stage.worker.self_test import run_self_test
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_client.stage.worker.transfer.device_copier import (
     BUFFERS,
     DeviceCopier,
     StreamCopier,
     WaitingCopier,
     device_copier,
 )
-from swarm_client.stage.worker.self_test import run_self_test
-from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
-from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model import global_norm
 from swarm_shared.run.manifest import CodecsConfig, Manifest
@@ -61,10 +61,20 @@ def sent(write: Any, tensor: torch.Tensor) -> memoryview:
 class Pipeline:
     """All stages of a run on one kind of device, and what they have computed."""
 
-    def __init__(self, manifest: Manifest, accelerator: Accelerator, graph_budget: int) -> None:
+    def __init__(
+        self, manifest: Manifest, accelerator: Accelerator, graph_budget: int,
+        streamed_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self._manifest = manifest
         self.runners = [
-            StageRunner(manifest, StageIndex(i), accelerator, graph_budget, PLENTY)
+            StageRunner(
+                manifest,
+                StageIndex(i),
+                accelerator,
+                graph_budget,
+                PLENTY,
+                streamed_bytes=streamed_bytes,
+            )
             for i in range(manifest.stage_count)
         ]
         self.steps = [StepRunner(runner) for runner in self.runners]

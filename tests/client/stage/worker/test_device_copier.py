@@ -8,8 +8,8 @@ import torch
 from benchmarks.gpu_stage import stage_manifest
 from swarm_client.stage.worker.accelerator import accelerators, processor
 from swarm_client.stage.worker.compiling import COMPILE_VARIABLE, backend_from_environment
-from swarm_client.stage.worker.device_transfer import NoCopier, device_copier
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.transfer.device_copier import NoCopier, device_copier
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.model_config import PRESETS

@@ -1,0 +1,1 @@
+"""What crosses between host memory and the memory of a device."""

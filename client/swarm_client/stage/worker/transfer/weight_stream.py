@@ -1,0 +1,151 @@
+"""Weights that lie in host memory, and come to the device for one product at a time.
+
+A stage whose weights, sums and gradients do not fit the device keeps some of its layers' matrices
+in pinned host memory. Each product copies its matrix into one of two buffers on the device; while
+it computes, the matrix of the product after it is copied into the other one, on a stream of its
+own. Which product follows is learned from the last microbatch: a stage's products repeat. (Weights
+that are copied when they are needed, with a copy ahead, are those of ZeRO-Infinity, Rajbhandari
+et al. 2021, arXiv 2104.07857, section 5; it streams whole layers.) The values are the same, so the
+results are the same to the bit.
+
+The optimizer changes the weights where they lie (`swarm_shared.model.optimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_client.stage.worker.accelerator import Accelerator, Event, Streams
+from swarm_shared.model import Linear, Stage
+from swarm_shared.run.stage_cut import STREAM_BUFFERS
+
+Place = tuple[bool, int, int]
+"""Whether it is a backward pass, and the `id` of the weights of the last product and of the one
+before: what the next product depends on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer:
+    """Memory of the device for one weight."""
+
+    elements: Tensor
+    copied: Event
+    """The end of the last copy into it."""
+    used: Event
+    """The end of the last product with it."""
+    holds: int = 0
+    """The `id` of the weight in it; 0 for none."""
+
+    def like(self, weight: Tensor) -> Tensor:
+        return self.elements[: weight.numel()].view(weight.shape)
+
+
+class WeightStream:
+    """Some weights of a stage, all in pinned memory of the host. Not thread-safe."""
+
+    def __init__(self, device: torch.device, streams: Streams, weights: Sequence[Tensor]) -> None:
+        self._streams = streams
+        self._up = streams.stream()
+        largest = max(weight.numel() for weight in weights)
+        self._buffers = [
+            _Buffer(torch.empty(largest, device=device), streams.event(), streams.event())
+            for _ in range(STREAM_BUFFERS)
+        ]
+        # The memory may belong to what the device is still computing.
+        self._up.wait_stream(streams.computing())
+        self._weights = {id(weight): weight for weight in weights}
+        self.late_copies = 0
+        """Copies that were begun only when a product needed them."""
+        self._place: Place = (False, 0, 0)
+        self._follows: dict[Place, int] = {}
+
+    @contextmanager
+    def on_device(self, weight: Tensor, *, in_backward: bool) -> Iterator[Tensor]:
+        """Provide the weight on the device, for what is handed to the device within."""
+        key = id(weight)
+        self._follows[self._place] = key
+        self._place = (in_backward, key, self._place[1])
+        buffer = self._buffer_of(key)
+        if buffer is None:
+            self.late_copies += 1
+            buffer = self._copied(key)
+        self._streams.computing().wait_event(buffer.copied)
+        try:
+            yield buffer.like(weight)
+        finally:
+            buffer.used.record()
+        # The buffer of this product is the one that must not be taken next.
+        self._buffers.sort(key=lambda one: one is buffer)
+        following = self._follows.get(self._place, 0)
+        if following and self._buffer_of(following) is None:
+            self._copied(following)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the device that the stream takes."""
+        return sum(buffer.elements.nbytes for buffer in self._buffers)
+
+    def forget(self) -> None:
+        """Wait for copies that are under way, and copy every weight anew from now on. To be called
+        before a weight changes."""
+        for buffer in self._buffers:
+            buffer.copied.synchronize()
+            buffer.holds = 0
+
+    def _buffer_of(self, key: int) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.holds == key), None)
+
+    def _copied(self, key: int) -> _Buffer:
+        """Begin to copy a weight into the buffer whose last use is the longest ago."""
+        buffer, weight = self._buffers[0], self._weights[key].detach()
+        with self._streams.using(self._up):
+            self._up.wait_event(buffer.used)
+            buffer.like(weight).copy_(weight, non_blocking=True)
+            buffer.copied.record()
+        buffer.holds = key
+        return buffer
+
+
+def stream_weights(
+    stages: Sequence[Stage], wanted_bytes: int, accelerator: Accelerator
+) -> WeightStream | None:
+    """Move matrices of layers from the device to host memory until so many bytes of the device are
+    free; None if none need to be moved. `stages` are copies of one stage.
+
+    ValueError where all matrices together are too few, or the device has no memory of its own.
+    """
+    if wanted_bytes <= 0:
+        return None
+    streams = accelerator.streams
+    if streams is None:
+        raise ValueError(f"{accelerator.device} computes in the host's memory")
+    chosen: list[Linear] = []
+    moved: dict[int, Tensor] = {}
+    for alike in zip(*(stage.matrices() for stage in stages), strict=True):
+        if _freed_bytes(moved) >= wanted_bytes:
+            break
+        chosen += alike
+        # Frozen weights are the same in all copies.
+        moved |= {id(linear.weight): linear.weight for linear in alike}
+    if _freed_bytes(moved) < wanted_bytes:
+        raise ValueError(
+            f"all matrices of the stage's layers free {_freed_bytes(moved)} bytes of the device, "
+            f"and {wanted_bytes} are needed"
+        )
+    for weight in moved.values():
+        pinned = streams.pinned(weight.nbytes).view(weight.dtype).view(weight.shape)
+        weight.data = pinned.copy_(weight.detach())
+    stream = WeightStream(accelerator.device, streams, list(moved.values()))
+    for linear in chosen:
+        linear.host_weights = stream
+    return stream
+
+
+def _freed_bytes(weights: dict[int, Tensor]) -> int:
+    sizes = [weight.nbytes for weight in weights.values()]
+    return sum(sizes) - STREAM_BUFFERS * max(sizes, default=0)
