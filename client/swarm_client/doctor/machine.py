@@ -35,6 +35,7 @@ from swarm_shared.base.errors import (
     UsageError,
 )
 from swarm_shared.base.memory import StageMemory
+from swarm_shared.base.text import memory_text
 from swarm_shared.identity.keys import Identity
 
 OLDEST_PYTHON = (3, 11)
@@ -182,6 +183,12 @@ def fit_device(check: Check, device: Device | None, smallest: StageMemory | None
     speed = device.memory.speed(smallest)
     if speed < 1:
         seen += f", and is computed at {speed:.2f} of full speed: activations are computed twice"
+    streamed = device.memory.streamed_bytes(smallest)
+    if streamed:
+        seen += (
+            f", and {memory_text(streamed)} of weights are copied from the host's memory for each "
+            "pass"
+        )
     return ok("device", seen, **details, speed=round(speed, 2))
 
 

@@ -148,6 +148,21 @@ def test_a_card_that_computes_layers_twice_is_told_its_speed() -> None:
     assert found.details["speed"] == 0.75
 
 
+def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> None:
+    check, _ = machine.check_device(CPU, "cpu")
+    card = Device("cuda:0", "card", GIB, host_bytes=2 * GIB)
+    tight = StageMemory(
+        device_bytes=GIB + GIB // 2, comfortable_bytes=2 * GIB, host_bytes=GIB,
+        streamable_bytes=GIB,
+    )  # fmt: skip
+    found = machine.fit_device(check, card, tight)
+    assert found.state is State.OK
+    assert found.seen.endswith(
+        "computed at 0.50 of full speed: activations are computed twice, and 512 MiB of weights "
+        "are copied from the host's memory for each pass"
+    )
+
+
 # ---------------------------------------------------------------- home and disk
 
 

@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.base.memory import FORWARD_SHARE, MemoryOffer, StageMemory
+from swarm_shared.base.memory import FORWARD_SHARE, STREAMED_SPEED, MemoryOffer, StageMemory
 from swarm_shared.base.types import MAX_EXACT_INTEGER
 
 STAGE = StageMemory(device_bytes=50, comfortable_bytes=90, host_bytes=100)
+STREAMED = STAGE.model_copy(update={"streamable_bytes": 20})
 sizes = st.integers(0, 1000)
 stages = st.builds(
-    lambda least, more, host: StageMemory(
-        device_bytes=least, comfortable_bytes=least + more, host_bytes=host
+    lambda least, more, host, streamable: StageMemory(
+        device_bytes=least, comfortable_bytes=least + more, host_bytes=host,
+        streamable_bytes=streamable,
     ),
-    sizes, sizes, sizes,
+    sizes, sizes, sizes, sizes,
 )  # fmt: skip
 offers = st.builds(MemoryOffer, device_bytes=sizes, host_bytes=st.none() | sizes)
 
@@ -28,6 +30,28 @@ def test_a_stage_needs_both_memories_or_their_sum_where_they_are_one(
     device_bytes: int, host_bytes: int | None, fits: bool
 ) -> None:
     assert MemoryOffer(device_bytes=device_bytes, host_bytes=host_bytes).holds(STAGE) is fits
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "host_bytes", "fits"),
+    [(30, 120, True), (29, 121, False), (30, 119, False), (40, 110, True), (40, 109, False),
+     (130, None, False), (150, None, True)],
+)  # fmt: skip
+def test_what_a_device_lacks_for_weights_is_taken_of_the_hosts_memory(
+    device_bytes: int, host_bytes: int | None, fits: bool
+) -> None:
+    assert MemoryOffer(device_bytes=device_bytes, host_bytes=host_bytes).holds(STREAMED) is fits
+
+
+@pytest.mark.parametrize(("device_bytes", "share"), [(50, 0.0), (40, 0.5), (30, 1.0)])
+def test_a_device_that_copies_weights_for_each_pass_is_slower_by_as_much_as_it_copies(
+    device_bytes: int, share: float
+) -> None:
+    offer = MemoryOffer(device_bytes=device_bytes, host_bytes=200)
+    slowest = offer.replaced(STAGE.device_bytes).speed(STREAMED)
+    assert slowest == pytest.approx(1 / (1 + FORWARD_SHARE))
+    copied = 1 + share * (1 / STREAMED_SPEED - 1)
+    assert offer.speed(STREAMED) == pytest.approx(slowest / copied)
 
 
 @pytest.mark.parametrize(

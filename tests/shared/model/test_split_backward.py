@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -67,7 +69,20 @@ def inputs_of(stage: Stage, sequences: int, length: int, generator: torch.Genera
     return x.requires_grad_(), targets if stage.is_last else None
 
 
-def differentiated(stage: Stage, inputs, targets, slope, tape: WeightTape | None):
+class HostOfOneMemory:
+    """Provides weights of host memory, which the device shares."""
+
+    def __init__(self) -> None:
+        self.passes = [0, 0]
+        """Products forward, and in the backward pass."""
+
+    @contextmanager
+    def on_device(self, weight: torch.Tensor, *, in_backward: bool) -> Iterator[torch.Tensor]:
+        self.passes[in_backward] += 1
+        yield weight.detach()
+
+
+def differentiated(stage: Stage, inputs, targets, slope, tape: WeightTape | None, again: int = 0):
     """The gradients of the input and of every parameter, by autograd or with the tape."""
     parameters = [parameter for _, parameter in stage.all_parameters()]
     entry = [] if stage.is_first else [inputs]
@@ -75,7 +90,7 @@ def differentiated(stage: Stage, inputs, targets, slope, tape: WeightTape | None
         output = stage(inputs, targets)
         return torch.autograd.grad(output, entry + parameters, slope)
     with tape.recording():
-        output = stage(inputs, targets)
+        output = stage(inputs, targets, again)
     direct = [parameter for parameter in parameters if parameter not in tape]
     found = list(torch.autograd.grad(output, entry + direct, slope))
     own = dict(zip(map(id, direct), found[len(entry) :], strict=True))
@@ -98,6 +113,8 @@ def test_both_halves_together_give_autograds_gradients(
     length = data.draw(st.integers(1, 24), "length")
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), "seed"))
     weights = data.draw(st.sampled_from([Weights.NOW, Weights.LATER]), "weights")
+    on_host = data.draw(st.sets(st.integers(0, 6)), "matrices in host memory")
+    again = data.draw(st.sampled_from([0, 1]), "layers that are computed again")
     blocks = data.draw(BLOCKS, "blocks")
     stage = stage_of(config(heads, head_size, bottlenecks, **blocks), *cut, dtype)
     inputs, targets = inputs_of(stage, sequences, length, generator)
@@ -105,12 +122,17 @@ def test_both_halves_together_give_autograds_gradients(
     if not stage.is_last:
         slope = torch.randn(stage(inputs, targets).shape, generator=generator)
         slope = slope.to(stage.compute_dtype)
-    tape = WeightTape()
+    tape = WeightTape(only_of_host=bool(again))
     tape.weights = weights
 
     expected = differentiated(stage, inputs, targets, slope, None)
-    found = differentiated(stage, inputs, targets, slope, tape)
+    host = HostOfOneMemory()
+    for number, matrix in enumerate(stage.matrices()):
+        matrix.host_weights = host if number in on_host else None
+    found = differentiated(stage, inputs, targets, slope, tape, again)
 
+    assert host.passes[0] == len(on_host)
+    assert host.passes[1] >= len(on_host)
     assert not any(gradient.requires_grad for gradient in found)
     assert all(one.dtype == other.dtype for one, other in zip(expected, found, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

@@ -14,6 +14,7 @@ from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
+    LayerMatrices,
     ModelProfile,
     PartProfile,
     StageCost,
@@ -189,3 +190,23 @@ def test_the_inner_stages_of_large_models_fit_cards_that_people_have(
         memory = stage_memory(profile, cut, False, False, exact=True)
         assert offer.holds(memory)
         assert 0.75 <= offer.speed(memory) < 1
+
+
+def test_weights_in_host_memory_make_room_for_an_inner_stage_of_7b_on_a_card_of_6_gb() -> None:
+    chosen = PRESETS["7b"]
+    profile = profile_layers(chosen.model, chosen.sequences_per_microbatch, "bfloat16")
+    cut = plan_stages(profile, chosen.stages, exact=True)[1]
+    memory = stage_memory(profile, cut, False, False, exact=True)
+    offer = MemoryOffer(device_bytes=int(0.8 * 6e9), host_bytes=int(0.8 * 32e9))
+    assert offer.holds(memory)
+    assert not offer.holds(memory.model_copy(update={"streamable_bytes": 0}))
+    matrices = LayerMatrices.of(chosen.model)
+    assert memory.streamable_bytes == 4 * (2 * matrices.total - 2 * matrices.largest)
+
+
+def test_frozen_matrices_are_streamed_once_for_all_versions() -> None:
+    trained = LayerMatrices(total=100, largest=10)
+    frozen = LayerMatrices(total=100, largest=10, are_frozen=True)
+    assert trained.streamable_bytes(2, 0) == frozen.streamable_bytes(2, 1) == 4 * (200 - 20)
+    assert trained.streamable_bytes(2, 1) == 4 * (400 - 20)
+    assert trained.streamable_bytes(0, 0) == 0

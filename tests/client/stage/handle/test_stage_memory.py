@@ -21,13 +21,18 @@ from kits.memory import offers, takes
 from kits.peer_names import named
 from swarm_client.machine.devices import Device
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, _private_bytes
-from swarm_client.stage.handle.stage_memory import worker_allowance
+from swarm_client.stage.handle.stage_memory import (
+    graph_budget,
+    streamed_bytes,
+    worker_allowance,
+)
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.volunteer.context import VolunteerOptions
 from swarm_client.volunteer.stage_loader import StageLoader
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.run.manifest import (
     CodecsConfig,
@@ -127,6 +132,27 @@ def test_what_lies_in_shared_memory_is_taken_off_the_private_memory():
     allowance = worker_allowance(manifest, StageIndex(0), offers(offered), 1)
     parameters = 16 * 256 * 256 + 2 * 64 * 256
     assert offered - 16 * 1.01 * parameters < allowance - OVERHEAD_BYTES < offered
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 10_000])
+def test_what_a_card_lacks_is_streamed_and_graphs_have_their_least_room(lacking: int):
+    manifest, stage = make_manifest(256), StageIndex(0)
+    memory = manifest.stages[0].memory
+    offer = MemoryOffer(
+        device_bytes=memory.device_bytes - lacking, host_bytes=memory.host_bytes + lacking
+    )
+    worker_allowance(manifest, stage, offer, 1)
+    assert streamed_bytes(manifest, stage, offer) == lacking
+    enough = offer.replaced(memory.device_bytes)
+    assert graph_budget(manifest, stage, offer) == graph_budget(manifest, stage, enough) > 0
+
+
+def test_weights_that_the_host_has_no_room_for_are_not_streamed():
+    manifest = make_manifest(256)
+    memory = manifest.stages[0].memory
+    offer = MemoryOffer(device_bytes=memory.device_bytes - 1, host_bytes=memory.host_bytes)
+    with pytest.raises(CapacityError, match="stage 0 needs"):
+        worker_allowance(manifest, StageIndex(0), offer, 1)
 
 
 @pytest.mark.process

@@ -77,6 +77,7 @@ def test_the_bound_is_just_below_what_torch_measures(name: str, dtype: ComputeDt
         assert 0.7 * claimed.comfortable_bytes < least.comfortable_bytes
         assert least.comfortable_bytes <= claimed.comfortable_bytes
         assert least.host_bytes == claimed.host_bytes
+        assert least.streamable_bytes == claimed.streamable_bytes
 
 
 def test_the_bound_is_just_below_for_wide_heads_with_norms():
@@ -122,12 +123,19 @@ def test_no_honest_manifest_is_refused(
     check_stage_memory(honest_manifest(model, sequences, stages, dtype, staleness, average))
 
 
-@pytest.mark.parametrize("figure", ["device_bytes", "comfortable_bytes", "host_bytes"])
-def test_a_manifest_that_hides_the_size_of_a_stage_is_refused_in_a_sentence(figure: str):
+@pytest.mark.parametrize(
+    ("figure", "claimed"),
+    [("device_bytes", 1000), ("comfortable_bytes", 1000), ("host_bytes", 1000),
+     ("streamable_bytes", 2**40)],
+)  # fmt: skip
+def test_a_manifest_that_hides_the_size_of_a_stage_is_refused_in_a_sentence(
+    figure: str, claimed: int
+):
     small = PRESETS["small"]
     manifest = honest_manifest(small.model, small.sequences_per_microbatch, 2)
     first, second = manifest.stages
-    hidden = second.model_copy(update={"memory": second.memory.model_copy(update={figure: 1000})})
+    memory = second.memory.model_copy(update={figure: claimed})
+    hidden = second.model_copy(update={"memory": memory})
     with pytest.raises(CapacityError, match=r"claims .* for stage 1, and") as refused:
         check_stage_memory(manifest.model_copy(update={"stages": (first, hidden)}))
     assert "leave this run" in str(refused.value)
