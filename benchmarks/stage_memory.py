@@ -3,7 +3,9 @@
 A middle stage of a preset computes microbatches on the CPU, two of them in flight, by the worker's
 own code. A budget bounds what would lie on an accelerator: parameters, sums, a gradient, graphs.
 Budgets take turns, so that a slow second of the machine strikes all of them. Peaks are counted in
-rounds of their own, tensor by tensor.
+rounds of their own, tensor by tensor. Below the least budget weights lie in host memory, and are
+copied at the rate of an engine that is as fast beside this processor as PCIe beside a card
+(`benchmarks.throttled_copies`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from benchmarks.gpu_stage import MIDDLE, layers_memory, stage_manifest
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.outcome import result_head, write_result
+from benchmarks.throttled_copies import throttled_processor
 from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_coordinator.demo.run_summary import table
@@ -28,12 +31,23 @@ from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
-from swarm_shared.run.stage_cut import DEVICE_BYTES_PER_PARAMETER
+from swarm_shared.run.stage_cut import (
+    DEVICE_BYTES_PER_PARAMETER,
+    WEIGHT_BYTES,
+    LayerMatrices,
+)
 
 OUT = Path(__file__).parent / "results" / "stage-memory.json"
 PACKAGES = ("torch", "swarmtrain")
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Budgets: how much of the memory between the least and the comfortable is added to the least."""
+STREAMED_SHARES = (1.0, 0.5)
+"""Budgets below the least: how much of the weights that may lie in host memory do so."""
+COPIED_SHARE = 0.9
+"""Seconds of copying all matrices for each pass, over those of computing a microbatch: about those
+of a card that computes 15 TFLOP/s on 2,048 tokens and copies 12 GB/s."""
+PASSES = 3
+"""Forward, again, and backward."""
 RESIDENT_BYTES_PER_PARAMETER = 8
 """Weights and sums, which are there before a microbatch."""
 STEP = Step(1)
@@ -42,12 +56,21 @@ STEP = Step(1)
 class BudgetedStage:
     """A stage that computes within a budget."""
 
-    def __init__(self, manifest: Manifest, budget_bytes: int) -> None:
+    def __init__(
+        self, manifest: Manifest, budget_bytes: int, streamed_bytes: int = 0,
+        copied_per_second: float = 0.0,
+    ) -> None:  # fmt: skip
         self.budget_bytes = budget_bytes
-        self._runner = StageRunner(manifest, MIDDLE, processor(), 0, 0)
+        self.streamed_bytes = streamed_bytes
+        accelerator = throttled_processor(copied_per_second) if streamed_bytes else processor()
+        self._runner = StageRunner(
+            manifest, MIDDLE, accelerator, 0, 0, streamed_bytes=streamed_bytes
+        )
         parameters = self._runner.layout.count
-        self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters
-        self._runner.graphs.budget_bytes = budget_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
+        self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters - self._freed_bytes()
+        self._runner.graphs.budget_bytes = (
+            budget_bytes + streamed_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
+        )
         sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
         self._payload = memoryview(bytearray(sizes.input_bytes))
         drawn = torch.randn(
@@ -56,6 +79,13 @@ class BudgetedStage:
         torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
         self._number = 0
         self._forward()
+
+    def _freed_bytes(self) -> int:
+        stream = self._runner.parameter_sets.weights
+        if stream is None:
+            return 0
+        moved = [one.weight.nbytes for one in self._runner.stage.matrices() if one.host_weights]
+        return sum(moved) - stream.nbytes
 
     def seconds(self, microbatches: int) -> float:
         """Return the seconds of a microbatch: a forward pass, and the backward pass of the
@@ -85,6 +115,15 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
     stages = [BudgetedStage(manifest, memory.device_bytes + int(s * more)) for s in SHARES]
     for stage in stages:
         stage.seconds(2)
+    matrices_bytes = WEIGHT_BYTES * layers * LayerMatrices.of(preset.model).total
+    copied_per_second = PASSES * matrices_bytes / (COPIED_SHARE * stages[0].seconds(microbatches))
+    streaming: list[BudgetedStage] = []
+    for share in STREAMED_SHARES:
+        streamed = int(share * memory.streamable_bytes)
+        budget_bytes = memory.device_bytes - streamed
+        streaming.append(BudgetedStage(manifest, budget_bytes, streamed, copied_per_second))
+        streaming[-1].seconds(2)
+    stages = streaming + stages
     timed = [[stage.seconds(microbatches) for stage in stages] for _ in range(rounds)]
     rows = []
     for at, stage in enumerate(stages):
@@ -92,17 +131,25 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
         rows.append(
             {
                 "budget_bytes": stage.budget_bytes,
+                "streamed_bytes": stage.streamed_bytes,
                 "peak_bytes": stage.peak_bytes(),
                 "seconds": median(one[at] for one in timed),
                 "speed": median(ratios),
                 "predicted": predicted(stage.budget_bytes, memory),
             }
         )
-    return {"preset": name, "layers": layers, **memory.model_dump(), "budgets": rows}
+    return {
+        "preset": name,
+        "layers": layers,
+        "copied_bytes_per_second": copied_per_second,
+        **memory.model_dump(),
+        "budgets": rows,
+    }
 
 
 def predicted(budget_bytes: int, memory: StageMemory) -> float:
-    return MemoryOffer(device_bytes=budget_bytes, host_bytes=memory.host_bytes).speed(memory)
+    host_bytes = memory.host_bytes + memory.streamable_bytes
+    return MemoryOffer(device_bytes=budget_bytes, host_bytes=host_bytes).speed(memory)
 
 
 def memory_markdown(document: Mapping[str, Any]) -> str:
@@ -112,12 +159,13 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
         f"{stage['layers']} layers of `{stage['preset']}` in float32 on "
         f"{document['threads']} threads ({document['machine']['processor']}), "
         f"{document['measured_at'][:10]}; comfortable is "
-        f"{stage['comfortable_bytes'] / 1e9:.2f} GB:"
+        f"{stage['comfortable_bytes'] / 1e9:.2f} GB, and weights in host memory are copied at "
+        f"{stage['copied_bytes_per_second'] / 1e6:.0f} MB/s:"
     )
     lines = [
-        "| budget, GB | of the comfortable | peak, GB | seconds a microbatch | share of full speed "
-        "| predicted |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| budget, GB | of the comfortable | weights in host memory, GB | peak, GB "
+        "| seconds a microbatch | share of full speed | predicted |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [f"| {' | '.join(cells)} |" for cells in _cells(stage)]
     return "\n".join([head, "", *lines])
@@ -128,6 +176,7 @@ def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         (
             f"{row['budget_bytes'] / 1e9:.2f}",
             f"{row['budget_bytes'] / stage['comfortable_bytes']:.2f}",
+            f"{row['streamed_bytes'] / 1e9:.2f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['seconds']:.2f}",
             f"{row['speed']:.2f}",
@@ -147,7 +196,9 @@ def main(preset: str, layers: int, microbatches: int, rounds: int, out: Path) ->
     """Measure one stage within several budgets of memory."""
     stage = measure(preset, layers, microbatches, rounds)
     document = {**result_head(PACKAGES), "threads": torch.get_num_threads(), "stage": stage}
-    heads = ("budget", "of comfortable", "peak", "seconds", "speed", "predicted")
+    heads = (
+        "budget", "of comfortable", "on the host", "peak", "seconds", "speed", "predicted",
+    )  # fmt: skip
     click.echo(table(heads, _cells(stage), range(len(heads))))
     write_result(out, document)
     click.echo(f"\nwritten to {out}")

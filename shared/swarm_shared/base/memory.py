@@ -17,9 +17,10 @@ FORWARD_SHARE = 1 / 3
 """The forward pass's fraction of the work of a microbatch: a backward pass has two products of
 matrices for each of the forward's."""
 
-STREAMED_SPEED = 0.5
+STREAMED_SPEED = 0.7
 """Assumed fraction of the speed at which a device computes that copies all matrices of its layers
-for every pass. Where a microbatch has thousands of tokens the copies hide behind the products."""
+for every pass, as measured where copies take nine tenths of the time of computing
+(docs/benchmarks.md). Where a microbatch has more tokens, the copies hide behind the products."""
 
 
 class StageMemory(FrozenModel):
@@ -56,16 +57,17 @@ class MemoryOffer(FrozenModel):
 
     def holds(self, stage: StageMemory) -> bool:
         """Whether the stage fits."""
-        streamed = self.streamed_bytes(stage)
+        spare = self._spare_bytes(stage)
         if self.host_bytes is None:
-            return not streamed
-        can_be_streamed = streamed <= min(stage.streamable_bytes, stage.device_bytes)
-        return can_be_streamed and stage.host_bytes + streamed <= self.host_bytes
+            return spare >= 0
+        streamed = -spare if spare < 0 else 0
+        fits = streamed <= stage.streamable_bytes and streamed <= stage.device_bytes
+        return fits and stage.host_bytes + streamed <= self.host_bytes
 
     def streamed_bytes(self, stage: StageMemory) -> int:
         """Return the bytes of the device that the stage needs beyond the offer. They are taken of
         the host's memory, if the stage fits at all."""
-        return max(0, stage.device_bytes - self._for_device(stage))
+        return max(0, -self._spare_bytes(stage))
 
     def speed(self, stage: StageMemory) -> float:
         """Return the expected fraction of full speed at which the stage is computed, if it fits.
@@ -75,13 +77,17 @@ class MemoryOffer(FrozenModel):
         than the least, weights are copied to the device for each pass.
         """
         more = stage.comfortable_bytes - stage.device_bytes
-        kept = (self._for_device(stage) - stage.device_bytes) / more if more > 0 else 1.0
-        computed = 1 / (1 + FORWARD_SHARE * (1 - min(max(kept, 0.0), 1.0)))
-        streamed = self.streamed_bytes(stage) / max(1, stage.streamable_bytes)
-        return computed / (1 + (1 / STREAMED_SPEED - 1) * min(streamed, 1.0))
+        spare = self._spare_bytes(stage)
+        if spare >= 0:
+            return 1 / (1 + FORWARD_SHARE * (1 - spare / more)) if spare < more else 1.0
+        streamed = min(1.0, -spare / max(1, stage.streamable_bytes))
+        computed = 1 / (1 + FORWARD_SHARE) if more > 0 else 1.0
+        return computed / (1 + (1 / STREAMED_SPEED - 1) * streamed)
 
-    def _for_device(self, stage: StageMemory) -> int:
-        return self.device_bytes - (stage.host_bytes if self.host_bytes is None else 0)
+    def _spare_bytes(self, stage: StageMemory) -> int:
+        """Return what is offered for the device beyond the least; negative where it is less."""
+        of_host = stage.host_bytes if self.host_bytes is None else 0
+        return self.device_bytes - of_host - stage.device_bytes
 
     def replaced(self, device_bytes: int) -> Self:
         """Return the offer with another amount of the device's memory."""
