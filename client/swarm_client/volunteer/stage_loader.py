@@ -19,7 +19,12 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.held_stage import LoadedStage
 from swarm_client.pipeline.receipts import receipt_signer
-from swarm_client.stage.handle.stage_memory import graph_budget, streamed_bytes, worker_allowance
+from swarm_client.stage.handle.stage_memory import (
+    graph_budget,
+    host_graph_budget,
+    streamed_bytes,
+    worker_allowance,
+)
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.volunteer.base_files import base_state
@@ -76,6 +81,7 @@ class StageLoader:
             # A GPU's driver maps memory of the host as it likes.
             private_bytes=allowance if options.device.name == "cpu" else None,
             streamed_bytes=streamed_bytes(manifest, stage, offer),
+            host_graph_bytes=host_graph_budget(manifest, stage, offer),
             process=self.spare.process(),
             base_path=base,
         ) as worker:  # fmt: skip

@@ -12,6 +12,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OFFLOADED_AT_WORK = 2
+"""Layers on the device of those that wait in host memory: one is used while another is copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """What one layer takes of a device's time. A backward pass takes twice as long as a forward
+    pass."""
+
+    forward: float
+    copy: float
+    """Of the layer's graph to host memory, or back, beside a computation."""
+
+    @property
+    def added_by_copies(self) -> float:
+        """By how much longer a microbatch takes for each layer whose graph waits in host memory:
+        by what its copies take longer than the passes of one layer, behind which they hide."""
+        return max(0.0, self.copy - self.forward) + max(0.0, self.copy - 2 * self.forward)
+
+    @property
+    def is_worth_copies(self) -> bool:
+        """Whether a graph should wait in host memory rather than be computed again, which takes a
+        forward pass. It is the same for all layers, which are alike."""
+        return self.added_by_copies < self.forward
+
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
@@ -25,16 +50,19 @@ class GraphSizes:
     ends_bytes: int = 0
     """What it keeps of all that is no layer."""
 
-    def graph_bytes(self, recomputed: int = 0) -> int:
-        """Return the bytes of a graph between its passes, without so many first layers."""
-        kept = (self.layers - recomputed) * self.layer_bytes
+    def graph_bytes(self, recomputed: int = 0, offloaded: int = 0) -> int:
+        """Return the bytes of a graph between its passes, without so many first layers, which are
+        computed again or wait in host memory."""
+        kept = (self.layers - recomputed - offloaded) * self.layer_bytes
         return kept + recomputed * self.input_bytes + self.ends_bytes
 
-    def working_bytes(self, recomputed: int = 0) -> int:
-        """Return the bytes of a graph at the most, in its backward pass: a layer that is computed
-        again has the room of a kept one, which is free by then, unless there is none."""
-        again = self.layer_bytes if 0 < recomputed == self.layers else 0
-        return self.graph_bytes(recomputed) + again
+    def working_bytes(self, recomputed: int = 0, offloaded: int = 0) -> int:
+        """Return the bytes of a graph at the most, in one of its passes: a layer that is computed
+        again, or copied beside another one, has the room of kept ones, which is free by then,
+        unless there are too few."""
+        kept = self.layers - recomputed - offloaded
+        at_work = max(kept, OFFLOADED_AT_WORK if offloaded else min(1, recomputed))
+        return self.graph_bytes(recomputed, offloaded) + (at_work - kept) * self.layer_bytes
 
     @property
     def least_working_bytes(self) -> int:

@@ -34,6 +34,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
@@ -302,6 +303,21 @@ class Body(nn.Module):
         return x
 
 
+class LayerOffload(Protocol):
+    """Copies what autograd keeps of some layers to host memory, and back when it is needed."""
+
+    @property
+    def layers(self) -> int:
+        """The number of layers: the first ones that are not computed again."""
+
+    def layer(self) -> AbstractContextManager[None]:
+        """A layer is computed within."""
+
+    def followed_by(self, output_BTD: Tensor) -> None:
+        """Copy the last layer back when the backward pass of the layer behind it, which has this
+        output, begins."""
+
+
 class Stage(nn.Module):
     """Consecutive layers of the model; the whole model is the stage that is first and last."""
 
@@ -380,15 +396,17 @@ class Stage(nn.Module):
         return [(name, one) for name, one in self.named_parameters() if not one.requires_grad]
 
     def forward(
-        self, inputs: Tensor, targets_BT: Tensor | None = None, recomputed_layers: int = 0
-    ) -> Tensor:
+        self, inputs: Tensor, targets_BT: Tensor | None = None, recomputed_layers: int = 0,
+        offload: LayerOffload | None = None,
+    ) -> Tensor:  # fmt: skip
         """Map token ids (first stage) or activations to activations.
 
         The last stage returns the sum over tokens of the cross entropy in nats, or the float32
         logits where there are no targets. Autograd keeps only the input of the first
         `recomputed_layers`; they are computed again in the backward pass, with the same result.
+        What it keeps of the layers after them waits in host memory, as far as `offload` says.
         """
-        x_BTD = self.hidden(inputs, recomputed_layers)
+        x_BTD = self.hidden(inputs, recomputed_layers, offload)
         if not self.is_last:
             return x_BTD
         logits_BTV = self.head(x_BTD)
@@ -402,7 +420,9 @@ class Stage(nn.Module):
             )
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
 
-    def hidden(self, inputs: Tensor, recomputed_layers: int = 0) -> Tensor:
+    def hidden(
+        self, inputs: Tensor, recomputed_layers: int = 0, offload: LayerOffload | None = None
+    ) -> Tensor:
         """Return the residual stream after this stage's layers, before norm and head; as narrow as
         it is sent to the next stage."""
         with self._autocast():
@@ -411,10 +431,16 @@ class Stage(nn.Module):
             for index, layer in self.model.layers.items():
                 if int(index) > first:
                     x_BTD = self.model.bottleneck(int(index), x_BTD)
-                if int(index) - first < recomputed_layers:
+                number = int(index) - first - recomputed_layers
+                if number < 0:
                     x_BTD = recomputed(partial(layer, rotary=self.rotary), x_BTD, self._autocast)
+                elif offload is not None and number < offload.layers:
+                    with offload.layer():
+                        x_BTD = layer(x_BTD, self.rotary)
                 else:
                     x_BTD = layer(x_BTD, self.rotary)
+                    if offload is not None and number == offload.layers:
+                        offload.followed_by(x_BTD)
             return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:

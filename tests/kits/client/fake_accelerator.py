@@ -149,7 +149,7 @@ class FakeStreams:
             self.current = before
 
     def used_by(self, tensor: Tensor, stream: FakeStream) -> None:
-        if tensor.device == HOST:
+        if device_of(tensor) == HOST:
             raise RuntimeError("record_stream is for tensors of a device")
 
     def pinned(self, nbytes: int) -> Tensor:

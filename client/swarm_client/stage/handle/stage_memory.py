@@ -68,6 +68,15 @@ def streamed_bytes(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) ->
     return offer.streamed_bytes(manifest.stages[stage].memory)
 
 
+def host_graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
+    """Return the host memory for autograd graphs of a device with memory of its own: what the stage
+    leaves of the offer."""
+    if offer.host_bytes is None:
+        return 0
+    taken = manifest.stages[stage].memory.host_bytes + streamed_bytes(manifest, stage, offer)
+    return max(0, offer.host_bytes - taken)
+
+
 def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
     """Return the device memory for autograd graphs: what the parameters leave of an offer that
     holds the stage."""

@@ -353,12 +353,14 @@ class StageWorker:
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
-        streamed_bytes: int, kept_budget_bytes: int, namespace: str, base_path: Path | None,
+        streamed_bytes: int, host_graph_bytes: int, kept_budget_bytes: int, namespace: str,
+        base_path: Path | None,
     ) -> None:  # fmt: skip
         request = messages.ConfigureStage(
             manifest_json=manifest.model_dump_json(), stage=self.stage, device=device,
             threads=threads, graph_budget_bytes=graph_budget_bytes,
-            streamed_bytes=streamed_bytes, kept_budget_bytes=kept_budget_bytes,
+            streamed_bytes=streamed_bytes, host_graph_bytes=host_graph_bytes,
+            kept_budget_bytes=kept_budget_bytes,
             slot_bytes=self.sizes.slot_bytes, slot_count=self.slot_count, namespace=namespace,
             base_path=None if base_path is None else str(base_path),
         )  # fmt: skip
@@ -384,6 +386,7 @@ async def open_worker(
     *,
     private_bytes: int | None = None,
     streamed_bytes: int = 0,
+    host_graph_bytes: int = 0,
     kept_budget_bytes: int = KEPT_BUDGET_BYTES,
     process: AbstractAsyncContextManager[WorkerChild] | None = None,
     base_path: Path | None = None,
@@ -393,8 +396,9 @@ async def open_worker(
     `namespace` begins the names of its shared memory; no other live worker may use it. `process`
     is a process started in advance (`swarm_client.stage.handle.warm_worker`); by default a new one
     is started. `base_path` is the file of the stage's frozen parameters. So many
-    `streamed_bytes` of weights lie in host memory, and `private_bytes` bounds the memory that it
-    takes beyond its imports (both: `swarm_client.stage.handle.stage_memory`). WorkerDied or
+    `streamed_bytes` of weights lie in host memory, graphs may take `host_graph_bytes` of it, and
+    `private_bytes` bounds the memory that the worker takes beyond its imports (all three:
+    `swarm_client.stage.handle.stage_memory`). WorkerDied or
     RequestFailed if it cannot start (missing device, too little memory).
     """
     attached: list[shared_memory.Segment] = []
@@ -409,7 +413,7 @@ async def open_worker(
                     nursery.start_soon(worker._kill_when_hung)
                     await worker._configure(
                         manifest, device, threads, graph_budget_bytes, streamed_bytes,
-                        kept_budget_bytes, namespace, base_path,
+                        host_graph_bytes, kept_budget_bytes, namespace, base_path,
                     )  # fmt: skip
                     worker._attach(attached)
                     yield worker

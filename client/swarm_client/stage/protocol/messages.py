@@ -79,6 +79,8 @@ class ConfigureStage(Numbered):
     streamed_bytes: Bytes = 0
     """Memory of the device that is too little for the weights: so much of them lies in host
     memory."""
+    host_graph_bytes: Bytes = 0
+    """Host memory for graphs, where a device has memory of its own."""
     kept_budget_bytes: Bytes
     """Host memory for inputs and gradients of accumulated microbatches, with which they can be
     taken out again; the oldest are dropped first."""

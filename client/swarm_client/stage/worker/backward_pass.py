@@ -19,6 +19,7 @@ class Graph:
     entry: Tensor | None
     output: Tensor
     recomputed_layers: int = 0
+    offloaded_layers: int = 0
     tape: WeightTape | None = None
     """None where the backward pass cannot be split."""
 

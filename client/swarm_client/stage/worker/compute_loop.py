@@ -451,6 +451,7 @@ def _configure(
     runner = StageRunner(
         manifest, request.stage, accelerator, request.graph_budget_bytes,
         request.kept_budget_bytes, compile_backend, request.streamed_bytes,
+        request.host_graph_bytes,
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
         raise RequestFailed(

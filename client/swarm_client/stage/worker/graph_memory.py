@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
-from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.graph_sizes import GraphSizes, LayerSeconds
 
 KEPT_WHEN_SHORT = 0.75
 """Fraction of the memory of graphs that is kept when an allocation fails."""
@@ -31,6 +31,10 @@ class GraphMemory:
         self.budget_bytes = self._offered_bytes = budget_bytes
         self.measured: GraphSizes | None = None
         """Known after the first computation with a graph."""
+        self.seconds: LayerSeconds | None = None
+        """Known where graphs may wait in host memory."""
+        self.host_bytes = 0
+        """The host memory for them."""
         self._in_flight, self._owed = in_flight, owed
 
     @property
@@ -43,12 +47,26 @@ class GraphMemory:
     def room_bytes(self) -> int:
         """Return the bytes that the graphs in flight leave of the budget."""
         graphs_bytes = sum(
-            self.sizes.graph_bytes(flight.graph.recomputed_layers)
-            for flight in self._in_flight.values()
-            if flight.graph is not None
+            self.sizes.graph_bytes(graph.recomputed_layers, graph.offloaded_layers)
+            for graph in self._graphs()
         )
         owed_bytes = sum(owed.nbytes for owed in self._owed.values())
         return self.budget_bytes - graphs_bytes - owed_bytes
+
+    def _graphs(self) -> list[Graph]:
+        return [one.graph for one in self._in_flight.values() if one.graph is not None]
+
+    def offloaded_of(self, not_kept: int) -> int:
+        """Return how many of so many first layers should wait in host memory instead of being
+        computed again, as their time and both memories allow."""
+        if self.seconds is None or self.measured is None or not self.seconds.is_worth_copies:
+            return 0
+        sizes = self.measured
+        waiting = sum(graph.offloaded_layers for graph in self._graphs())
+        room = self.host_bytes // max(1, sizes.layer_bytes) - waiting
+        found = min(not_kept, room)
+        fits = sizes.working_bytes(not_kept - found, found) <= self.room_bytes()
+        return found if found > 0 and fits else 0
 
     def make_room(self, wanted_bytes: int) -> None:
         """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""
@@ -71,7 +89,7 @@ class GraphMemory:
         for another microbatch with the inputs of its layers: they save a whole forward pass, a kept
         layer saves its own."""
         sizes, room_bytes = self.sizes, self.room_bytes()
-        kept = [flight.graph for flight in self._in_flight.values() if flight.graph is not None]
+        kept = self._graphs()
         if not kept:
             beside_bytes = sizes.least_working_bytes
         else:

@@ -28,6 +28,7 @@ Shape suffixes: B sequences, T positions, D hidden size.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -46,11 +47,12 @@ from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
 from swarm_client.stage.worker.transfer.device_copier import device_copier
+from swarm_client.stage.worker.transfer.graph_offload import GraphOffload
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
-from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.graph_sizes import GraphSizes, LayerSeconds
 from swarm_shared.model.split_backward import Weights, WeightTape
 from swarm_shared.run.manifest import Manifest
 
@@ -116,7 +118,7 @@ class StageRunner:
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, accelerator: Accelerator,
         graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
-        streamed_bytes: int = 0,
+        streamed_bytes: int = 0, host_graph_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
@@ -135,6 +137,12 @@ class StageRunner:
         self._in_flight: dict[int, InFlight] = {}
         self._owed: dict[int, OwedWeights] = {}
         self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed)
+        self.graphs.host_bytes = host_graph_bytes
+        self._offload: GraphOffload | None = None
+        if accelerator.streams is not None and host_graph_bytes:
+            stages = [each.stage for each in self.parameter_sets]
+            permanent = [one for s in stages for one in (*s.parameters(), *s.buffers())]
+            self._offload = GraphOffload(accelerator.device, accelerator.streams, permanent)
         self._splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
         """Not where nothing waits for a gradient, nor in compiled layers, which are one product."""
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
@@ -264,7 +272,10 @@ class StageRunner:
         if graph is None:
             graph = self._graph_now(parameter_set, inputs)
         else:
-            self.graphs.make_room(self.graphs.sizes.working_bytes(graph.recomputed_layers))
+            working_bytes = self.graphs.sizes.working_bytes(
+                graph.recomputed_layers, graph.offloaded_layers
+            )
+            self.graphs.make_room(working_bytes)
         return self._finish(
             parameter_set,
             flight.microbatch,
@@ -416,15 +427,20 @@ class StageRunner:
         self,
         parameter_set: ParameterSet,
         inputs: MicrobatchInput,
-        recomputed_layers: int,
+        layers_not_kept: int,
         entry: Tensor | None = None,
     ) -> Graph:
-        """Run forward with a graph. `entry`: the input on the device, if it is there already."""
+        """Run forward with a graph, without some first layers, which are computed again or wait in
+        host memory. `entry`: the input on the device, if it is there already."""
         stage = parameter_set.stage
         entry, targets_BT = self._on_device(inputs, entry)
         if not stage.is_first:
             # A new tensor over the same memory, so that the kept input stays free of autograd.
             entry = entry.detach().requires_grad_()
+        offload, offloaded = None, self.graphs.offloaded_of(layers_not_kept)
+        if self._offload is not None and offloaded:
+            offload = self._offload.forward_pass(offloaded)
+        recomputed_layers = layers_not_kept - offloaded
         # Layers that are computed again are not recorded: their factors do not exist yet.
         tape: WeightTape | None = None
         if self._splits and not recomputed_layers:
@@ -432,8 +448,8 @@ class StageRunner:
         elif self.parameter_sets.weights is not None:
             tape = WeightTape(only_of_host=True)
         with nullcontext() if tape is None else tape.recording():
-            output = stage(entry, targets_BT, recomputed_layers)
-        return Graph(None if stage.is_first else entry, output, recomputed_layers, tape)
+            output = stage(entry, targets_BT, recomputed_layers, offload)
+        return Graph(None if stage.is_first else entry, output, recomputed_layers, offloaded, tape)
 
     def _run_without_graph(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
@@ -596,6 +612,22 @@ class StageRunner:
         )
         for parameter_set in self.parameter_sets:
             self.compute_again(parameter_set, nothing)
+        if self._offload is not None:
+            self._measure_seconds(self._offload, nothing)
+
+    def _measure_seconds(self, offload: GraphOffload, kept: KeptMicrobatch) -> None:
+        """Measure what a layer takes, of which depends whether its graph is worth a copy."""
+        sizes = self.graphs.sizes
+        self._accelerator.synchronise()
+        began = time.perf_counter()
+        self.compute_again(next(iter(self.parameter_sets)), kept)
+        self._accelerator.synchronise()
+        recomputed = sizes.fewest_recomputed(self.graphs.room_bytes())
+        passes = 3 * sizes.layers + (sizes.layers if recomputed is None else recomputed)
+        self.graphs.seconds = LayerSeconds(
+            (time.perf_counter() - began) / max(1, passes),
+            offload.copy_seconds(self._accelerator, sizes.layer_bytes),
+        )
 
     def _finite_loss(self, loss: Tensor) -> float:
         loss_sum = float(loss.detach())

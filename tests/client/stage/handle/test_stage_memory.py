@@ -23,6 +23,7 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, _private_bytes
 from swarm_client.stage.handle.stage_memory import (
     graph_budget,
+    host_graph_budget,
     streamed_bytes,
     worker_allowance,
 )
@@ -143,6 +144,10 @@ def test_what_a_card_lacks_is_streamed_and_graphs_have_their_least_room(lacking:
     )
     worker_allowance(manifest, stage, offer, 1)
     assert streamed_bytes(manifest, stage, offer) == lacking
+    assert host_graph_budget(manifest, stage, offer) == 0
+    more = offer.model_copy(update={"host_bytes": memory.host_bytes + lacking + 7})
+    assert host_graph_budget(manifest, stage, more) == 7
+    assert host_graph_budget(manifest, stage, offers(2**40)) == 0, "the device is the host"
     enough = offer.replaced(memory.device_bytes)
     assert graph_budget(manifest, stage, offer) == graph_budget(manifest, stage, enough) > 0
 

@@ -63,7 +63,7 @@ class Pipeline:
 
     def __init__(
         self, manifest: Manifest, accelerator: Accelerator, graph_budget: int,
-        streamed_bytes: int = 0,
+        streamed_bytes: int = 0, host_graph_bytes: int = 0,
     ) -> None:  # fmt: skip
         self._manifest = manifest
         self.runners = [
@@ -74,6 +74,7 @@ class Pipeline:
                 graph_budget,
                 PLENTY,
                 streamed_bytes=streamed_bytes,
+                host_graph_bytes=host_graph_bytes,
             )
             for i in range(manifest.stage_count)
         ]
