@@ -5,7 +5,7 @@ own code. A budget bounds what would lie on an accelerator: parameters, sums, a 
 Budgets take turns, so that a slow second of the machine strikes all of them. Peaks are counted in
 rounds of their own, tensor by tensor. Below the least budget weights lie in host memory, and are
 copied at the rate of an engine that is as fast beside this processor as PCIe beside a card
-(`benchmarks.throttled_copies`).
+(`benchmarks.throttled_copies`). Two budgets are measured once more with graphs in host memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
+from swarm_shared.model.graph_sizes import LayerSeconds
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
     DEVICE_BYTES_PER_PARAMETER,
+    GRAPHS,
     WEIGHT_BYTES,
     LayerMatrices,
 )
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 OUT = Path(__file__).parent / "results" / "stage-memory.json"
 PACKAGES = ("torch", "swarmtrain")
@@ -46,11 +49,14 @@ STREAMED_SHARES = (1.0, 0.5)
 COPIED_SHARE = 0.9
 """Seconds of copying all matrices for each pass, over those of computing a microbatch: about those
 of a card that computes 15 TFLOP/s on 2,048 tokens and copies 12 GB/s."""
+OFFLOADED_SHARES = (0.3, 0.5)
+"""Budgets with graphs in host memory, whose copies take `COPIED_SHARE` of a forward pass."""
 PASSES = 3
 """Forward, again, and backward."""
 RESIDENT_BYTES_PER_PARAMETER = 8
 """Weights and sums, which are there before a microbatch."""
 STEP = Step(1)
+PLENTY = 2**40
 
 
 class BudgetedStage:
@@ -58,14 +64,17 @@ class BudgetedStage:
 
     def __init__(
         self, manifest: Manifest, budget_bytes: int, streamed_bytes: int = 0,
-        copied_per_second: float = 0.0,
+        copied_per_second: float = 0.0, graphs_on_host: LayerSeconds | None = None,
     ) -> None:  # fmt: skip
         self.budget_bytes = budget_bytes
         self.streamed_bytes = streamed_bytes
-        accelerator = throttled_processor(copied_per_second) if streamed_bytes else processor()
+        self.graphs_on_host = graphs_on_host is not None
         self._runner = StageRunner(
-            manifest, MIDDLE, accelerator, 0, 0, streamed_bytes=streamed_bytes
-        )
+            manifest, MIDDLE,
+            throttled_processor(copied_per_second) if copied_per_second else processor(), 0, 0,
+            streamed_bytes=streamed_bytes, host_graph_bytes=PLENTY if graphs_on_host else 0,
+        )  # fmt: skip
+        self._runner.graphs.seconds = graphs_on_host
         parameters = self._runner.layout.count
         self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters - self._freed_bytes()
         self._runner.graphs.budget_bytes = (
@@ -124,18 +133,21 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
         streaming.append(BudgetedStage(manifest, budget_bytes, streamed, copied_per_second))
         streaming[-1].seconds(2)
     stages = streaming + stages
+    comfortable = len(stages) - 1
+    stages += _offloading(manifest, memory, layers, stages[-1].seconds(microbatches))
     timed = [[stage.seconds(microbatches) for stage in stages] for _ in range(rounds)]
     rows = []
     for at, stage in enumerate(stages):
-        ratios = [one[-1] / one[at] for one in timed]
+        ratios = [one[comfortable] / one[at] for one in timed]
         rows.append(
             {
                 "budget_bytes": stage.budget_bytes,
                 "streamed_bytes": stage.streamed_bytes,
+                "graphs_on_host": stage.graphs_on_host,
                 "peak_bytes": stage.peak_bytes(),
                 "seconds": median(one[at] for one in timed),
                 "speed": median(ratios),
-                "predicted": predicted(stage.budget_bytes, memory),
+                "predicted": 1.0 if stage.graphs_on_host else predicted(stage.budget_bytes, memory),
             }
         )
     return {
@@ -145,6 +157,29 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
         **memory.model_dump(),
         "budgets": rows,
     }
+
+
+def _offloading(
+    manifest: Manifest, memory: StageMemory, layers: int, seconds: float
+) -> list[BudgetedStage]:
+    """Return stages whose graphs may wait in host memory, if a microbatch takes so many seconds
+    with all of them kept."""
+    forward = seconds / (PASSES * layers)
+    takes = LayerSeconds(forward, COPIED_SHARE * forward)
+    more = memory.comfortable_bytes - memory.device_bytes
+    graphs_bytes = (
+        memory.comfortable_bytes
+        - DEVICE_BYTES_PER_PARAMETER * stage_sizes(manifest)[MIDDLE].parameters
+    )
+    layer_bytes = graphs_bytes / GRAPHS / layers
+    per_second = layer_bytes / takes.copy
+    found = [
+        BudgetedStage(manifest, memory.device_bytes + int(share * more), 0, per_second, takes)
+        for share in OFFLOADED_SHARES
+    ]
+    for stage in found:
+        stage.seconds(2)
+    return found
 
 
 def predicted(budget_bytes: int, memory: StageMemory) -> float:
@@ -176,7 +211,7 @@ def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         (
             f"{row['budget_bytes'] / 1e9:.2f}",
             f"{row['budget_bytes'] / stage['comfortable_bytes']:.2f}",
-            f"{row['streamed_bytes'] / 1e9:.2f}",
+            f"{row['streamed_bytes'] / 1e9:.2f}" + (" and graphs" if row["graphs_on_host"] else ""),
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['seconds']:.2f}",
             f"{row['speed']:.2f}",

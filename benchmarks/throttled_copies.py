@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,39 +21,58 @@ from swarm_client.stage.worker.accelerator import Accelerator, processor
 
 
 class ThrottledStreams:
-    """Two streams: computing, which the host waits for, and copying."""
+    """A stream that computes, which the host waits for, and streams that copy."""
 
     def __init__(self, bytes_per_second: float) -> None:
-        self.bytes_per_second = bytes_per_second
-        self.busy_until = 0.0
-        """When the engine has done all copies, on the clock of `time.perf_counter`."""
-        self.is_copying = False
+        self._bytes_per_second = bytes_per_second
+        self._computing = ThrottledStream(bytes_per_second)
+        self.current = self._computing
 
     def stream(self) -> ThrottledStream:
-        return ThrottledStream()
+        return ThrottledStream(self._bytes_per_second)
 
     def event(self) -> ThrottledEvent:
         return ThrottledEvent(self)
 
     def computing(self) -> ThrottledStream:
-        return ThrottledStream()
+        return self._computing
 
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
-        self.is_copying = True
-        with _Copies(self):
-            yield
-        self.is_copying = False
+        self.current = stream
+        try:
+            with _Copies(stream):
+                yield
+        finally:
+            self.current = self._computing
 
     def used_by(self, tensor: Tensor, stream: Any) -> None:
         pass
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        # Of numpy's memory: what counts tensors counts those of the device.
+        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
-    def copied(self, nbytes: int) -> None:
-        began = max(self.busy_until, time.perf_counter())
-        self.busy_until = began + nbytes / self.bytes_per_second
+
+class ThrottledStream:
+    """Copies one after the other."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._busy_until = 0.0
+
+    def done_at(self) -> float:
+        """When all copies are done, on the clock of `time.perf_counter`."""
+        return max(self._busy_until, time.perf_counter())
+
+    def copy(self, nbytes: int) -> None:
+        self._busy_until = self.done_at() + nbytes / self._bytes_per_second
+
+    def wait_event(self, event: ThrottledEvent) -> None:
+        event.synchronize()
+
+    def wait_stream(self, other: ThrottledStream) -> None:
+        pass
 
 
 class ThrottledEvent:
@@ -61,33 +81,24 @@ class ThrottledEvent:
         self._moment = 0.0
 
     def record(self) -> None:
-        streams = self._streams
-        self._moment = streams.busy_until if streams.is_copying else time.perf_counter()
+        self._moment = self._streams.current.done_at()
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._moment - time.perf_counter()))
 
 
-class ThrottledStream:
-    def wait_event(self, event: ThrottledEvent) -> None:
-        event.synchronize()
-
-    def wait_stream(self, other: ThrottledStream) -> None:
-        pass
-
-
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells the engine of every copy."""
+    """Tells a stream of its copies."""
 
-    def __init__(self, streams: ThrottledStreams) -> None:
+    def __init__(self, stream: ThrottledStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
+        self._stream = stream
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
-            self._streams.copied(args[1].nbytes)
+            self._stream.copy(args[1].nbytes)
         return func(*args, **(kwargs or {}))
 
 
