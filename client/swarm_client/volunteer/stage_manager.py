@@ -26,6 +26,7 @@ from swarm_client.volunteer.reconnect import Attachment
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_loader import StageLoader, inject_faults
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import AssignStage, Drop, Dropped
 from swarm_shared.volunteer_rules import stage_tenure, step_close
@@ -328,6 +329,12 @@ class StageManager:
             report(f"holding {where}")
             if is_fresh:
                 report(f"this device computes as class {worker.configured.arithmetic}")
+                streamed = worker.configured.streamed_bytes
+                if streamed:
+                    report(
+                        f"{memory_text(streamed)} of the stage's weights lie in the host's memory, "
+                        "as the device's is too little"
+                    )
             try:
                 died = await worker.wait_died()
             finally:

@@ -51,7 +51,7 @@ class Worker:
         self.uncommits: bool | Exception = True
         """Answer to the next removals."""
         self.resets = 0
-        self.configured = SimpleNamespace(arithmetic="1234")
+        self.configured = SimpleNamespace(arithmetic="1234", streamed_bytes=0)
 
     async def uncommit(self, step: int, microbatches: tuple[int, ...]) -> bool:
         await trio.lowlevel.checkpoint()

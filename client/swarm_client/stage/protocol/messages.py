@@ -300,6 +300,8 @@ class StageConfigured(Numbered):
     version: Version
     digest: str
     arithmetic: ArithmeticClass
+    streamed_bytes: Bytes = 0
+    """Of the stage's weights, those that lie in host memory."""
     own_elements: Bytes
     tied_elements: Bytes
     slots_name: str

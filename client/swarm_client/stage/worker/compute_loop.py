@@ -478,6 +478,7 @@ def _configure(
         version=runner.version,
         digest=digest,
         arithmetic=arithmetic,
+        streamed_bytes=runner.parameter_sets.streamed_bytes,
         own_elements=runner.layout.own_count,
         tied_elements=runner.layout.tied_count,
         slots_name=memory.slots.name,

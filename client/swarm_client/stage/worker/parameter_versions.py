@@ -70,6 +70,11 @@ class ParameterSets:
             ParameterSet(one, self.layout, device, budget_bytes, self.quantum) for one in stages
         ]
 
+    @property
+    def streamed_bytes(self) -> int:
+        """The bytes of weights in host memory."""
+        return 0 if self.weights is None else self.weights.host_bytes
+
     def change(self) -> None:
         """To be called before any parameter changes."""
         if self.weights is not None:

@@ -90,6 +90,11 @@ class WeightStream:
         """The memory of the device that the stream takes."""
         return sum(buffer.elements.nbytes for buffer in self._buffers)
 
+    @property
+    def host_bytes(self) -> int:
+        """The memory of the host that the weights take."""
+        return sum(weight.nbytes for weight in self._weights.values())
+
     def forget(self) -> None:
         """Wait for copies that are under way, and copy every weight anew from now on. To be called
         before a weight changes."""
