@@ -29,7 +29,7 @@ from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
-from swarm_shared.model.graph_sizes import LayerSeconds
+from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (

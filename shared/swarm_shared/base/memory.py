@@ -33,15 +33,22 @@ class StageMemory(FrozenModel):
     host_bytes: Count = 0
     streamable_bytes: Count = 0
     """Of `device_bytes`, the part that may be taken of the host's memory besides: weights that are
-    copied to the device when they are needed."""
+    copied to the device when they are needed, and their gradients."""
+    stream_buffer_bytes: Count = 0
+    """Of the device for such weights and gradients, which the host's memory must hold, too."""
 
     def __add__(self, other: StageMemory) -> StageMemory:
         """Return what both stages take at once, at most the largest possible figure."""
         return StageMemory(
-            device_bytes=_sum(self.device_bytes, other.device_bytes),
-            comfortable_bytes=_sum(self.comfortable_bytes, other.comfortable_bytes),
-            host_bytes=_sum(self.host_bytes, other.host_bytes),
-            streamable_bytes=_sum(self.streamable_bytes, other.streamable_bytes),
+            device_bytes=min(self.device_bytes + other.device_bytes, MAX_EXACT_INTEGER),
+            comfortable_bytes=min(
+                self.comfortable_bytes + other.comfortable_bytes, MAX_EXACT_INTEGER
+            ),
+            host_bytes=min(self.host_bytes + other.host_bytes, MAX_EXACT_INTEGER),
+            streamable_bytes=min(self.streamable_bytes + other.streamable_bytes, MAX_EXACT_INTEGER),
+            stream_buffer_bytes=min(
+                self.stream_buffer_bytes + other.stream_buffer_bytes, MAX_EXACT_INTEGER
+            ),
         )
 
     def __str__(self) -> str:
@@ -60,9 +67,11 @@ class MemoryOffer(FrozenModel):
         spare = self._spare_bytes(stage)
         if self.host_bytes is None:
             return spare >= 0
-        streamed = -spare if spare < 0 else 0
-        fits = streamed <= stage.streamable_bytes and streamed <= stage.device_bytes
-        return fits and stage.host_bytes + streamed <= self.host_bytes
+        if spare >= 0:
+            return stage.host_bytes <= self.host_bytes
+        if -spare > stage.streamable_bytes or -spare > stage.device_bytes:
+            return False
+        return stage.host_bytes - spare + stage.stream_buffer_bytes <= self.host_bytes
 
     def streamed_bytes(self, stage: StageMemory) -> int:
         """Return the bytes of the device that the stage needs beyond the offer. They are taken of
@@ -102,7 +111,3 @@ class MemoryOffer(FrozenModel):
 def _both(device_bytes: int, host_bytes: int) -> str:
     device, host = memory_text(device_bytes), memory_text(host_bytes)
     return f"{device} of device memory and {host} of the host's"
-
-
-def _sum(one: int, other: int) -> int:
-    return min(one + other, MAX_EXACT_INTEGER)

@@ -31,6 +31,7 @@ QUANTUM_BITS = 16
 """Powers of two by which the quantum lies below a step's worth of epsilon."""
 
 _WINDOW_ELEMENTS = 1 << 16
+_DEVICE_WINDOW_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +64,53 @@ class Quantum:
     def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add the counts of one microbatch's gradients to contiguous float64 totals."""
         for total, gradient in zip(totals, gradients, strict=True):
-            size = _window_elements(gradient)
-            windows = torch.split(total.view(-1), size)
-            for window, counts in zip(windows, self._windows(gradient), strict=True):
+            windows = torch.split(total.view(-1), _window_elements(gradient.device))
+            counted = self._windows(gradient, gradient.device)
+            for window, counts in zip(windows, counted, strict=True):
                 window.add_(counts)
 
     def bounds(self, gradients: Sequence[Tensor]) -> list[float]:
         """Upper bounds of the magnitudes of each finite gradient's counts, with a single wait for
         the device."""
-        extremes = [torch.stack(torch.aminmax(g.detach())) for g in gradients if g.numel()]
-        largest = torch.stack(extremes).abs_().amax(1).tolist() if extremes else []
-        found = iter(min(one / self.size, self.max_counts) + 1.0 for one in largest)
-        return [next(found) if gradient.numel() else 0.0 for gradient in gradients]
+        return [
+            0.0 if low > high else min(max(abs(low), abs(high)) / self.size, self.max_counts) + 1.0
+            for low, high in extremes(gradients)
+        ]
 
-    def each_counts(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the counts of one microbatch's gradients in pieces, float32."""
+    def each_counts(
+        self, gradients: Iterable[Tensor], device: torch.device | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the counts of one microbatch's gradients in pieces, float32, on this device, or
+        where each gradient is."""
         for gradient in gradients:
-            yield from self._windows(gradient)
+            yield from self._windows(gradient, gradient.device if device is None else device)
 
-    def _windows(self, gradient: Tensor) -> Iterator[Tensor]:
-        for part in torch.split(gradient.reshape(-1), _window_elements(gradient)):
-            yield self.counts(part)
+    def _windows(self, gradient: Tensor, device: torch.device) -> Iterator[Tensor]:
+        for part in torch.split(gradient.reshape(-1), _window_elements(device)):
+            yield self.counts(part.to(device))
 
     def mean(self, counts: Tensor, tokens: int) -> Tensor:
         """Return the gradient of the mean loss over so many tokens, rounded to float32 once."""
         return (counts * (self.size / tokens)).float()
 
 
-def _window_elements(gradient: Tensor) -> int:
-    """On a CPU one window at a time, so that the counts stay in its cache."""
-    return _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
+def extremes(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Return the least and the largest element of each, NaN if it has one, and (inf, -inf) if it is
+    empty; with a single wait for the device."""
+    found = [torch.stack(torch.aminmax(one.detach())).float() for one in tensors if one.numel()]
+    devices = {one.device for one in found}
+    read: dict[int, tuple[float, float]] = {}
+    for device in devices:
+        there = [number for number, one in enumerate(found) if one.device == device]
+        values = torch.stack([found[number] for number in there]).tolist()
+        read |= {n: (low, high) for n, (low, high) in zip(there, values, strict=True)}
+    known = iter(read[number] for number in range(len(found)))
+    return [next(known) if one.numel() else (math.inf, -math.inf) for one in tensors]
+
+
+def _window_elements(device: torch.device) -> int:
+    """On a CPU a window stays in its cache, on a device counts take little of its memory."""
+    return _WINDOW_ELEMENTS if device.type == "cpu" else _DEVICE_WINDOW_ELEMENTS
 
 
 def quantum_of(manifest: Manifest) -> Quantum | None:

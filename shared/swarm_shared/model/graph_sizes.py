@@ -17,28 +17,6 @@ OFFLOADED_AT_WORK = 2
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSeconds:
-    """What one layer takes of a device's time. A backward pass takes twice as long as a forward
-    pass."""
-
-    forward: float
-    copy: float
-    """Of the layer's graph to host memory, or back, beside a computation."""
-
-    @property
-    def added_by_copies(self) -> float:
-        """By how much longer a microbatch takes for each layer whose graph waits in host memory:
-        by what its copies take longer than the passes of one layer, behind which they hide."""
-        return max(0.0, self.copy - self.forward) + max(0.0, self.copy - 2 * self.forward)
-
-    @property
-    def is_worth_copies(self) -> bool:
-        """Whether a graph should wait in host memory rather than be computed again, which takes a
-        forward pass. It is the same for all layers, which are alike."""
-        return self.added_by_copies < self.forward
-
-
-@dataclass(frozen=True, slots=True)
 class GraphSizes:
     """The sizes in bytes of one microbatch's graph, measured once."""
 

@@ -308,7 +308,7 @@ class LayerOffload(Protocol):
 
     @property
     def layers(self) -> int:
-        """The number of layers: the first ones that are not computed again."""
+        """The number of layers: the stage's first ones."""
 
     def layer(self) -> AbstractContextManager[None]:
         """A layer is computed within."""
@@ -402,9 +402,9 @@ class Stage(nn.Module):
         """Map token ids (first stage) or activations to activations.
 
         The last stage returns the sum over tokens of the cross entropy in nats, or the float32
-        logits where there are no targets. Autograd keeps only the input of the first
-        `recomputed_layers`; they are computed again in the backward pass, with the same result.
-        What it keeps of the layers after them waits in host memory, as far as `offload` says.
+        logits where there are no targets. What autograd keeps of the first layers waits in host
+        memory, as far as `offload` says. Of the `recomputed_layers` after them it keeps only the
+        input; they are computed again in the backward pass, with the same result.
         """
         x_BTD = self.hidden(inputs, recomputed_layers, offload)
         if not self.is_last:
@@ -427,20 +427,21 @@ class Stage(nn.Module):
         it is sent to the next stage."""
         with self._autocast():
             first, end = self.stage_range.first_layer, self.stage_range.end_layer
+            offloaded = 0 if offload is None else offload.layers
             x_BTD = self.model.bottleneck(first, self._enter(inputs))
             for index, layer in self.model.layers.items():
                 if int(index) > first:
                     x_BTD = self.model.bottleneck(int(index), x_BTD)
-                number = int(index) - first - recomputed_layers
-                if number < 0:
-                    x_BTD = recomputed(partial(layer, rotary=self.rotary), x_BTD, self._autocast)
-                elif offload is not None and number < offload.layers:
+                number = int(index) - first
+                if offload is not None and number < offloaded:
                     with offload.layer():
                         x_BTD = layer(x_BTD, self.rotary)
+                elif number < offloaded + recomputed_layers:
+                    x_BTD = recomputed(partial(layer, rotary=self.rotary), x_BTD, self._autocast)
                 else:
                     x_BTD = layer(x_BTD, self.rotary)
-                    if offload is not None and number == offload.layers:
-                        offload.followed_by(x_BTD)
+                if offload is not None and number == offloaded:
+                    offload.followed_by(x_BTD)
             return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:

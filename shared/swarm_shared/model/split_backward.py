@@ -11,15 +11,15 @@ output. Parameters that are no factor of a product (norms, biases, the token tab
 differentiated in the first half: the gradient of a bias is a sum over tokens, which costs nothing
 beside the products.
 
-A weight may lie in host memory (`HostWeights`), and is on the device for its products only. Then
-every backward pass needs a tape, as autograd takes no gradient on another device than a
-parameter's.
+A weight may lie in host memory (`HostWeights`), and is on the device for its products only; its
+gradient goes to host memory as soon as it is known. Then every backward pass needs a tape, as
+autograd takes no gradient on another device than a parameter's.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -47,6 +47,9 @@ class HostWeights(Protocol):
     def on_device(self, weight: Tensor, *, in_backward: bool) -> AbstractContextManager[Tensor]:
         """Provide a weight on the device, for what is handed to the device within."""
 
+    def keep_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a weight's gradient to host memory; return what waits for its end."""
+
 
 class WeightTape:
     """The products of one forward pass, and what its backward pass leaves of them."""
@@ -58,9 +61,12 @@ class WeightTape:
         self.weights = Weights.NOW
         """What the backward pass shall do; set before it."""
         self._recorded: set[int] = set()
-        self._factors: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the weight's `id`: the product's input, and the gradient of its output."""
+        self._factors: dict[int, tuple[Tensor, Tensor, HostWeights | None]] = {}
+        """By the weight's `id`: the product's input, the gradient of its output, and what provides
+        the weight."""
         self._gradients: dict[int, Tensor] = {}
+        self._leaving: dict[int, Callable[[], Tensor]] = {}
+        """By the weight's `id`: waits until a gradient is in host memory."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -80,19 +86,23 @@ class WeightTape:
         """The bytes that the tape keeps for later."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for factors in self._factors.values()
-            for tensor in factors
+            for x, gradient, _ in self._factors.values()
+            for tensor in (x, gradient)
         }
         return sum(storages.values())
 
     def gradient(self, weight: Tensor) -> Tensor:
         """Return the gradient of a recorded weight after the backward pass, computed now if it was
-        left for later."""
+        left for later. It is in host memory if the weight is."""
         known = self._gradients.get(id(weight))
         if known is not None:
             return known
-        x, gradient = self._factors[id(weight)]
-        return _weight_gradient(x, weight, gradient)
+        arrived = self._leaving.get(id(weight))
+        if arrived is not None:
+            return arrived()
+        x, gradient, host = self._factors[id(weight)]
+        found = _weight_gradient(x, weight, gradient)
+        return found if host is None else host.keep_gradient(found)()
 
     def record(self, weight: Tensor) -> None:
         """Record a product. ValueError for a weight that is in one already: its gradient would be a
@@ -101,13 +111,20 @@ class WeightTape:
             raise ValueError("a weight is in two products of one forward pass")
         self._recorded.add(id(weight))
 
-    def passed(self, key: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+    def passed(
+        self, key: int, weight: Tensor, x: Tensor, gradient: Tensor,
+        host: HostWeights | None = None,
+    ) -> None:  # fmt: skip
         """The backward pass has come to the product with the weight of this `id`."""
         if self.weights is Weights.NOW:
-            self._gradients[key] = _weight_gradient(x, weight, gradient)
+            found = _weight_gradient(x, weight, gradient)
+            if host is None:
+                self._gradients[key] = found
+            else:
+                self._leaving[key] = host.keep_gradient(found)
         elif self.weights is Weights.LATER:
             # Detached: the graph holds this tape, which would otherwise hold the graph for ever.
-            self._factors[key] = x.detach(), gradient.detach()
+            self._factors[key] = x.detach(), gradient.detach(), host
 
 
 def product(x: Tensor, weight: Tensor, host: HostWeights | None = None) -> Tensor:
@@ -183,7 +200,7 @@ class _HostProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         for x in ctx.saved_tensors:
-            ctx.tape.passed(id(ctx.weight), ctx.weight, x, gradient)
+            ctx.tape.passed(id(ctx.weight), ctx.weight, x, gradient, ctx.host)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         with ctx.host.on_device(ctx.weight, in_backward=True) as there:

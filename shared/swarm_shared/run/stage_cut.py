@@ -43,8 +43,8 @@ one is computed."""
 WEIGHT_BYTES = 4
 
 STREAM_BUFFERS = 2
-"""Matrices on the device at once, of those that lie in host memory: one computes while the next one
-is copied."""
+"""Matrices on the device at once, of those that lie in host memory, and as many of their gradients:
+one is computed with, or computed, while another one is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,18 @@ class LayerMatrices:
         total = 2 * sum(attention) + 3 * hidden * wide
         return cls(total, max(*attention, hidden * wide), config.has_adapters)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the device for matrices that lie in host memory, and for their
+        gradients."""
+        kinds = 1 if self.are_frozen else 2
+        return WEIGHT_BYTES * STREAM_BUFFERS * kinds * self.largest
+
     def streamable_bytes(self, layers: int, staleness: int) -> int:
-        """Return the bytes of the device that are free where the matrices of so many layers lie in
-        host memory. Frozen ones are the same for all versions."""
-        versions = 1 if self.are_frozen else 1 + staleness
-        return max(
-            0, WEIGHT_BYTES * (layers * versions * self.total - STREAM_BUFFERS * self.largest)
-        )
+        """Return the bytes of the device that are free where the matrices of so many layers, and
+        their gradients, lie in host memory. Frozen ones are the same for all versions."""
+        kept = 1 if self.are_frozen else 2 + staleness
+        return max(0, WEIGHT_BYTES * layers * kept * self.total - self.buffer_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,7 @@ class StageProfiles:
             device_bytes=min(least, comfortable),
             comfortable_bytes=comfortable,
             streamable_bytes=self._model.matrices.streamable_bytes(end - start, staleness),
+            stream_buffer_bytes=self._model.matrices.buffer_bytes,
         )
 
 

@@ -153,7 +153,10 @@ class FakeStreams:
             raise RuntimeError("record_stream is for tensors of a device")
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        # Noted here: what is said to torch in a backward pass passes `_Functions` by.
+        pinned = torch.empty(nbytes, dtype=torch.uint8)
+        _notes(pinned).fake_pinned = True
+        return pinned
 
 
 class FakeAccelerator(Accelerator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,9 @@ class HostOfOneMemory:
     def on_device(self, weight: torch.Tensor, *, in_backward: bool) -> Iterator[torch.Tensor]:
         self.passes[in_backward] += 1
         yield weight.detach()
+
+    def keep_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: gradient
 
 
 def differentiated(stage: Stage, inputs, targets, slope, tape: WeightTape | None, again: int = 0):

@@ -73,7 +73,8 @@ def host_graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer)
     leaves of the offer."""
     if offer.host_bytes is None:
         return 0
-    taken = manifest.stages[stage].memory.host_bytes + streamed_bytes(manifest, stage, offer)
+    memory, streamed = manifest.stages[stage].memory, streamed_bytes(manifest, stage, offer)
+    taken = memory.host_bytes + (streamed + memory.stream_buffer_bytes if streamed else 0)
     return max(0, offer.host_bytes - taken)
 
 

@@ -8,12 +8,14 @@ Owns the budget. Counts the graphs in flight and what is owed; both are the runn
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from torch import Tensor
 
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
-from swarm_shared.model.graph_sizes import GraphSizes, LayerSeconds
+from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.layer_seconds import LayerSeconds
 
 KEPT_WHEN_SHORT = 0.75
 """Fraction of the memory of graphs that is kept when an allocation fails."""
@@ -59,14 +61,19 @@ class GraphMemory:
     def offloaded_of(self, not_kept: int) -> int:
         """Return how many of so many first layers should wait in host memory instead of being
         computed again, as their time and both memories allow."""
-        if self.seconds is None or self.measured is None or not self.seconds.is_worth_copies:
+        if self.seconds is None or self.measured is None:
             return 0
         sizes = self.measured
         waiting = sum(graph.offloaded_layers for graph in self._graphs())
         room = self.host_bytes // max(1, sizes.layer_bytes) - waiting
-        found = min(not_kept, room)
+        found = min(self._copied_layers(self.seconds, sizes.layers, not_kept), room)
         fits = sizes.working_bytes(not_kept - found, found) <= self.room_bytes()
         return found if found > 0 and fits else 0
+
+    @staticmethod
+    @cache
+    def _copied_layers(seconds: LayerSeconds, layers: int, not_kept: int) -> int:
+        return seconds.copied_layers(layers, not_kept)
 
     def make_room(self, wanted_bytes: int) -> None:
         """Drop graphs in flight, the newest first, until so many bytes are free or none is left."""

@@ -10,6 +10,7 @@ Shape suffixes: B sequences, T positions, D the width of a stage boundary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
 from swarm_shared.model import check_token_values
+from swarm_shared.model.fixed_point_sums import extremes
 from swarm_shared.run.codec_sizes import CodecName
 from swarm_shared.run.manifest import Manifest
 
@@ -47,8 +49,12 @@ class MicrobatchInput:
 
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether all tensors are finite, with a single wait for the device."""
-    bounds = [b.float() for t in tensors if t.numel() for b in torch.aminmax(t.detach())]
-    return not bounds or bool(torch.stack(bounds).isfinite().all())
+    return all(
+        math.isfinite(bound)
+        for tensor, bounds in zip(tensors, extremes(tensors), strict=True)
+        if tensor.numel()
+        for bound in bounds
+    )
 
 
 class PayloadCodec:

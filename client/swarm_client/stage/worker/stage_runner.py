@@ -52,7 +52,8 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
-from swarm_shared.model.graph_sizes import GraphSizes, LayerSeconds
+from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.model.split_backward import Weights, WeightTape
 from swarm_shared.run.manifest import Manifest
 

@@ -37,6 +37,7 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
             device_bytes=min(layers, 1) * layer + end,
             comfortable_bytes=GRAPHS * (layers * layer + end),
             streamable_bytes=matrices.streamable_bytes(layers, staleness),
+            stream_buffer_bytes=matrices.buffer_bytes,
         )
         held = parameter_memory(sizes.parameters, staleness, exact, sizes.frozen_parameters)
         found.append(held + of_activations)
@@ -62,6 +63,7 @@ def _figures(claimed: StageMemory, least: StageMemory) -> Iterator[tuple[int, in
     yield claimed.host_bytes, least.host_bytes
     # Known exactly, and larger is less of the device.
     yield least.streamable_bytes, claimed.streamable_bytes
+    yield claimed.stream_buffer_bytes, least.stream_buffer_bytes
 
 
 def _layer_activations(manifest: Manifest) -> int:

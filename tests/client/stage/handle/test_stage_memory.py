@@ -140,12 +140,13 @@ def test_what_a_card_lacks_is_streamed_and_graphs_have_their_least_room(lacking:
     manifest, stage = make_manifest(256), StageIndex(0)
     memory = manifest.stages[0].memory
     offer = MemoryOffer(
-        device_bytes=memory.device_bytes - lacking, host_bytes=memory.host_bytes + lacking
+        device_bytes=memory.device_bytes - lacking,
+        host_bytes=memory.host_bytes + (lacking + memory.stream_buffer_bytes if lacking else 0),
     )
     worker_allowance(manifest, stage, offer, 1)
     assert streamed_bytes(manifest, stage, offer) == lacking
     assert host_graph_budget(manifest, stage, offer) == 0
-    more = offer.model_copy(update={"host_bytes": memory.host_bytes + lacking + 7})
+    more = offer.model_copy(update={"host_bytes": (offer.host_bytes or 0) + 7})
     assert host_graph_budget(manifest, stage, more) == 7
     assert host_graph_budget(manifest, stage, offers(2**40)) == 0, "the device is the host"
     enough = offer.replaced(memory.device_bytes)

@@ -14,11 +14,12 @@ from client.stage.worker.test_stage_runner import CPU, PLENTY
 from kits.client.fake_accelerator import FakeAccelerator, device_of
 from swarm_client.stage.worker.transfer.graph_offload import GraphOffload
 from swarm_shared.base.types import Step
-from swarm_shared.model.graph_sizes import GraphSizes, LayerSeconds
+from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.run.manifest import Manifest, StageRange
 
 LAYERS = 6
-WORTH_IT, NOT_WORTH_IT = LayerSeconds(forward=1.0, copy=0.5), LayerSeconds(forward=1.0, copy=3.0)
+WORTH_IT, NOT_WORTH_IT = LayerSeconds(forward=1.0, copy=0.5), LayerSeconds(forward=1.0, copy=1e3)
 
 
 def deep_manifest() -> Manifest:

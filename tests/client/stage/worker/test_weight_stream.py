@@ -94,7 +94,9 @@ def test_the_wanted_bytes_of_the_device_are_free_for_something_else(wanted: int)
         before = device_bytes(stage)
         stream = stream_weights([stage], wanted, fake)
         assert stream is not None
-        assert stream.host_bytes == before - device_bytes(stage) >= wanted + stream.nbytes
+        assert stream.host_bytes == before - device_bytes(stage)
+        # Weights and their gradients, but for two buffers of each.
+        assert 2 * stream.host_bytes - 2 * stream.nbytes >= wanted
     with fake.at_work(), pytest.raises(ValueError, match="are needed"):
         stream_weights([build_stage(MANIFEST, 1, fake.device)], ALL_BYTES + 1, fake)
 
@@ -111,7 +113,8 @@ def test_frozen_weights_are_moved_once_for_all_versions() -> None:
         stage = build_stage(manifest, 1, fake.device)
         frozen = {id(one): one for _, one in stage.frozen_parameters()}
         stages = [stage, copy.deepcopy(stage, frozen)]
-        stream_weights(stages, ALL_BYTES, fake)
+        frozen_bytes = LayerMatrices.of(model).streamable_bytes(LAYERS, staleness=1)
+        stream_weights(stages, frozen_bytes, fake)
         for one, other in zip(*(each.matrices() for each in stages), strict=True):
             assert one.weight is other.weight
             assert one.host_weights is other.host_weights is not None
@@ -165,6 +168,21 @@ def test_a_change_that_does_not_wait_for_the_copies_is_found(weights: Weights) -
         weights.read(number)
     with pytest.raises(RuntimeError, match="overwrites what is being read"):
         weights.host[1].fill_(7.0)
+
+
+def test_a_gradient_is_in_host_memory_when_it_has_been_waited_for(weights: Weights) -> None:
+    kept = [weights.stream.keep_gradient(weights.read(n) + 1.0) for n in range(3)]
+    assert [one().unique().tolist() for one in kept] == [[1.0], [2.0], [3.0]]
+    assert {device_of(one()).type for one in kept} == {"cpu"}
+
+
+def test_a_gradient_that_is_read_before_it_has_arrived_is_found(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = weights.stream.keep_gradient(weights.read(1))
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda *_: None)
+    with pytest.raises(RuntimeError, match="reads what is being written"):
+        arrived().sum()
 
 
 @pytest.mark.parametrize("method", ["wait_event", "record"])

@@ -55,7 +55,8 @@ class FloatSums:
         self._views = list(layout.views(self._flat))
 
     def add(self, gradients: Sequence[Tensor], see: See | None = None) -> None:
-        torch._foreach_add_(self._views, list(gradients))
+        device = self._flat.device
+        torch._foreach_add_(self._views, [gradient.to(device) for gradient in gradients])
         if see is not None:
             for gradient in gradients:
                 see(gradient)
@@ -95,7 +96,7 @@ class CountedSums:
                 self._make_room(number, bound)
                 target = self._views[number]
             start = 0
-            for counts in self._quantum.each_counts((gradient,)):
+            for counts in self._quantum.each_counts((gradient,), self._counts.device):
                 end = start + counts.numel()
                 target[start:end].add_(counts.to(target))
                 start = end

@@ -5,7 +5,9 @@ in pinned host memory. Each product copies its matrix into one of two buffers on
 it computes, the matrix of the product after it is copied into the other one, on a stream of its
 own. Which product follows is learned from the last microbatch: a stage's products repeat. (Weights
 that are copied when they are needed, with a copy ahead, are those of ZeRO-Infinity, Rajbhandari
-et al. 2021, arXiv 2104.07857, section 5; it streams whole layers.) The values are the same, so the
+et al. 2021, arXiv 2104.07857, section 5; it streams whole layers.) The gradient of such a weight
+leaves the device as soon as it is known, and comes back in pieces when it is added to the sums,
+after all gradients of the microbatch have been found finite. The values are the same, so the
 results are the same to the bit.
 
 The optimizer changes the weights where they lie (`swarm_shared.model.optimizer`).
@@ -13,7 +15,8 @@ The optimizer changes the weights where they lie (`swarm_shared.model.optimizer`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,7 +53,9 @@ class WeightStream:
 
     def __init__(self, device: torch.device, streams: Streams, weights: Sequence[Tensor]) -> None:
         self._streams = streams
-        self._up = streams.stream()
+        self._up, self._down = streams.stream(), streams.stream()
+        self._leaving: deque[Event] = deque()
+        """The ends of copies of gradients."""
         largest = max(weight.numel() for weight in weights)
         self._buffers = [
             _Buffer(torch.empty(largest, device=device), streams.event(), streams.event())
@@ -84,6 +89,26 @@ class WeightStream:
         following = self._follows.get(self._place, 0)
         if following and self._buffer_of(following) is None:
             self._copied(following)
+
+    def keep_gradient(self, gradient: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a weight's gradient to host memory; return what waits for its end."""
+        streams, done = self._streams, self._streams.event()
+        host = streams.pinned(gradient.nbytes).view(gradient.dtype).view(gradient.shape)
+        self._down.wait_stream(streams.computing())
+        with streams.using(self._down):
+            host.copy_(gradient, non_blocking=True)
+            done.record()
+        streams.used_by(gradient, self._down)
+        # The host runs ahead of the device, and would make gradients faster than they leave.
+        self._leaving.append(done)
+        if len(self._leaving) == STREAM_BUFFERS:
+            self._leaving.popleft().synchronize()
+
+        def arrived() -> Tensor:
+            done.synchronize()
+            return host
+
+        return arrived
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +145,8 @@ def stream_weights(
     stages: Sequence[Stage], wanted_bytes: int, accelerator: Accelerator
 ) -> WeightStream | None:
     """Move matrices of layers from the device to host memory until so many bytes of the device are
-    free; None if none need to be moved. `stages` are copies of one stage.
+    free, or will be, as their gradients are not there; None if none need to be moved. `stages` are
+    copies of one stage.
 
     ValueError where all matrices together are too few, or the device has no memory of its own.
     """
@@ -132,15 +158,16 @@ def stream_weights(
     chosen: list[Linear] = []
     moved: dict[int, Tensor] = {}
     for alike in zip(*(stage.matrices() for stage in stages), strict=True):
-        if _freed_bytes(moved) >= wanted_bytes:
+        if _freed_bytes(moved, len(stages)) >= wanted_bytes:
             break
         chosen += alike
         # Frozen weights are the same in all copies.
         moved |= {id(linear.weight): linear.weight for linear in alike}
-    if _freed_bytes(moved) < wanted_bytes:
+    freed = _freed_bytes(moved, len(stages))
+    if freed < wanted_bytes:
         raise ValueError(
-            f"all matrices of the stage's layers free {_freed_bytes(moved)} bytes of the device, "
-            f"and {wanted_bytes} are needed"
+            f"all matrices of the stage's layers free {freed} bytes of the device, and "
+            f"{wanted_bytes} are needed"
         )
     for weight in moved.values():
         pinned = streams.pinned(weight.nbytes).view(weight.dtype).view(weight.shape)
@@ -151,6 +178,9 @@ def stream_weights(
     return stream
 
 
-def _freed_bytes(weights: dict[int, Tensor]) -> int:
+def _freed_bytes(weights: dict[int, Tensor], stages: int) -> int:
+    """Return the bytes that these weights of so many copies of a stage leave free."""
     sizes = [weight.nbytes for weight in weights.values()]
-    return sum(sizes) - STREAM_BUFFERS * max(sizes, default=0)
+    trained = [weight.nbytes for weight in weights.values() if weight.requires_grad]
+    gradients = sum(trained) // stages - STREAM_BUFFERS * max(trained, default=0)
+    return sum(sizes) - STREAM_BUFFERS * max(sizes, default=0) + gradients
