@@ -14,6 +14,7 @@ from swarm_shared.base.types import (
     MAX_PEERS,
     MAX_STAGES,
     Addresses,
+    ArithmeticClass,
     Count,
     Credit,
     Digest,
@@ -150,6 +151,8 @@ class Heartbeat(FrozenModel):
     """Microbatches computed since the last heartbeat; `busy_seconds` is their computing time."""
     busy_seconds: Seconds | None = None
     """None when the peer does not report it."""
+    arithmetic: ArithmeticClass | None = None
+    """By the peer's own self-test; None also before the first stage. Shown to people only."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
