@@ -158,11 +158,11 @@ class Heartbeat(FrozenModel):
     def _only_what_is_said(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out every field at its default: thousands of heartbeats arrive a second, and most
         fields of most of them are unset."""
-        fields = type(self).model_fields
+        fields, values = type(self).model_fields, vars(self)
         return {
             name: value
             for name, value in whole(self).items()
-            if name == "kind" or getattr(self, name) != fields[name].default
+            if name == "kind" or values[name] != fields[name].default
         }
 
 
