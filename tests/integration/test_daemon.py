@@ -90,7 +90,15 @@ def test_a_daemon_pauses_resumes_finishes_and_leaves_without_a_changed_loss(
         assert "admitted to run" in said
         run.wait_for_version(2)
         until(lambda s: s["contribution"]["steps"] >= 1, "the daemon to contribute")
-        assert bob.sees()["run"]["name"] == run.manifest.name
+        seen = bob.sees()
+        assert seen["run"]["name"] == run.manifest.name
+        # Both volunteers compute on this machine's processor, with one thread.
+        wait_until(
+            lambda: len([p for p in swarm.status()["peers"] if p["arithmetic"]]) == 2,
+            swarm.children, PATIENCE_SECONDS, "both classes",
+        )  # fmt: skip
+        [device] = seen["devices"]
+        assert {p["arithmetic"] for p in swarm.status()["peers"]} == {device["arithmetic"]}
         assert "already working" in bob.does("join", invite, *options)
 
         # A pause: nothing is computed here, and the other volunteer continues.

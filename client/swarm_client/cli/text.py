@@ -67,6 +67,8 @@ def _device_text(device: DeviceView) -> str:
     if device.phase == "downloading":
         return text  # the sentence has its progress
     text += f", {device.microbatches_per_second:.2f} microbatches/s, {device.queued} in flight"
+    if device.arithmetic is not None:
+        text += f", class {device.arithmetic}"
     return "; ".join([text, *(f"downloading {one}" for one in device.downloads)])
 
 

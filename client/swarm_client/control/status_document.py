@@ -69,6 +69,8 @@ class DeviceView(ControlModel):
     temperature_celsius: float | None = None
     duty_cycle: float = 1.0
     """Fraction of the time that the device may compute, by the preferences."""
+    arithmetic: str | None = None
+    """Its class: devices of the same one compute alike, to the bit. None without a stage."""
     peer: str = ""
     """Each device is a member of the run in its own right."""
     state: DaemonState | None = None

@@ -283,6 +283,7 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
         id=device.id, label=device.label, memory_bytes=device.memory_bytes,
         peer=volunteer.node.peer_id, **asdict(described),
         stage=stage, phase=phase, downloads=volunteer.downloads,
+        arithmetic=None if holding is None else holding.worker.configured.arithmetic,
         queued=0 if holding is None else holding.in_flight,
         microbatches_per_second=0 if holding is None else holding.meter.microbatches_per_second,
     )  # fmt: skip

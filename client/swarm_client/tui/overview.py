@@ -139,7 +139,20 @@ def _devices(status: Status, width: int) -> list[Line]:
         lines += _device(device, width)
     if not status.devices:
         lines.append(_named("none", line(("no device is in use", "dim"))))
-    return lines
+    return [*lines, *_classes(status)]
+
+
+def _classes(status: Status) -> list[Line]:
+    """Draw the classes of arithmetic, each with its devices where there are several."""
+    devices: dict[str, list[str]] = {}
+    for device in status.devices:
+        if device.arithmetic is not None:
+            devices.setdefault(device.arithmetic, []).append(device.id)
+    if not devices:
+        return []
+    several = len(devices) > 1
+    texts = [f"{name} ({', '.join(ids)})" if several else name for name, ids in devices.items()]
+    return [_named("class", *(line(printable(text)) for text in texts))]
 
 
 def _device(device: DeviceView, width: int) -> list[Line]:

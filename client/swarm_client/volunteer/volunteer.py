@@ -247,6 +247,7 @@ class Volunteer:
                 up_bytes_per_second=self.node.bandwidth.own_up_bytes_per_second,
                 links=self.links(), paths=tuple(self.node.paths()),
                 paused=self.suspended is not None, computed=computed, busy_seconds=busy_seconds,
+                arithmetic=holding.worker.configured.arithmetic if holding else None,
             ),
             len(self.roster),
         )  # fmt: skip

@@ -90,6 +90,7 @@ def peer_row(run: RunState, peer: PeerState, now: float) -> PeerRow:
         leaving=peer.leaving,
         paused=peer.paused,
         device=peer.profile.device,
+        arithmetic=peer.arithmetic,
         reachability=peer.contact.reachability.value,
         offers_relay=peer.contact.offers_relay,
         microbatches_per_second=peer.rates.microbatches_per_second,

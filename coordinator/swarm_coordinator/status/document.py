@@ -181,6 +181,8 @@ class PeerRow(PeerSummary):
     version: int | None = None
     paused: bool = False
     device: str = ""
+    arithmetic: str = ""
+    """The class of arithmetic that it claims; empty before it has one."""
     reachability: str = "unknown"
     offers_relay: bool = False
     queued: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from swarm_coordinator.status.document import (
     AdmissionStatus,
     PathRow,
@@ -26,6 +28,8 @@ DECISIONS_SHOWN = 3
 MIN_SHOWN_BYTES_PER_SECOND = 500
 """Rate of a link below which it is not shown; keep-alive traffic stays below."""
 SAMPLE_CHARACTERS_SHOWN = 200
+CLASSES_SHOWN = 3
+"""Classes of arithmetic of one stage, the most frequent ones."""
 PATHS_SHOWN = 4
 """Paths of one peer, the busiest ones; `--json` prints all of them."""
 
@@ -53,11 +57,13 @@ def status_lines(document: StatusDocument, running: bool, now: float) -> list[st
     lines.append(f"  checkpoint: {'none yet' if checkpoint is None else f'step {checkpoint}'}")
     lines += admission_lines(document.admission)
     if running:
+        classes = _claimed_classes(document)
         for row in document.stages:
             rate = row.microbatches_per_second
             made = f", {rate:.2f} microbatches/s" if rate else ""
             timing = _stage_timing(document.figures.timing(row.stage))
             lines.append(f"  stage {row.stage}: {row.peers} peer(s){made}{timing}")
+            lines += _class_lines(row.stage, classes.get(row.stage, Counter()))
         lines += figure_lines(document.figures)
         lines += rebalancing_lines(document.rebalancing)
         lines += trust_lines(document.trust)
@@ -108,6 +114,27 @@ def _stage_timing(timing: StageTiming) -> str:
     if timing.idle_share is not None:
         text += f", idle {timing.idle_share:.0%}"
     return text
+
+
+def _claimed_classes(document: StatusDocument) -> dict[int, Counter[str]]:
+    """Number of peers by stage and by the class of arithmetic that they claim."""
+    classes: dict[int, Counter[str]] = {}
+    for peer in document.peers:
+        if peer.stage is not None and peer.arithmetic:
+            classes.setdefault(peer.stage, Counter())[peer.arithmetic] += 1
+    return classes
+
+
+def _class_lines(stage: int, classes: Counter[str]) -> list[str]:
+    """Who of several classes does not compute alike, to the bit; nothing of a single one."""
+    if len(classes) < 2:
+        return []
+    shown = [f"{name} ({peers})" for name, peers in classes.most_common(CLASSES_SHOWN)]
+    more = len(classes) - len(shown)
+    return [
+        f"    {len(classes)} classes of arithmetic among {classes.total()} peers of stage {stage}: "
+        f"{', '.join(shown)}{f' and {more} more' if more else ''}"
+    ]
 
 
 def rebalancing_lines(status: RebalancingStatus) -> list[str]:
@@ -175,4 +202,5 @@ def _peer_line(peer: PeerRow, name: str) -> str:
     stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
     phase = "paused" if peer.paused else peer.phase
     rate = f"{peer.microbatches_per_second:.2f} microbatches/s"
-    return f"    {name}: {stage}, {phase}, {rate}, {peer.device}"
+    arithmetic = f", class {peer.arithmetic}" if peer.arithmetic else ""
+    return f"    {name}: {stage}, {phase}, {rate}, {peer.device}{arithmetic}"

@@ -83,6 +83,7 @@ def _peer_rows(run: RunDocument) -> list[TableRow]:
 def _peer_row(peer: PeerRow, path: PathRow | None) -> TableRow:
     stage = "" if peer.stage is None else str(peer.stage)
     phase, device = printable(peer.phase), printable(peer.device)
+    arithmetic = printable(peer.arithmetic)
     kind = MISSING if path is None else path.kind
     rtt, rate = (None, None) if path is None else (path.rtt_seconds, path.bytes_per_second)
     name, remark = name_of(peer), _remark(peer)
@@ -100,6 +101,7 @@ def _peer_row(peer: PeerRow, path: PathRow | None) -> TableRow:
             _number(rtt, latency_text(rtt)),
             _number(rate, rate_text(rate)),
             Cell(line((device, "dim")), device),
+            Cell(line((arithmetic, "dim")), arithmetic),
         ),
     )
 
@@ -125,6 +127,7 @@ PEERS = TableSpec(
         TableColumn("round trip", numbers=True),
         TableColumn("traffic", numbers=True),
         TableColumn("device"),
+        TableColumn("class"),
     ),
     sorted_by=1,
     descending=False,

@@ -14,6 +14,7 @@ from swarm_shared.base.types import (
     MAX_PEERS,
     MAX_STAGES,
     Addresses,
+    ArithmeticClass,
     Count,
     Credit,
     Digest,
@@ -150,16 +151,18 @@ class Heartbeat(FrozenModel):
     """Microbatches computed since the last heartbeat; `busy_seconds` is their computing time."""
     busy_seconds: Seconds | None = None
     """None when the peer does not report it."""
+    arithmetic: ArithmeticClass | None = None
+    """By the peer's own self-test; None also before the first stage. Shown to people only."""
 
     @model_serializer(mode="wrap")
     def _only_what_is_said(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Leave out every field at its default: thousands of heartbeats arrive a second, and most
         fields of most of them are unset."""
-        fields = type(self).model_fields
+        fields, values = type(self).model_fields, vars(self)
         return {
             name: value
             for name, value in whole(self).items()
-            if name == "kind" or getattr(self, name) != fields[name].default
+            if name == "kind" or values[name] != fields[name].default
         }
 
 

@@ -54,6 +54,8 @@ class HeartbeatSnapshot:
     paused: bool
     computed: int
     busy_seconds: float
+    arithmetic: str | None = None
+    """None while no stage is held."""
 
 
 class HeartbeatDelta:
@@ -63,6 +65,7 @@ class HeartbeatDelta:
         self._heartbeat_seconds = heartbeat_seconds
         self._rate: float | None = None
         self._up: float | None = None
+        self._arithmetic: str | None = None
         self._links: dict[tuple[PeerId, str], LinkBytes] = {}
         """Links as last reported, the least recently reported first."""
         self._paths: dict[PeerId, LinkPath] = {}
@@ -79,6 +82,7 @@ class HeartbeatDelta:
         self._paths_allowed -= len(paths)
         rate = rounded(present.microbatches_per_second)
         up = rounded(present.up_bytes_per_second)
+        arithmetic = present.arithmetic
         heartbeat = Heartbeat(
             microbatches_per_second=None if rate == self._rate else rate,
             queued=present.queued,
@@ -89,8 +93,10 @@ class HeartbeatDelta:
             paused=present.paused,
             computed=present.computed,
             busy_seconds=round(present.busy_seconds, 4),
+            arithmetic=None if arithmetic == self._arithmetic else arithmetic,
         )
         self._rate, self._up = rate, up
+        self._arithmetic = arithmetic or self._arithmetic
         return heartbeat
 
     def _take_closed_paths(self, connected: set[PeerId]) -> tuple[PeerId, ...]:

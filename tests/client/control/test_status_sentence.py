@@ -157,16 +157,20 @@ def test_names_of_others_cannot_steer_a_terminal() -> None:
     assert all(line.isprintable() for line in status_text(status).splitlines())
 
 
-def test_a_download_beside_the_held_stage_is_in_the_row_of_its_device() -> None:
+def test_a_download_beside_the_held_stage_and_the_class_are_in_the_row_of_their_device() -> None:
     download = DownloadProgress(
         what="stage 3", received_bytes=10**6, total_bytes=4 * 10**6, bytes_per_second=1e5
     )
-    device = DeviceView(id="cpu", label="CPU", stage=2, phase="serving", downloads=(download,))
+    device = DeviceView(
+        id="cpu", label="CPU", stage=2, phase="serving", downloads=(download,),
+        arithmetic="5e0f1a2b",
+    )  # fmt: skip
     status = Status(
         software="1", pid=1, time=NOON, started_at=NOON, state=DaemonState.CONTRIBUTING,
         sentence="computing stage 2", peer="p" * 20, devices=(device,),
     )  # fmt: skip
     [row] = [line for line in status_text(status).splitlines() if "device" in line]
+    assert "0 in flight, class 5e0f1a2b; " in row
     assert row.endswith("; downloading stage 3: 1 MB of 4 MB (25 %), 100 kB/s, 30 s left")
 
 

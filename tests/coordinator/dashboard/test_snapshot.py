@@ -132,6 +132,7 @@ def test_the_organiser_sees_paths_and_marks(manifest: Manifest) -> None:
     anna, bert = shown(manifest).full_peers
     assert [path.remote for path in anna.paths] == [BERT]
     assert bert.flagged_times == 1
+    assert bert.arithmetic == "5e0f1a2b"
     assert LEAKED[0] in bert.flagged_reason
 
 

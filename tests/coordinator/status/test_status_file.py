@@ -91,6 +91,33 @@ def test_a_peer_is_named_with_the_end_of_its_id_by_which_it_can_be_banned() -> N
     assert not any("links:" in line for line in lines)
 
 
+def test_unlike_classes_of_arithmetic_in_a_stage_are_a_line() -> None:
+    def lines(*classes: tuple[int | None, str]) -> list[str]:
+        peers = [
+            {"peer": f"{n}" * 8, "stage": stage, "phase": "ready", "device": "CPU",
+             "arithmetic": name}
+            for n, (stage, name) in enumerate(classes)
+        ]  # fmt: skip
+        return shown(peers=peers, stages=[{"stage": 0, "peers": 1}, {"stage": 1, "peers": 4}])
+
+    one, other, third, fourth = (f"{n}" * 8 for n in "abcd")
+    alike = lines((0, one), (1, other), (1, other), (1, ""), (None, third))
+    assert not [line for line in alike if "classes" in line]
+    [first] = [line for line in alike if "…00000000" in line]
+    assert first.endswith(f", CPU, class {one}")
+    [without] = [line for line in alike if "…33333333" in line]
+    assert without.endswith(", CPU")
+    unlike = lines((0, one), (1, one), (1, other), (1, other), (1, ""))
+    row = unlike.index(next(line for line in unlike if line.startswith("  stage 1: 4 peer(s)")))
+    assert unlike[row + 1] == (
+        f"    2 classes of arithmetic among 3 peers of stage 1: {other} (2), {one} (1)"
+    )
+    [many] = [
+        line for line in lines((0, one), (0, other), (0, third), (0, fourth)) if "classes" in line
+    ]
+    assert many.endswith(f"{third} (1) and 1 more")
+
+
 def test_admission_is_its_mode_its_members_and_its_bans() -> None:
     assert "  admission: open, 2 member(s), 0 banned" in shown()
     bans = [

@@ -42,8 +42,9 @@ HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"
 def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
     return {
         "peer": peer_id, "name": None, "stage": stage, "phase": "ready", "version": 5,
-        "leaving": False, "device": "CPU", "reachability": "public", "offers_relay": False,
-        "microbatches_per_second": 2.0, "queued": 0, "silent_seconds": 0.3, **changes,
+        "leaving": False, "device": "CPU", "arithmetic": "5e0f1a2b", "reachability": "public",
+        "offers_relay": False, "microbatches_per_second": 2.0, "queued": 0,
+        "silent_seconds": 0.3, **changes,
     }  # fmt: skip
 
 

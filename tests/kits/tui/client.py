@@ -46,6 +46,7 @@ def status(number: int = 0, **changes: Any) -> Status:
                 memory_bytes=4 * GIB,
                 memory_used_bytes=GIB,
                 utilization=0.83,
+                arithmetic="5e0f1a2b",
             ),
         ),
         "machine": MachineView(

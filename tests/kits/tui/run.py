@@ -13,6 +13,7 @@ ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 2}" for name in ("anna", "bert", "car
 def peer(peer_id: str, stage: int, **changes: Any) -> dict[str, Any]:
     return {
         "peer": peer_id, "name": None, "stage": stage, "phase": "ready", "device": "CPU, 2 cores",
+        "arithmetic": "5e0f1a2b",
         "microbatches_per_second": 1.5, "reachability": "public", "silent_seconds": 0.2, **changes,
     }  # fmt: skip
 

@@ -204,5 +204,15 @@ def test_a_heartbeat_cannot_carry_texts_of_any_length_as_remotes(place: str) -> 
         client_messages.validate_python(Heartbeat.model_validate_json(_json(message)))
 
 
+@pytest.mark.parametrize("claim", ["", "5e0f1a2", "5E0F1A2B", "5e0f1a2b\n", "5e0f1a2b" * 2, 5])
+def test_a_heartbeat_carries_a_class_of_arithmetic_of_eight_hex_digits_or_none(
+    claim: object,
+) -> None:
+    message = {"kind": "heartbeat", "arithmetic": "5e0f1a2b"}
+    assert Heartbeat.model_validate_json(_json(message)).arithmetic == "5e0f1a2b"
+    with pytest.raises(ValidationError, match="arithmetic"):
+        Heartbeat.model_validate_json(_json(message | {"arithmetic": claim}))
+
+
 def _json(value: object) -> bytes:
     return TypeAdapter(object).dump_json(value)

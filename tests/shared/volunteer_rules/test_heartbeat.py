@@ -99,6 +99,19 @@ def test_in_a_large_run_each_reports_little_and_in_turn_everything() -> None:
     assert said[20:40] == remotes, "and then those that were told longest ago"
 
 
+def test_a_class_of_arithmetic_is_reported_once_a_session_and_when_it_has_changed() -> None:
+    telling, none = HeartbeatDelta(1.0), present()
+    classes = [None, "5e0f1a2b", "5e0f1a2b", None, "5e0f1a2b", "00000000"]
+    said = [
+        telling.heartbeat(replace(none, arithmetic=one), SMALL_RUN).arithmetic for one in classes
+    ]
+    assert said == [None, "5e0f1a2b", None, None, None, "00000000"]
+    again = HeartbeatDelta(1.0).heartbeat(replace(none, arithmetic="00000000"), SMALL_RUN)
+    assert again.arithmetic == "00000000", "a new session begins with nothing"
+    without = len(encode(again.model_copy(update={"arithmetic": None})))
+    assert len(encode(again)) - without == 24
+
+
 def test_a_changed_route_is_reported_before_how_fast_the_others_are() -> None:
     telling = HeartbeatDelta(2.2)
     before = tuple(path(f"peer-{number}") for number in range(5))

@@ -41,6 +41,7 @@ from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     MAX_REDUCTION_MEMBERS,
+    ArithmeticClass,
     LinearDigests,
     Magnitude,
     MicrobatchIndex,
@@ -52,8 +53,6 @@ from swarm_shared.base.types import (
 
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 DeviceName = Annotated[str, Field(pattern=NAME_PATTERN)]
-ArithmeticClass = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-"""A digest of fixed work: the same on machines that compute it alike, to the bit."""
 Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -52,11 +52,13 @@ MAX_LOSS_SUM = 1e290
 
 
 def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
-    """Update a peer's rates, its queue length and whether it pauses."""
+    """Update a peer's rates, its queue length, whether it pauses and its class of arithmetic."""
     if peer.paused != message.paused:
         # Senders must learn of it before they send the peer anything else.
         run.peers.set_paused(peer, message.paused)
         run.roster.dirty = True
+    if message.arithmetic is not None:
+        peer.arithmetic = message.arithmetic
     rates = peer.rates
     computed, up = message.microbatches_per_second, message.up_bytes_per_second
     if computed is None:

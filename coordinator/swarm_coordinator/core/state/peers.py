@@ -168,6 +168,8 @@ class PeerState:
     paused: bool = False
     """It gets no new work for now, but closes steps with the other members."""
     rates: PeerRates = field(default_factory=PeerRates)
+    arithmetic: str = ""
+    """The class of arithmetic that it claims, for people alone; empty before it has one."""
     last_heartbeat: LastHeartbeat = field(default_factory=LastHeartbeat)
     delivered_at: float = -math.inf
     """When the last microbatch that it drives was found committed in every stage."""

@@ -261,7 +261,7 @@ function showFullPeers(full) {
     });
     const reached = peer.reachability.replace("_", " ") + (peer.offers_relay ? ", relays" : "");
     return [[peer.peer, "id"], [peer.name ?? ""], [peer.stage === null ? "–" : peer.stage],
-      [peer.leaving ? `${peer.phase}, leaving` : peer.phase], [peer.device], [reached],
+      [peer.leaving ? `${peer.phase}, leaving` : peer.phase], [peer.device], [peer.arithmetic], [reached],
       [number(peer.microbatches_per_second, 2), "number"], [`${number(peer.silent_seconds, 0)} s`, "number"],
       [paths.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]];
   });

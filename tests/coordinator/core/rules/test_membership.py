@@ -19,6 +19,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.rules import membership, roster
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.status.builder import peer_row
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -409,6 +410,21 @@ def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session()
     bench.attach("b0", stage=0, version=1)
     bench.send("b0", Heartbeat())
     assert bench.run.peers[PeerId("b0")].rates.microbatches_per_second == 0.0
+
+
+def test_a_class_of_arithmetic_is_kept_as_long_as_its_session_and_changes_nothing_else() -> None:
+    bench = training()
+    told = bench.run.peers[PeerId("b0")]
+    before = bench.run.peers.roster()[0]
+    assert (told.arithmetic, peer_row(bench.run, told, bench.now).arithmetic) == ("", "")
+    assert bench.send("b0", Heartbeat(arithmetic="5e0f1a2b")) == []
+    bench.send("b0", Heartbeat())
+    assert peer_row(bench.run, told, bench.now).arithmetic == "5e0f1a2b"
+    bench.send("b0", Heartbeat(arithmetic="00000000"))
+    assert told.arithmetic == "00000000"
+    assert bench.run.peers.roster()[0] == before
+    bench.attach("b0", stage=0, version=1)
+    assert bench.run.peers[PeerId("b0")].arithmetic == ""
 
 
 def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
