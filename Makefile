@@ -19,7 +19,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         tests/client/averaging/all_reduce/test_reduce.py tests/shared/model/test_fixed_point_sums.py
 
 .PHONY: help setup setup-dev demo prove test test-process test-lab test-nightly test-strangers fuzz \
-        check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
+        check format docs lock bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
@@ -40,6 +40,7 @@ help:
 	@echo "make check    formatting, lint, strict types, import contracts, declared dependencies"
 	@echo "make format   apply the formatting"
 	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
+	@echo "make lock     write the versions of all installed packages to constraints.txt"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-lab needs"
@@ -128,6 +129,9 @@ docs: setup-dev
 	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md.new
 	mv docs/preferences.md.new docs/preferences.md
 	$(PY) -m benchmarks.pages --write
+
+lock: setup-dev
+	$(PY) tools/lock.py
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from swarm_shared.base import errors
-from tools import command_reference
+from tools import command_reference, lock
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -224,6 +224,23 @@ def test_hivemind_is_installed_where_a_wheel_has_its_daemon(
     marker = Requirement(required).marker
     assert marker is not None
     assert marker.evaluate({"sys_platform": system, "platform_machine": machine}) is has_wheel
+
+
+def test_the_lock_has_one_version_of_every_declared_package_that_is_installed() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    locked = {lock.normalised(one.name): one for one in pins}
+    assert len(locked) == len(pins)
+    assert all(re.fullmatch(r"==[\w.]+", str(one.specifier)) for one in pins)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [Requirement(one) for one in project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        declared += map(Requirement, extra)
+    for one in declared:
+        name = lock.normalised(one.name)
+        needed = one.marker is None or one.marker.evaluate({"extra": ""})
+        if needed and name not in lock.NOT_LISTED:
+            assert one.specifier.contains(str(locked[name].specifier)[2:], prereleases=True)
 
 
 def test_the_shell_scripts_parse() -> None:
