@@ -32,9 +32,12 @@ and a tenth of a nat is far outside the noise of the held-out sample."""
 SHORT_ID_CHARACTERS = 6
 """Characters shown of the end of a peer ID; all Ed25519 IDs begin alike."""
 
-LINK_ROWS = 5
+LINK_ROWS = 3
 """Number of largest links that are listed; the others are summed, because there are n² links and
 the summary is to fit a screen."""
+
+SAMPLE_LINES = 8
+"""Lines of the sampled text that are shown, for the same reason."""
 
 BYTES_PER_MEGABYTE = 1_000_000
 
@@ -54,6 +57,8 @@ class RunResult:
     coordinator: PeerId
     unigram_entropy: float
     sample: str
+    bytes_per_token: float = 1.0
+    """Mean over the held-out text."""
     kill: Kill | None = None
     """None in a run without one."""
 
@@ -61,6 +66,12 @@ class RunResult:
     def joined_step(self) -> int | None:
         """The first step that contains a gradient of the newcomer; None if there is none."""
         return first_counted_step(self.history, self.kill.newcomer) if self.kill else None
+
+    @property
+    def heldout_nats_per_byte(self) -> float | None:
+        """The held-out loss in the unit in which different tokenizers can be compared."""
+        loss = self.history.heldout_loss
+        return None if loss is None else loss / self.bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ def result_document(result: RunResult, compared: Sequence[ComparedStep]) -> dict
     return {
         **steps_document(result.history.steps),
         "heldout_loss": result.history.heldout_loss,
+        "heldout_nats_per_byte": result.heldout_nats_per_byte,
         "tokens_per_second": tokens_per_second(result.history),
         "peers": [
             {
@@ -144,7 +156,9 @@ def summary_text(result: RunResult) -> str:
     return "\n\n".join(blocks)
 
 
-def heldout_verdict(heldout_loss: float | None, unigram_entropy: float) -> str:
+def heldout_verdict(
+    heldout_loss: float | None, unigram_entropy: float, bytes_per_token: float = 1.0
+) -> str:
     """Compare the held-out loss with the unigram entropy in one sentence."""
     if heldout_loss is None:
         return f"not measured (unigram entropy of the text: {unigram_entropy:.3f})"
@@ -155,7 +169,8 @@ def heldout_verdict(heldout_loss: float | None, unigram_entropy: float) -> str:
         verdict = f"barely below the text's unigram entropy, {unigram_entropy:.3f}"
     else:
         verdict = f"NOT below the text's unigram entropy, {unigram_entropy:.3f}"
-    return f"{heldout_loss:.3f}, {verdict}"
+    per_byte = f" ({heldout_loss / bytes_per_token:.3f} a byte)" if bytes_per_token != 1 else ""
+    return f"{heldout_loss:.3f}{per_byte}, {verdict}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
@@ -180,7 +195,10 @@ def _figures(result: RunResult) -> str:
     lines = [
         ("steps", f"{len(history.steps)} in {seconds:.1f} s"),
         ("loss", f"{first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"),
-        ("held-out loss", heldout_verdict(history.heldout_loss, result.unigram_entropy)),
+        (
+            "held-out loss",
+            heldout_verdict(history.heldout_loss, result.unigram_entropy, result.bytes_per_token),
+        ),
         ("throughput", f"{tokens_per_second(history):,.0f} tokens/s"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
@@ -238,6 +256,6 @@ def _megabytes(count: int) -> str:
 
 
 def _indented(text: str) -> str:
-    """Indent the sample; characters that are not printable are replaced."""
-    lines = text.replace("\t", "    ").splitlines()
+    """Indent the begin of the sample; characters that are not printable are replaced."""
+    lines = text.replace("\t", "    ").splitlines()[:SAMPLE_LINES]
     return "\n".join(f"  | {printable(line)}" for line in lines)

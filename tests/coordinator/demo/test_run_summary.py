@@ -11,6 +11,7 @@ from swarm_coordinator.demo.churn import Kill
 from swarm_coordinator.demo.reference_check import ComparedStep
 from swarm_coordinator.demo.run_summary import (
     LINK_ROWS,
+    SAMPLE_LINES,
     RunResult,
     Traffic,
     directed_traffic,
@@ -105,6 +106,22 @@ def test_many_links_are_summed_up_in_one_row() -> None:
     assert " ".join(text.split()).count("10.00") == 1
 
 
+def test_the_loss_of_longer_tokens_is_also_told_per_byte() -> None:
+    result = replace(RESULT, bytes_per_token=2.5)
+    line = "held-out loss  2.250 (0.900 a byte), clearly below the text's unigram entropy, 3.300"
+    assert line in summary_text(result)
+    assert result_document(result, COMPARED)["heldout_nats_per_byte"] == 0.9
+    unmeasured = replace(HISTORY, restored=replace(HISTORY.restored, heldout_loss=None))
+    assert replace(result, history=unmeasured).heldout_nats_per_byte is None
+
+
+def test_a_long_sample_shows_its_first_lines() -> None:
+    sample = "\n".join(f"line {number}" for number in range(SAMPLE_LINES + 1))
+    text = summary_text(replace(RESULT, sample=sample))
+    assert text.endswith(f"| line {SAMPLE_LINES - 1}")
+    assert result_document(replace(RESULT, sample=sample), COMPARED)["sample"] == sample
+
+
 def test_a_run_without_a_step_says_so() -> None:
     assert "No step" in summary_text(replace(RESULT, history=replace(HISTORY, steps=())))
 
@@ -131,8 +148,8 @@ def test_a_volunteers_name_cannot_send_control_characters_to_the_terminal() -> N
 def test_the_json_has_exactly_the_documented_form() -> None:
     document = json.loads(json.dumps(result_document(RESULT, COMPARED), allow_nan=False))
     assert list(document) == [
-        "version", "steps", "heldout_loss", "tokens_per_second", "peers", "unigram_entropy",
-        "sample", "kill", "reference",
+        "version", "steps", "heldout_loss", "heldout_nats_per_byte", "tokens_per_second", "peers",
+        "unigram_entropy", "sample", "kill", "reference",
     ]  # fmt: skip
     assert document["version"] == 1
     assert document["steps"][1] == {"step": 2, "loss": 4.5, "tokens": 16_384, "seconds": 1.0}
