@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from typing import Any
 import click
 
 from benchmarks.local_steps.page import local_steps_markdown
-from benchmarks.local_steps.search import LARGER_MODEL_METHODS, METHODS, Training, trainings
+from benchmarks.local_steps.search import LARGER_MODEL_METHODS, METHODS, Training, train_all
 from benchmarks.local_steps.training import Diverged, train_local_steps
 from benchmarks.outcome import now, result_head, write_result
 from benchmarks.quality import SETTINGS
 from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.offline.reference import StepRecord, evaluate
+from swarm_coordinator.offline.reference import StepRecord, compute_threads, evaluate
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.clock import monotonic
@@ -37,19 +38,22 @@ PACKAGES = ("torch", "numpy")
 LAST_SHARE = 10
 """The training loss is the mean over the last of so many parts of the tokens."""
 
-_COMMON: dict[str, object] = {
+SMALL, LARGER = "width 64, 2 layers", "width 128, 4 layers"
+_SMALL: dict[str, object] = {
     **SETTINGS,
     "run.name": "local-steps",
+    "model.layers": 2,
     "training.steps": 300,
-    "training.microbatches_per_step": 8,
+    "training.microbatches_per_step": 4,
     "training.sequences_per_microbatch": 4,
     "training.evaluation_microbatches": 64,
     "optimizer.warmup_steps": 30,
 }
 MODELS: dict[str, dict[str, object]] = {
-    "width 64": _COMMON,
-    "width 128": {
-        **_COMMON,
+    SMALL: _SMALL,
+    LARGER: {
+        **_SMALL,
+        "model.layers": 4,
         "model.hidden_size": 128,
         "model.intermediate_size": 352,
     },
@@ -126,7 +130,7 @@ def trained(run_dir: Path, training: Training) -> dict[str, Any]:
     manifest = manifest_of(load_manifest(folder), training)
     samples = ShardSamples(folder.data, manifest)
     records: list[StepRecord] = []
-    began = monotonic()
+    began, cpu_began = monotonic(), time.process_time()
     heldout, last = None, None
     try:
         stage = train_local_steps(
@@ -135,12 +139,14 @@ def trained(run_dir: Path, training: Training) -> dict[str, Any]:
     except Diverged:
         pass
     else:
-        heldout, last = evaluate(stage, samples.of_evaluation()), last_loss(records)
+        with compute_threads(1):
+            heldout, last = evaluate(stage, samples.of_evaluation()), last_loss(records)
     return {
         "heldout_loss": heldout,
         "training_loss": last,
         "tokens": manifest.training.steps * manifest.tokens_per_step,
         "seconds": round(monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - cpu_began, 1),
         "finished_at": now(),
     }
 
@@ -154,18 +160,17 @@ def last_loss(records: Sequence[StepRecord]) -> float:
 @click.command()
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--minutes", type=click.FloatRange(0), default=600.0, show_default=True)
-@click.option("--model", type=click.Choice(list(MODELS)), default="width 64", show_default=True)
+@click.option("--model", type=click.Choice(list(MODELS)), default=SMALL, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS)
 def main(seeds: int, minutes: float, model: str, out: Path) -> None:
     """Measure the final loss with local steps, compared with synchronous training."""
-    methods = METHODS if model == "width 64" else LARGER_MODEL_METHODS
+    methods = METHODS if model == SMALL else LARGER_MODEL_METHODS
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         initialise_run(run_dir, "tiny", stages=1, overrides=MODELS[model])
         gate = Gate(out, {model: run_dir}, minutes)
         try:
-            for method, rate in trainings(model, methods, range(1, seeds + 1), gate.loss):
-                click.echo(f"{method}: rate {rate:g}", err=True)
+            train_all(model, methods, range(1, seeds + 1), gate.loss)
         except OutOfTime:
             click.echo("stopped: the minutes are over", err=True)
     click.echo(local_steps_markdown(read_document(out)))

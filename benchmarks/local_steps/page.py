@@ -17,7 +17,7 @@ from benchmarks.local_steps.search import (
 from benchmarks.markdown import markdown_table
 
 _COLUMNS = (
-    "method", "cohorts", "moments", "averages", "peak rate", "held-out loss",
+    "method", "cohorts", "moments", "averages", "rates tried", "best rate", "held-out loss",
     "over synchronous", "over the batch x 4", "training loss", "seeds",
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ def _model_markdown(model: str, document: Mapping[str, Any], rows: Rows) -> str:
     )
     best = _best(own)
     table = [_row(training, own, best) for training in best.values()]
-    return "\n".join([head, "", *markdown_table(_COLUMNS, "lllrrrrrrr", table)])
+    return "\n".join([head, "", *markdown_table(_COLUMNS, "lllrrrrrrrr", table)])
 
 
 def _best(rows: Rows) -> dict[Method, Training]:
@@ -65,7 +65,14 @@ def _best(rows: Rows) -> dict[Method, Training]:
 def _order(method: Method) -> tuple[object, ...]:
     local = method.local
     outer = local.outer_rate / (1 - local.outer_momentum)
-    return (local.cohorts > 1, method.batch, local.inner_steps, outer, local.moments, local.cohorts)
+    return (
+        local != SYNCHRONOUS.local,
+        method.batch,
+        local.inner_steps,
+        outer,
+        local.moments,
+        local.cohorts,
+    )
 
 
 def _row(training: Training, rows: Rows, best: Mapping[Method, Training]) -> tuple[str, ...]:
@@ -73,9 +80,11 @@ def _row(training: Training, rows: Rows, best: Mapping[Method, Training]) -> tup
     local = training.method.local
     return (
         _name(training.method),
-        str(local.cohorts) if local.cohorts > 1 else "",
-        local.moments if local.cohorts > 1 else "",
-        f"1/{training.method.batch * local.inner_steps}",
+        str(local.cohorts),
+        "" if local == SYNCHRONOUS.local else local.moments,
+        # A single cohort averages the gradients of each step.
+        f"1/{training.method.batch * (local.inner_steps if local.cohorts > 1 else 1)}",
+        str(len({other.learning_rate for other in rows if other.method == training.method})),
         f"{training.learning_rate:g}",
         f"{_mean(mine, 'heldout_loss'):.4f}",
         *(
@@ -89,7 +98,7 @@ def _row(training: Training, rows: Rows, best: Mapping[Method, Training]) -> tup
 
 def _name(method: Method) -> str:
     local = method.local
-    if local.cohorts == 1:
+    if local == SYNCHRONOUS.local:
         return "synchronous" + (f", batch x {method.batch}" if method.batch > 1 else "")
     outer = (
         f"Nesterov {local.outer_rate:g}, {local.outer_momentum:g}"

@@ -7,15 +7,15 @@ What has a loss already costs nothing again, so an interrupted search is repeate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.local_steps.training import LocalSteps, Moments
 
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 """Peak learning rates that are tried, each twice the one before."""
-FIRST_RATE = 4
+FIRST_RATE = 3
 """Position in RATES where a search begins: near the best one of synchronous training."""
 TUNING_SEED = 1
 
@@ -90,40 +90,44 @@ def cohorts(
 
 
 METHODS = (
-    SYNCHRONOUS,
-    LARGER_BATCH,
-    cohorts(10, moments="reset"),
-    cohorts(30, moments="reset"),
-    cohorts(10, NESTEROV, "reset"),
-    cohorts(30, NESTEROV, "reset"),
-    cohorts(10),
-    cohorts(30),
-    cohorts(10, NESTEROV),
-    cohorts(30, NESTEROV),
-    cohorts(5, moments="reset"),
-    cohorts(5, NESTEROV, "reset"),
-    # The bytes of ten inner steps, without any.
-    Method(batch=10),
-    cohorts(1),
-    cohorts(5),
-    cohorts(5, NESTEROV),
-    cohorts(1, NESTEROV),
-    cohorts(30, DILOCO, "reset"),
-    cohorts(30, DILOCO),
-    cohorts(10, DILOCO, "reset"),
-    cohorts(10, NESTEROV, "reset", count=2),
-    cohorts(10, NESTEROV, "reset", count=8),
+    (
+        SYNCHRONOUS,
+        LARGER_BATCH,
+        cohorts(10, moments="reset"),
+        cohorts(10, NESTEROV, "reset"),
+        cohorts(30, moments="reset"),
+        cohorts(30, NESTEROV, "reset"),
+        cohorts(10),
+        cohorts(10, NESTEROV),
+    ),
+    (
+        cohorts(1),
+        cohorts(5, moments="reset"),
+        cohorts(5, NESTEROV, "reset"),
+        cohorts(30),
+        cohorts(30, NESTEROV),
+        # The bytes of ten inner steps, without any.
+        Method(batch=10),
+        # The outer momentum alone, without local steps.
+        cohorts(10, NESTEROV, count=1),
+    ),
+    (
+        cohorts(5),
+        cohorts(5, NESTEROV),
+        cohorts(1, NESTEROV),
+        cohorts(30, DILOCO, "reset"),
+        cohorts(30, DILOCO),
+        cohorts(10, DILOCO, "reset"),
+        cohorts(10, NESTEROV, "reset", count=2),
+    ),
 )
-"""In the order in which they are computed: what decides comes first. Moments reset at every step
-would leave AdamW only the signs of gradients, so that there is no such method with one inner
+"""In groups that are computed one after the other: what decides comes first. Moments reset at every
+step would leave AdamW only the signs of gradients, so that there is no such method with one inner
 step."""
 
 LARGER_MODEL_METHODS = (
-    SYNCHRONOUS,
-    LARGER_BATCH,
-    cohorts(10, NESTEROV, "reset"),
-    cohorts(30, NESTEROV, "reset"),
-    cohorts(10, moments="reset"),
+    (SYNCHRONOUS, LARGER_BATCH, cohorts(10, NESTEROV, "reset"), cohorts(30, NESTEROV, "reset")),
+    (cohorts(10, moments="reset"),),
 )
 
 
@@ -140,27 +144,35 @@ def tuned_rate(loss: Callable[[float], float]) -> float:
         return losses[position]
 
     best = FIRST_RATE
-    while best > 0 and at(best) == math.inf:
-        best -= 1
     while True:
-        lower, upper = at(best - 1), at(best + 1)
-        if min(lower, upper) >= at(best):
+        if at(best - 1) < at(best) or (best > 0 and at(best) == math.inf):
+            best -= 1
+        elif at(best + 1) < at(best):
+            best += 1
+        else:
             return RATES[best]
-        best += -1 if lower < upper else 1
 
 
-def trainings(
-    model: str, methods: Sequence[Method], seeds: range, loss: Callable[[Training], float]
-) -> Iterator[tuple[Method, float]]:
-    """Tune each method and train it with all seeds; yield it with its best rate."""
-    for method in methods:
-        yield method, _tuned_and_repeated(model, method, seeds, loss)
+def train_all(
+    model: str,
+    groups: Sequence[Sequence[Method]],
+    seeds: range,
+    loss: Callable[[Training], float],
+) -> None:
+    """Tune the methods of a group with one seed, then train them with the others at their best
+    rates, then do the next group. Each method is trained at the first rate before any is tuned, so
+    that an interrupted search has something of all."""
+    for methods in groups:
+        for method in methods:
+            loss(Training(model, method, RATES[FIRST_RATE], TUNING_SEED))
+        tuned = []
+        for method in methods:
+            rate = _rate_of(model, method, loss)
+            tuned.append(Training(model, method, rate, TUNING_SEED))
+        for seed in seeds:
+            for one in tuned:
+                loss(replace(one, seed=seed))
 
 
-def _tuned_and_repeated(
-    model: str, method: Method, seeds: range, loss: Callable[[Training], float]
-) -> float:
-    rate = tuned_rate(lambda rate: loss(Training(model, method, rate, TUNING_SEED)))
-    for seed in seeds:
-        loss(Training(model, method, rate, seed))
-    return rate
+def _rate_of(model: str, method: Method, loss: Callable[[Training], float]) -> float:
+    return tuned_rate(lambda rate: loss(Training(model, method, rate, TUNING_SEED)))

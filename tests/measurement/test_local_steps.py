@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import click
 import numpy as np
@@ -26,8 +27,8 @@ from benchmarks.local_steps.search import (
     SYNCHRONOUS,
     Training,
     cohorts,
+    train_all,
     training_of,
-    trainings,
     tuned_rate,
 )
 from benchmarks.local_steps.training import (
@@ -51,6 +52,7 @@ from swarm_shared.run.manifest import (
 from swarm_shared.run.model_config import ModelConfig
 
 MICROBATCHES, STEPS = 4, 6
+MODEL = program.SMALL
 
 
 def manifest(average="exact", tied=False, stages=1, rate=0.02):
@@ -209,11 +211,11 @@ def test_a_rate_at_which_trainings_diverge_is_not_chosen():
 
 def test_the_settings_of_every_training_identify_it():
     settings = []
-    for method in METHODS:
-        training = Training("width 64", method, 1e-3, 2)
+    for method in chain.from_iterable(METHODS):
+        training = Training(MODEL, method, 1e-3, 2)
         assert training_of(training.settings()) == training
         settings.append(json.dumps(training.settings()))
-    assert len(set(settings)) == len(METHODS)
+    assert len(set(settings)) == sum(map(len, METHODS))
 
 
 def made_up(training):
@@ -244,46 +246,48 @@ def trained(monkeypatch):
     return fake
 
 
-def searched(out, methods, minutes=1.0):
-    gate = program.Gate(out, {"width 64": out.parent}, minutes)
-    return dict(trainings("width 64", methods, range(1, 4), gate.loss))
+def search(out, methods, minutes=1.0):
+    gate = program.Gate(out, {MODEL: out.parent}, minutes)
+    train_all(MODEL, (methods,), range(1, 4), gate.loss)
 
 
 def test_what_is_in_the_result_file_is_not_computed_again(tmp_path, trained):
     out = tmp_path / "found.json"
     methods = (SYNCHRONOUS, cohorts(10))
-    rates = searched(out, methods)
-    assert rates == dict.fromkeys(methods, 2e-3)
-    # Three rates and the one beyond, two more seeds.
-    assert trained.count == 2 * (4 + 2)
-    assert searched(out, methods) == rates
-    assert trained.count == 2 * (4 + 2)
-    searched(out, (*methods, LARGER_BATCH))
-    assert trained.count == 3 * (4 + 2)
+    search(out, methods)
+    # Three rates, two more seeds at the best of them.
+    assert trained.count == 2 * (3 + 2)
+    rows = program.read_document(out)["trainings"]
+    assert {row["learning_rate"] for row in rows if row["seed"] > 1} == {2e-3}
+    search(out, methods)
+    assert program.read_document(out)["trainings"] == rows
+    assert trained.count == 2 * (3 + 2)
+    search(out, (*methods, LARGER_BATCH))
+    assert trained.count == 3 * (3 + 2)
 
 
 def test_no_training_begins_when_the_minutes_are_over(tmp_path, trained):
     out = tmp_path / "found.json"
     with pytest.raises(program.OutOfTime):
-        searched(out, (SYNCHRONOUS,), minutes=0)
+        search(out, (SYNCHRONOUS,), minutes=0)
     assert trained.count == 0
-    searched(out, (SYNCHRONOUS,))
-    assert searched(out, (SYNCHRONOUS,), minutes=0) == {SYNCHRONOUS: 2e-3}
+    search(out, (SYNCHRONOUS,))
+    search(out, (SYNCHRONOUS,), minutes=0)
 
 
 def test_a_result_file_of_other_models_is_refused(tmp_path, trained, monkeypatch):
     out = tmp_path / "found.json"
-    searched(out, (SYNCHRONOUS,))
-    monkeypatch.setattr(program, "MODELS", {"width 64": {"training.steps": 5}})
+    search(out, (SYNCHRONOUS,))
+    monkeypatch.setattr(program, "MODELS", {MODEL: {"training.steps": 5}})
     with pytest.raises(click.ClickException, match="other settings"):
         program.read_document(out)
 
 
 def test_the_table_compares_the_same_seeds_at_the_best_rate(tmp_path, trained):
     out = tmp_path / "found.json"
-    searched(out, (SYNCHRONOUS, LARGER_BATCH, cohorts(10, NESTEROV, "reset")))
+    search(out, (SYNCHRONOUS, LARGER_BATCH, cohorts(10, NESTEROV, "reset")))
     document = program.read_document(out)
-    late = Training("width 64", cohorts(10, NESTEROV, "reset"), 2e-3, 3)
+    late = Training(MODEL, cohorts(10, NESTEROV, "reset"), 2e-3, 3)
     document["trainings"] = [
         row for row in document["trainings"] if training_of(row) != late
     ]  # fmt: skip
@@ -296,21 +300,21 @@ def test_the_table_compares_the_same_seeds_at_the_best_rate(tmp_path, trained):
         "synchronous", "synchronous, batch x 4", "H = 10, Nesterov 0.9, 0.5"
     ]  # fmt: skip
     synchronous, larger, local = rows[2:]
-    assert synchronous[1:8] == ["", "", "1/1", "0.002", "2.1200", "", "-7.0 % (-7.0 to -6.9)"]
+    assert synchronous[1:9] == ["1", "", "1/1", "3", "0.002", "2.1200", "", "-6.6 % (-6.6 to -6.6)"]
     assert larger[3] == "1/4"
     assert local[1:4] == ["4", "reset", "1/10"]
     assert (synchronous[-1], local[-1]) == ("3", "2")
-    others = Training("width 64", SYNCHRONOUS, 2e-3, 1)
+    others = Training(MODEL, SYNCHRONOUS, 2e-3, 1)
     gaps = [
         100 * (made_up(replace(late, seed=seed)) / made_up(replace(others, seed=seed)) - 1)
         for seed in (1, 2)
     ]
-    assert local[6] == f"{sum(gaps) / 2:+.1f} % ({min(gaps):+.1f} to {max(gaps):+.1f})"
+    assert local[7] == f"{sum(gaps) / 2:+.1f} % ({min(gaps):+.1f} to {max(gaps):+.1f})"
 
 
 def test_batches_and_steps_of_a_training_have_the_tokens_of_the_base_run():
     base = manifest()
-    training = Training("width 64", replace(SYNCHRONOUS, batch=2), 5e-3, 9)
+    training = Training(MODEL, replace(SYNCHRONOUS, batch=2), 5e-3, 9)
     made = program.manifest_of(base, training)
     assert made.tokens_per_step * made.training.steps == base.tokens_per_step * STEPS
     assert (made.training.steps, made.training.seed) == (3, 9)
