@@ -37,14 +37,14 @@ def _model_markdown(model: str, document: Mapping[str, Any], rows: Rows) -> str:
     settings = document["models"][model]
     dates = sorted(row["finished_at"][:10] for row in own.values())
     tokens = max(row["tokens"] for row in own.values())
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     head = (
-        f"Model of {model}: {settings['model.layers']} layers, sequences of "
-        f"{settings['model.sequence_length']} bytes, {settings['training.steps']} steps and "
-        f"{tokens:,} tokens, warm-up over {settings['optimizer.warmup_steps']} steps; "
-        f"{len(own)} trainings, {dates[0]} to {dates[-1]}, "
+        f"{days}: model of {model}, sequences of {settings['model.sequence_length']} bytes, "
+        f"{settings['training.steps']} steps and {tokens:,} tokens, warm-up over "
+        f"{settings['optimizer.warmup_steps']} steps; {len(own)} trainings, "
         f"{document['machine']['processor']}, torch {document['machine']['packages']['torch']}. "
-        "Means over the seeds, in nats per token; gaps are of the same seeds, with their least and "
-        "largest."
+        "Means over the seeds, in nats per token; gaps are of equal seeds, with the least and the "
+        "largest. A row with one rate is not tuned."
     )
     best = _best(own)
     table = [_row(training, own, best) for training in best.values()]
@@ -129,4 +129,5 @@ def _gap(mine: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str
     ]
     if not shares or not any(shares):
         return ""
-    return f"{statistics.mean(shares):+.1f} % ({min(shares):+.1f} to {max(shares):+.1f})"
+    spread = f" ({min(shares):+.1f} to {max(shares):+.1f})" if len(shares) > 1 else ""
+    return f"{statistics.mean(shares):+.1f} %{spread}"
