@@ -22,7 +22,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         check format docs lock bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-lateness bench-bottlenecks bench-agreement bench-trust bench-trust-detection \
+        bench-lateness bench-bottlenecks bench-local-steps bench-agreement bench-trust bench-trust-detection \
         bench-trust-honest bench-strangers \
         bench-counts bench-bytes bench-copies bench-gpu bench-memory clean
 
@@ -65,6 +65,7 @@ help:
 	@echo "make bench-quality cost in loss of codecs between stages, over several seeds"
 	@echo "make bench-lateness cost in loss of staleness 1"
 	@echo "make bench-bottlenecks cost in loss of bottlenecks at stage boundaries"
+	@echo "make bench-local-steps cost in loss of several steps between two averages (ARGS=\"--minutes 30\")"
 	@echo "make bench-agreement distance of a real run with a codec from one process"
 	@echo "make bench-memory speed and peak memory of a stage under budgets of device memory"
 	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
@@ -205,6 +206,9 @@ bench-lateness: setup-dev
 
 bench-bottlenecks: setup-dev
 	@$(PY) -m benchmarks.bottlenecks $(ARGS)
+
+bench-local-steps: setup-dev
+	@$(PY) -m benchmarks.local_steps $(ARGS)
 
 bench-memory: setup-dev
 	@$(PY) -m benchmarks.stage_memory $(ARGS)

@@ -24,6 +24,7 @@ from benchmarks.codecs import averages_markdown, codecs_markdown
 from benchmarks.copies.__main__ import copies_markdown
 from benchmarks.honest.page import honest_markdown
 from benchmarks.lateness import lateness_markdown
+from benchmarks.local_steps.page import local_steps_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.routing.__main__ import routing_markdown
@@ -110,6 +111,9 @@ GENERATED = (
     GeneratedTable("docs/benchmarks.md", "agreement figures", ("agreement",), agreement_markdown),
     GeneratedTable("docs/benchmarks.md", "wire figures", ("wire-bytes",), wire_bytes_markdown),
     GeneratedTable("docs/benchmarks.md", "memory figures", ("stage-memory",), memory_markdown),
+    GeneratedTable(
+        "docs/local-steps.md", "local step figures", ("local-steps",), local_steps_markdown
+    ),
     GeneratedTable("docs/simulator.md", "routing figures", ("routing",), routing_markdown),
     GeneratedTable(
         "docs/simulator.md", "rebalancing figures", ("rebalancing",), rebalancing_markdown

@@ -11,11 +11,14 @@ from benchmarks.pages import GENERATED, RESULTS, ROOT, GeneratedTable
 from swarm_coordinator.simulator.churn_models import churn_model
 
 PAGES = sorted({table.page for table in GENERATED})
-FIGURE_PAGES = ("docs/benchmarks.md", "docs/simulator.md", "docs/tensor-path.md")
+FIGURE_PAGES = (
+    "docs/benchmarks.md", "docs/local-steps.md", "docs/simulator.md", "docs/tensor-path.md"
+)  # fmt: skip
 NOT_GENERATED: dict[str, dict[str, str]] = {
     "docs/benchmarks.md": {
         "| contender | program |": "a description without figures",
     },
+    "docs/local-steps.md": {},
     "docs/simulator.md": {
         "| part | contents |": "a description without figures",
         "| model | machines | parameters and defaults |": "defaults, compared with the code below",

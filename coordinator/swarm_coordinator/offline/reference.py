@@ -29,7 +29,7 @@ from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer
 from swarm_shared.model.state import load_frozen, load_parameters
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.schedule import clip_factor, learning_rate
@@ -65,7 +65,7 @@ def train_reference(
     `samples(step)` returns the microbatches of a step. The learning rate follows the manifest's
     number of steps, so that fewer `steps` are a prefix of the run.
     """
-    with _compute_threads(threads):
+    with compute_threads(threads):
         stage = build_whole(manifest)
         if initial:
             load_given_model(stage, manifest, initial)
@@ -80,17 +80,11 @@ def train_reference(
         sums = step_sums(computing, layout, manifest)
         for step in range(1, steps + 1):
             started = monotonic()
-            loss_sum, tokens = _accumulate(computing, samples(step), sums)
+            loss_sum, tokens = accumulate(computing, samples(step), sums)
             gradient, norm = sums.take(tokens)
             if computing is not stage:
                 computing.load_state_dict(stage.state_dict())  # before this step is applied
-            apply_step(
-                optimizer,
-                layout,
-                gradient.cpu(),
-                learning_rate(manifest.optimizer, manifest.training.steps, step),
-                clip_factor(norm, manifest.optimizer.clip_norm),
-            )
+            apply_gradient(manifest, step, optimizer, layout, gradient, norm)
             on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
 
@@ -140,7 +134,7 @@ def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
     return loss_sum / tokens
 
 
-def _accumulate(
+def accumulate(
     stage: Stage, microbatches: Sequence[Microbatch], sums: PlainSums | ExactSums
 ) -> tuple[float, int]:
     """Add the gradients of all microbatches; return the sum of losses and the number of tokens."""
@@ -162,8 +156,27 @@ def _to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tens
     return inputs_BT.to(device), targets_BT.to(device)
 
 
+def apply_gradient(
+    manifest: Manifest,
+    step: int,
+    optimizer: AdamW,
+    layout: FlatLayout,
+    gradient: torch.Tensor,
+    norm: float,
+) -> None:
+    """Take the optimizer step `step` with its mean gradient and the gradient's norm."""
+    apply_step(
+        optimizer,
+        layout,
+        gradient.cpu(),
+        learning_rate(manifest.optimizer, manifest.training.steps, step),
+        clip_factor(norm, manifest.optimizer.clip_norm),
+    )
+
+
 @contextlib.contextmanager
-def _compute_threads(threads: int | None) -> Iterator[None]:
+def compute_threads(threads: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads, within; None: with as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
     try:
