@@ -29,10 +29,9 @@ from swarm_client.averaging.all_reduce.frames import (
     Abort,
     FrameKind,
     Header,
-    StreamHello,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest
-from swarm_shared.base.errors import FrameError, ProtocolError
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
@@ -334,27 +333,6 @@ def test_a_header_comes_back_as_it_was(
     header = Header(kind, sender, tag, piece, exponent, nbytes)
     assert len(header.encode()) == HEADER_BYTES
     assert Header.decode(header.encode()) == header
-
-
-@unhurried
-@given(st.binary(min_size=0, max_size=100))
-def test_any_bytes_are_a_greeting_or_a_frame_error(data: bytes) -> None:
-    try:
-        hello = StreamHello.decode(data)
-    except FrameError:
-        return
-    assert hello.encode() == data
-
-
-@unhurried
-@given(st.binary(min_size=0, max_size=500), st.integers(1, 9))
-def test_any_bytes_are_an_abort_that_can_be_shown_or_a_frame_error(data: bytes, count: int) -> None:
-    try:
-        abort = Abort.decode(data, count)
-    except FrameError:
-        return
-    assert abort.reason.isprintable()
-    assert abort.culprit is None or abort.culprit < count
 
 
 @unhurried
