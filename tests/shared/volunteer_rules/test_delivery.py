@@ -17,7 +17,6 @@ from swarm_shared.scheduling.routing import (
 from swarm_shared.volunteer_rules.delivery import (
     BUSY_RETRY_SECONDS,
     MAX_FAILURES,
-    MAX_HEDGES,
     OVERDUE_CHECK_SECONDS,
     STEP_RETRY_SECONDS,
     Abandoned,
@@ -158,15 +157,6 @@ def test_a_microbatch_is_sent_to_a_peer_and_its_answer_completes_it() -> None:
     assert sender.answer(the_transmit([sent]).request) == []  # it has ended
 
 
-def test_credits_bound_what_a_peer_has_and_the_rest_waits_in_order() -> None:
-    sender = Sender(A)
-    sent = [the_transmit(sender.submit(microbatch)) for microbatch in range(2)]
-    assert sender.submit(2) == sender.submit(3) == []
-    actions = sender.answer(sent[1].request)
-    assert the_transmit(actions).delivery == sender.numbers[2]
-    assert the_transmit(sender.answer(sent[0].request)).delivery == sender.numbers[3]
-
-
 def test_a_peer_whose_uplink_takes_longer_than_its_device_gets_as_much_as_its_uplink_takes() -> (
     None
 ):
@@ -208,15 +198,6 @@ def test_the_routing_learns_how_many_requests_shared_the_link() -> None:
         sender.answer(transmit.request, service=0.75, total=0.25, uplink=0.125)
     # A device cannot have computed for longer than the answer took.
     assert routing.seen == [Observation(0.5, 0.125, 0.25, 1), Observation(0.5, 0.125, 0.25, 2)]
-
-
-def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room() -> None:
-    sender = Sender(A, B, slow_to_open=[A, B])
-    assert sender.submit(0) == [OpenEdge(A)]
-    assert sender.submit(1) == [OpenEdge(B)]
-    sender.dispatcher.opened(B, 2, sender.now)
-    sent = [action.delivery for action in sender.actions() if isinstance(action, Transmit)]
-    assert sent == sender.numbers
 
 
 def test_a_peer_that_cannot_be_reached_is_banned_for_a_while() -> None:
@@ -346,40 +327,12 @@ def test_an_overdue_microbatch_goes_to_another_peer_too_with_the_mask_of_that_mo
     assert sender.submit() == []
 
 
-def test_an_answer_that_comes_late_but_first_is_taken_and_the_second_request_cancelled() -> None:
-    sender = Sender(A, B)
-    first = the_transmit(sender.submit())
-    question = the_question(sender.pass_time(OVERDUE))
-    second = the_transmit(sender.mask(question.query, 1))
-    assert sender.answer(first.request) == [
-        CancelRequest(second.request), Completed(1, first.request),
-    ]  # fmt: skip
-
-
 def test_an_answer_while_the_hedge_asks_for_its_mask_ends_both() -> None:
     sender = Sender(A, B)
     first = the_transmit(sender.submit())
     question = the_question(sender.pass_time(OVERDUE))
     assert sender.answer(first.request) == [Completed(1, first.request)]
     assert sender.mask(question.query, 1) == []
-
-
-def test_one_hedge_after_the_other_begins() -> None:
-    sender = Sender(A, B, C)
-    sender.submit()
-    question = the_question(sender.pass_time(OVERDUE))
-    assert sender.pass_time(10 * SOON) == []  # the coordinator takes its time
-    sender.mask(question.query, 1)
-    assert the_question(sender.pass_time(OVERDUE)).delivery == question.delivery
-
-
-def test_without_a_coordinator_a_microbatch_is_not_hedged_and_its_answer_still_taken() -> None:
-    sender = Sender(A, B)
-    first = the_transmit(sender.submit())
-    for _ in range(MAX_HEDGES):
-        question = the_question(sender.pass_time(OVERDUE))
-        assert sender.no_coordinator(question.query) == []
-    assert sender.answer(first.request) == [Completed(1, first.request)]
 
 
 def test_a_hedge_that_could_not_be_sent_is_no_reason_for_the_end() -> None:
@@ -428,25 +381,6 @@ def test_a_microbatch_has_at_most_two_hedges_each_at_a_peer_of_its_own() -> None
         sent.append(the_transmit(sender.mask(question.query, 1)))
     assert len({transmit.peer for transmit in sent}) == 3
     assert sender.pass_time(100 * SOON) == []
-
-
-def test_nothing_is_hedged_while_other_microbatches_wait_for_room() -> None:
-    """Then the stage is busy, and one more copy would make it slower."""
-    sender = Sender(A, B, C, credits=1)
-    sent = [the_transmit(sender.submit(microbatch)) for microbatch in range(3)]
-    question = the_question(sender.fail(sent[2].request))
-    assert sender.mask(question.query, 1) == []  # the only peer with room is banned
-    assert SOON < OVERDUE < FIRST_BAN_SECONDS
-    assert sender.pass_time(OVERDUE) == []
-    assert the_transmit(sender.pass_time(FIRST_BAN_SECONDS - OVERDUE)).peer == sent[2].peer
-    assert sender.dispatcher.hedged == 0
-
-
-def test_the_only_peer_of_a_stage_is_waited_for() -> None:
-    sender = Sender(A)
-    sender.submit()
-    assert sender.pass_time(10 * SOON) == []
-    assert sender.dispatcher.wakes_at() is None
 
 
 def test_when_the_other_peers_are_full_a_microbatch_is_hedged_once_there_is_room() -> None:
@@ -514,14 +448,6 @@ def test_a_peer_that_moves_finishes_what_it_has_and_gets_nothing_more() -> None:
     assert isinstance(question, AskMask)
 
 
-def test_a_peer_that_has_moved_while_its_edge_opened_gets_nothing() -> None:
-    sender = Sender(A, slow_to_open=[A])
-    assert sender.submit() == [OpenEdge(A)]
-    sender.roster(also_present=[A])
-    sender.dispatcher.opened(A, 2, sender.now)
-    assert sender.actions() == [CloseEdge(A)]
-
-
 def test_over_a_better_link_a_new_edge_is_opened_and_what_is_on_the_old_one_finishes() -> None:
     sender = Sender(A, slow_to_open=[A])
     sender.submit(0)
@@ -557,26 +483,6 @@ def test_what_is_of_a_step_that_is_over_is_abandoned_wherever_it_is() -> None:
     assert sender.submit(5, step=1) == [Abandoned(sender.numbers[5], "the step is over")]
     assert sender.answer(later.request) == [Completed(later.delivery, later.request)]
     assert sender.pass_time(10.0) == []
-
-
-def test_without_a_stage_of_its_own_a_sender_abandons_everything() -> None:
-    sender = Sender(A)
-    sent = the_transmit(sender.submit())
-    sender.dispatcher.oldest_step_is(None, sender.now)
-    assert sender.actions() == [CancelRequest(sent.request), Abandoned(1, "the step is over")]
-    assert sender.submit(step=9) == [Abandoned(sender.numbers[1], "the step is over")]
-
-
-def test_a_delivery_that_is_withdrawn_is_cancelled_and_makes_room() -> None:
-    sender = Sender(A, credits=1)
-    sent = the_transmit(sender.submit(0))
-    sender.submit(1)
-    sender.dispatcher.withdraw(sent.delivery, sender.now)
-    cancel, next_one = sender.actions()
-    assert cancel == CancelRequest(sent.request)
-    assert the_transmit([next_one]).delivery == sender.numbers[1]
-    sender.dispatcher.withdraw(sent.delivery, sender.now)
-    assert sender.actions() == []
 
 
 def test_a_sender_that_has_closed_opens_no_more_edges_and_sends_nothing() -> None:

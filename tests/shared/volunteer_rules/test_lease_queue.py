@@ -113,14 +113,6 @@ def test_what_an_older_step_lacks_is_started_first() -> None:
     assert started(queue) == [7, 5]
 
 
-def test_a_microbatch_of_a_step_that_is_over_is_dropped_but_not_without_a_stage() -> None:
-    queue = LeaseQueue()
-    queue.take(lease_of(5, step=1))
-    assert started(queue, oldest=2) == []
-    queue.take(lease_of(6, step=1))
-    assert started(queue, oldest=None) == [6]
-
-
 def test_a_volunteer_that_leaves_accepts_no_lease_when_a_pause_ends() -> None:
     queue = LeaseQueue()
     queue.pause()

@@ -193,16 +193,6 @@ def test_the_same_stage_assigned_again_keeps_its_worker_and_is_not_served_meanwh
     ]
 
 
-def test_the_result_of_an_earlier_load_is_ignored() -> None:
-    workers = Workers()
-    workers.assign(0, 3)
-    early = workers.loads[0]
-    workers.assign(0, 4)
-    assert workers.load(early) == []
-    workers.load_all()
-    assert workers.sent == [Ready(stage=0, version=4, digest="digest")]
-
-
 def test_an_assignment_that_waits_for_the_end_of_others_can_be_replaced() -> None:
     workers = Workers()
     first = workers.holds(0)
@@ -222,20 +212,6 @@ def test_a_stage_is_prepared_beside_the_held_one_and_takes_its_place() -> None:
     workers.end(held)
     assert workers.installed == prepared
     assert workers.tenures.loading_stage is None
-
-
-def test_a_prepared_stage_is_dropped_by_the_next_assignment_an_apply_and_a_lost_session() -> None:
-    for name in ("assigned", "prepared_outdated", "session_lost"):
-        workers = Workers()
-        held = workers.holds(0)
-        prepared = workers.holds(1, prepare=True)
-        if name == "assigned":
-            workers.assign(2, prepare=True)
-        else:
-            getattr(workers.tenures, name)()
-            workers.carry_out()
-        assert (workers.prepared, workers.ending) == (None, [prepared])
-        assert workers.installed == held
 
 
 def test_what_is_not_prepared_cannot_be_switched_to() -> None:
@@ -264,23 +240,6 @@ def test_a_worker_that_dies_again_and_again_is_waited_for_longer_each_time() -> 
     workers.tenures.step_applied()
     workers.die(tenure)
     assert workers.pauses[-1] == 2.0
-
-
-def test_the_death_of_a_prepared_stage_costs_the_held_one_nothing() -> None:
-    workers = Workers()
-    held = workers.holds(0)
-    prepared = workers.holds(1, prepare=True)
-    assert workers.die(prepared) == [PreparedLost()]
-    assert (workers.installed, workers.pauses) == (held, [])
-
-
-def test_a_worker_that_dies_while_it_is_ended_is_not_joined_for_again() -> None:
-    workers = Workers()
-    held = workers.holds(0)
-    workers.tenures.drop()
-    workers.carry_out()
-    assert workers.die(held) == []
-    assert workers.tenures.all_ended
 
 
 class AnyCourse(RuleBasedStateMachine):

@@ -61,15 +61,6 @@ def test_what_is_held_and_committed_is_averaged_and_applied_once() -> None:
     assert peer.close.averaged_attempt is None
 
 
-def test_a_surplus_is_removed_before_the_average() -> None:
-    peer = peer_with(0, 3, 5)
-    peer.closes(0, 3)
-    peer.run()
-    assert last_report(peer).ok
-    assert held_of(peer) == {0, 3}
-    assert peer.account.count(1) == 2
-
-
 def test_a_surplus_that_cannot_be_removed_empties_the_accumulator_and_is_reported() -> None:
     peer = peer_with(0, 3, 5, next_held=(3, 5))
     peer.workers[Lane.HELD].can_uncommit = False
@@ -142,20 +133,6 @@ def test_a_failure_of_the_worker_is_reported_with_its_reason() -> None:
     assert len(last_report(peer).reason) == 500
 
 
-def test_an_abort_ends_an_attempt_in_the_middle_and_leaves_the_accumulator() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.step_worker()
-    late = next(iter(peer.reducing))
-    peer.aborts()
-    assert not peer.account.closes(1)
-    peer.closes(0, attempt=2)
-    peer.finish_reduce(late)
-    peer.run()
-    assert [(r.ok, r.attempt) for r in peer.sent if isinstance(r, RoundReport)] == [(True, 2)]
-    assert held_of(peer) == {0}
-
-
 def test_an_attempt_that_is_aborted_before_it_began_is_not_begun() -> None:
     peer = peer_with(0)
     peer.saves()
@@ -165,27 +142,6 @@ def test_an_attempt_that_is_aborted_before_it_began_is_not_begun() -> None:
     peer.closes(0, attempt=100)
     peer.run()
     assert [r.attempt for r in peer.sent if isinstance(r, RoundReport)] == [100]
-
-
-def test_a_removal_that_is_aborted_leaves_no_receipt_without_a_gradient() -> None:
-    peer = peer_with(0, 5)
-    peer.closes(0)
-    peer.step_worker()
-    peer.aborts()
-    peer.run()
-    assert held_of(peer) == {0}
-    assert peer.account.count(1) == 1
-
-
-def test_an_average_that_was_aborted_is_not_applied() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
-    peer.aborts()
-    assert peer.close.averaged_attempt is None
-    peer.applies()
-    peer.run()
-    assert peer.decided == [Rejoin(), DropPrepared()]
 
 
 @pytest.mark.parametrize(("step", "attempt"), [(1, 2), (2, 1)])
@@ -264,17 +220,6 @@ def test_a_snapshot_is_saved_in_its_turn_and_its_failure_is_reported() -> None:
 
 
 # ---- a lost session
-
-
-def test_an_attempt_of_a_session_that_is_lost_is_not_begun() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.closes(0, attempt=2)
-    peer.loses_session()
-    assert not peer.account.closes(1)
-    peer.closes(0, attempt=3)
-    peer.run()
-    assert [r.attempt for r in peer.sent if isinstance(r, RoundReport)] == [3]
 
 
 def test_what_is_averaged_when_the_session_is_lost_can_be_applied_in_the_next_one() -> None:
@@ -364,18 +309,6 @@ def test_when_one_of_the_averages_fails_nothing_is_applied_in_either(lane: Lane)
     peer.run()
     assert not peer.switched
     assert peer.decided == [StepApplied(0, 1, 2), DropPrepared()]
-
-
-def test_an_attempt_that_is_aborted_is_not_switched_with() -> None:
-    peer = moving_peer()
-    peer.run()
-    peer.aborts()
-    peer.closes(0, 3, attempt=2)
-    peer.run()
-    peer.applies(attempt=2)
-    peer.run()
-    assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
-    assert not peer.switched
 
 
 def test_a_move_without_a_prepared_stage_fails_and_counts_nothing() -> None:
@@ -486,15 +419,6 @@ def test_a_moving_peer_states_the_sums_of_both_stages() -> None:
     assert peer.sent[-1] == SumsChecked(step=1, attempt=1, details=False, statement="of 1+1")
 
 
-@pytest.mark.parametrize(("step", "attempt"), [(1, 2), (2, 1)])
-def test_a_check_of_another_attempt_is_ignored(step: int, attempt: int) -> None:
-    peer = averaged_peer()
-    sent = len(peer.sent)
-    peer.checks(step, attempt)
-    assert not peer.live
-    assert len(peer.sent) == sent
-
-
 def test_a_check_before_the_average_waits_for_it_and_one_after_the_apply_is_ignored() -> None:
     peer = peer_with(0)
     peer.closes(0)
@@ -517,19 +441,6 @@ def test_an_abort_ends_the_check_of_its_attempt() -> None:
     peer.run()
     assert len(peer.sent) == sent
     assert not peer.account.closes(1)
-
-
-def test_a_check_of_a_lost_session_is_not_answered_and_the_average_stays() -> None:
-    peer = averaged_peer()
-    sent = len(peer.sent)
-    peer.checks()
-    peer.loses_session()
-    peer.run()
-    assert len(peer.sent) == sent
-    assert peer.close.averaged_attempt == 1
-    peer.checks()
-    peer.run()
-    assert isinstance(peer.sent[-1], SumsChecked)
 
 
 def test_sums_that_cannot_be_stated_fail_the_attempt() -> None:
