@@ -41,6 +41,15 @@ def held_of(peer: ClosingPeer, step: int = 1) -> set[int]:
     return peer.workers[Lane.HELD].accumulated[step]
 
 
+def averaged_peer(*held: int, next_held: tuple[int, ...] = ()) -> ClosingPeer:
+    """A peer whose first attempt has averaged all that it holds."""
+    peer = peer_with(*held, next_held=next_held)
+    peer.closes(*held)
+    peer.run()
+    assert last_report(peer).ok
+    return peer
+
+
 # ---- one stage
 
 
@@ -148,9 +157,7 @@ def test_an_attempt_that_is_aborted_before_it_began_is_not_begun() -> None:
 def test_a_step_that_is_not_averaged_here_is_not_applied_and_the_peer_attaches_again(
     step: int, attempt: int
 ) -> None:
-    peer = peer_with(0, next_held=(0,))
-    peer.closes(0)
-    peer.run()
+    peer = averaged_peer(0, next_held=(0,))
     peer.applies(step=step, attempt=attempt)
     peer.run()
     assert peer.decided == [Rejoin(), DropPrepared()]
@@ -170,9 +177,7 @@ def test_a_close_of_another_step_is_answered_and_not_taken_part_in() -> None:
 
 
 def test_what_was_counted_of_the_next_step_outlives_the_apply_of_this_one() -> None:
-    peer = peer_with(0, 3, next_held=(3, 5))
-    peer.closes(0, 3)
-    peer.run()
+    peer = averaged_peer(0, 3, next_held=(3, 5))
     assert (peer.account.closes(1), peer.account.closes(2)) == (True, False)
     peer.applies()
     peer.run()
@@ -183,9 +188,7 @@ def test_what_was_counted_of_the_next_step_outlives_the_apply_of_this_one() -> N
 
 
 def test_a_step_that_cannot_be_applied_is_reported_and_the_stage_stays() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
+    peer = averaged_peer(0)
     peer.workers[Lane.HELD].can_apply = False
     peer.applies()
     peer.run()
@@ -223,9 +226,7 @@ def test_a_snapshot_is_saved_in_its_turn_and_its_failure_is_reported() -> None:
 
 
 def test_what_is_averaged_when_the_session_is_lost_can_be_applied_in_the_next_one() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
+    peer = averaged_peer(0)
     peer.loses_session()
     assert peer.close.averaged_attempt == 1
     assert not peer.account.closes(1)
@@ -235,9 +236,7 @@ def test_what_is_averaged_when_the_session_is_lost_can_be_applied_in_the_next_on
 
 
 def test_an_apply_that_outlives_its_session_is_answered_in_the_next_one() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
+    peer = averaged_peer(0)
     peer.applies()
     peer.loses_session()
     peer.run()
@@ -248,9 +247,7 @@ def test_an_apply_that_outlives_its_session_is_answered_in_the_next_one() -> Non
 
 
 def test_an_apply_that_fails_after_its_session_leaves_the_step_open() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
+    peer = averaged_peer(0)
     peer.workers[Lane.HELD].can_apply = False
     peer.applies()
     peer.loses_session()
@@ -270,10 +267,15 @@ def moving_peer() -> ClosingPeer:
     return peer
 
 
-def test_both_stages_are_averaged_and_the_new_one_is_applied_and_held() -> None:
+def averaged_moving_peer() -> ClosingPeer:
     peer = moving_peer()
     peer.run()
     assert last_report(peer).ok
+    return peer
+
+
+def test_both_stages_are_averaged_and_the_new_one_is_applied_and_held() -> None:
+    peer = averaged_moving_peer()
     assert peer.prepared is not None
     peer.applies()
     peer.run()
@@ -346,8 +348,7 @@ def test_an_average_of_the_next_stage_that_is_not_finite_fails_the_attempt() -> 
 
 
 def test_a_prepared_stage_that_cannot_apply_makes_the_peer_attach_again() -> None:
-    peer = moving_peer()
-    peer.run()
+    peer = averaged_moving_peer()
     peer.workers[Lane.PREPARED].can_apply = False
     peer.applies()
     peer.run()
@@ -359,8 +360,7 @@ def test_a_prepared_stage_that_cannot_apply_makes_the_peer_attach_again() -> Non
 def test_a_move_whose_prepared_stage_is_lost_before_the_apply_ends_the_session(when: str) -> None:
     """The run counts on this peer in its new stage; the old one stays averaged for the next
     session."""
-    peer = moving_peer()
-    peer.run()
+    peer = averaged_moving_peer()
     if when == "averaged":
         peer.loses_prepared()
         peer.prepares()  # another one, that has averaged nothing
@@ -376,8 +376,7 @@ def test_a_move_whose_prepared_stage_is_lost_before_the_apply_ends_the_session(w
 
 
 def test_a_move_whose_session_is_lost_in_its_apply_stays_averaged_in_the_old_stage() -> None:
-    peer = moving_peer()
-    peer.run()
+    peer = averaged_moving_peer()
     peer.applies()
     peer.loses_session()
     peer.run()
@@ -391,18 +390,9 @@ def test_a_move_whose_session_is_lost_in_its_apply_stays_averaged_in_the_old_sta
 # ---- the check of sums
 
 
-def averaged_peer(*, moving: bool = False) -> ClosingPeer:
-    peer = moving_peer() if moving else peer_with(0)
-    if not moving:
-        peer.closes(0)
-    peer.run()
-    assert last_report(peer).ok
-    return peer
-
-
 @pytest.mark.parametrize("details", [False, True])
 def test_the_sums_of_what_is_averaged_here_are_stated_and_then_applied(details: bool) -> None:
-    peer = averaged_peer()
+    peer = averaged_peer(0)
     peer.checks(details=details)
     peer.applies()
     peer.run()
@@ -413,7 +403,7 @@ def test_the_sums_of_what_is_averaged_here_are_stated_and_then_applied(details: 
 
 
 def test_a_moving_peer_states_the_sums_of_both_stages() -> None:
-    peer = averaged_peer(moving=True)
+    peer = averaged_moving_peer()
     peer.checks()
     peer.run()
     assert peer.sent[-1] == SumsChecked(step=1, attempt=1, details=False, statement="of 1+1")
@@ -433,7 +423,7 @@ def test_a_check_before_the_average_waits_for_it_and_one_after_the_apply_is_igno
 
 
 def test_an_abort_ends_the_check_of_its_attempt() -> None:
-    peer = averaged_peer()
+    peer = averaged_peer(0)
     sent = len(peer.sent)
     peer.checks()
     peer.checks(details=True)
@@ -444,7 +434,7 @@ def test_an_abort_ends_the_check_of_its_attempt() -> None:
 
 
 def test_sums_that_cannot_be_stated_fail_the_attempt() -> None:
-    peer = averaged_peer()
+    peer = averaged_peer(0)
     peer.can_state = False
     peer.checks()
     peer.run()
@@ -454,7 +444,7 @@ def test_sums_that_cannot_be_stated_fail_the_attempt() -> None:
 
 @pytest.mark.parametrize("when", ["before the check", "during the check"])
 def test_a_move_whose_prepared_stage_is_lost_states_no_sums_and_fails(when: str) -> None:
-    peer = averaged_peer(moving=True)
+    peer = averaged_moving_peer()
     if when == "before the check":
         peer.loses_prepared()
         peer.checks()
