@@ -133,6 +133,7 @@ def test_the_gateways_own_description_is_found() -> None:
     for url in ("http://192.168.1.1:44257/rootDesc.xml", "http://192.168.1.1/"):
         assert upnp.description_url(answer(f" {url} "), HOME) == url
     assert upnp.description_url(answer("http://192.168.1.1/").replace(b"200", b"404"), HOME) is None
+    assert upnp.description_url(b"HTTP/1.1 200 OK\r\n\r\n", HOME) is None
 
 
 # ---------------------------------------------------------------- a mapping's life

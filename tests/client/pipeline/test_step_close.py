@@ -21,7 +21,7 @@ from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.pipeline.step_close import StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
-from swarm_shared.base.errors import LinkClosed, StorageError
+from swarm_shared.base.errors import LinkClosed, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AbortRound,
@@ -37,6 +37,7 @@ from swarm_shared.protocol import (
     SumsChecked,
 )
 from swarm_shared.volunteer_rules.step_close import (
+    MAX_QUEUED_ORDERS,
     DropPrepared,
     Rejoin,
     Send,
@@ -270,6 +271,15 @@ async def test_a_lost_session_ends_the_attempt() -> None:
         with trio.fail_after(5):
             await s.left.wait()
         assert not s.holding.account.closing
+
+
+async def test_too_many_orders_end_the_session() -> None:
+    async with scene(0) as s:
+        s.go = trio.Event()
+        for attempt in range(1 + MAX_QUEUED_ORDERS):
+            s.close(0, attempt=attempt)
+        with pytest.raises(ProtocolError, match="already wait"):
+            s.close(0, attempt=1000)
 
 
 async def test_a_request_that_the_worker_refuses_is_reported() -> None:

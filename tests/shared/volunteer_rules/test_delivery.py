@@ -485,6 +485,18 @@ def test_what_is_of_a_step_that_is_over_is_abandoned_wherever_it_is() -> None:
     assert sender.pass_time(10.0) == []
 
 
+def test_a_delivery_that_is_withdrawn_is_cancelled_and_makes_room() -> None:
+    sender = Sender(A, credits=1)
+    sent = the_transmit(sender.submit(0))
+    sender.submit(1)
+    sender.dispatcher.withdraw(sent.delivery, sender.now)
+    cancel, next_one = sender.actions()
+    assert cancel == CancelRequest(sent.request)
+    assert the_transmit([next_one]).delivery == sender.numbers[1]
+    sender.dispatcher.withdraw(sent.delivery, sender.now)
+    assert sender.actions() == []
+
+
 def test_a_sender_that_has_closed_opens_no_more_edges_and_sends_nothing() -> None:
     sender = Sender(A, B, slow_to_open=[B])
     sent = the_transmit(sender.submit(0))

@@ -287,6 +287,33 @@ def test_without_a_transcript_of_what_is_held_nothing_is_signed() -> None:
     assert held.finish(computation, added=False, tokens=4, loss_sum=None, transcript=None) is None
 
 
+def test_an_answer_from_before_a_removal_signs_nothing() -> None:
+    held = account()
+    computation = held.begin(Step(1), MicrobatchIndex(3), (STAGE,))
+    other = held.begin(Step(1), MicrobatchIndex(2), (STAGE,))
+    held.settle()
+    held.removed(Step(1), (MicrobatchIndex(3),))
+    held.reopen()
+    assert (
+        held.finish(computation, added=False, tokens=4, loss_sum=None, transcript=TRANSCRIPT)
+        is None
+    )
+    assert (
+        held.finish(other, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is not None
+    )
+
+
+def test_an_answer_from_before_the_accumulator_was_emptied_signs_nothing() -> None:
+    held = account()
+    computation = held.begin(Step(1), MicrobatchIndex(3), (STAGE,))
+    held.settle()
+    held.emptied(Step(1))
+    held.reopen()
+    assert (
+        held.finish(computation, added=True, tokens=4, loss_sum=None, transcript=TRANSCRIPT) is None
+    )
+
+
 def test_a_reconciliation_names_what_is_too_much_and_what_is_missing() -> None:
     one, two, three = (MicrobatchIndex(m) for m in (1, 2, 3))
     found = account().reconcile(committed=(three, one), held=(two, one))

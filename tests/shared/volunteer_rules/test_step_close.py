@@ -153,6 +153,16 @@ def test_an_attempt_that_is_aborted_before_it_began_is_not_begun() -> None:
     assert [r.attempt for r in peer.sent if isinstance(r, RoundReport)] == [100]
 
 
+def test_a_removal_that_is_aborted_leaves_no_receipt_without_a_gradient() -> None:
+    peer = peer_with(0, 5)
+    peer.closes(0)
+    peer.step_worker()
+    peer.aborts()
+    peer.run()
+    assert held_of(peer) == {0}
+    assert peer.account.count(1) == 1
+
+
 @pytest.mark.parametrize(("step", "attempt"), [(1, 2), (2, 1)])
 def test_a_step_that_is_not_averaged_here_is_not_applied_and_the_peer_attaches_again(
     step: int, attempt: int

@@ -26,12 +26,14 @@ from swarm_client.averaging.all_reduce.codec import (
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_client.averaging.all_reduce.frames import (
     HEADER_BYTES,
+    HELLO_BYTES,
     Abort,
     FrameKind,
     Header,
+    StreamHello,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest
-from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.errors import FrameError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
@@ -342,3 +344,9 @@ def test_an_abort_frame_keeps_its_meaning(
 ) -> None:
     back = Abort.decode(Abort(failure, culprit, reason).encode(), 5)
     assert (back.failure, back.culprit) == (failure, culprit)
+
+
+@pytest.mark.parametrize("data", [b"", bytes(HELLO_BYTES), bytes(HELLO_BYTES + 1)])
+def test_what_is_no_greeting_is_a_frame_error(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        StreamHello.decode(data)

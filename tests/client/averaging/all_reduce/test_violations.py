@@ -154,6 +154,7 @@ LIES: list[tuple[str, str, Lie, str]] = [
     (MEMBER, "another round", lambda codec: piece(codec, tag=b"12345678"), "another round"),
     (MEMBER, "another scale", lambda codec: piece(codec, exponent=113), "scaled"),
     (MEMBER, "a full heartbeat", lambda _: frame(FrameKind.HEARTBEAT, b"x"), "with a payload"),
+    (MEMBER, "a short abort", lambda _: frame(FrameKind.ABORT, b"\x00"), "abort frame of"),
     (MEMBER, "a long abort", lambda _: frame(FrameKind.ABORT, payload_bytes=10**6),
      "abort frame of"),
     (MEMBER, "an unknown abort", lambda _: frame(FrameKind.ABORT, b"\xff\x00\x00"),
