@@ -17,6 +17,7 @@ from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES, decode, encode, round_trip
 from swarm_shared.run.codec_sizes import (
     ACTIVATION_CODECS,
+    DTYPE_BYTES,
     GRADIENT_CODECS,
     INT4_BLOCK,
     INT8_BLOCK,
@@ -171,6 +172,24 @@ def test_what_was_decoded_encodes_to_the_same_bytes_again(
     assert decode(codec, encoded(codec, once), values.shape, "float32").isfinite().all()
 
 
+@every_codec
+@every_dtype
+@given(data=st.data())
+@unhurried
+def test_random_bytes_are_refused_or_decode_to_finite_values(
+    codec: CodecName, dtype: ComputeDtype, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, 300))
+    size = encoded_bytes(codec, count, dtype)
+    payload = np.random.default_rng(data.draw(st.integers(0, 2**32))).bytes(size)
+    try:
+        values = decode(codec, payload, (count,), dtype)
+    except CodecError:
+        return
+    assert values.isfinite().all()
+    assert values.dtype == DTYPES[dtype]
+
+
 @pytest.mark.parametrize("codec", SCALED)
 @every_dtype
 def test_the_largest_scale_and_level_decode_to_something_finite(
@@ -297,3 +316,7 @@ def test_a_border_passes_the_decoded_tensors_in_both_directions(
     crossed.backward(slope)
     assert x.grad is not None
     assert x.grad.equal(round_trip(gradient, slope))
+
+
+def test_the_table_of_dtypes_has_their_sizes() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == DTYPE_BYTES

@@ -131,6 +131,16 @@ async def test_a_listening_visitor_is_reached_and_a_closed_port_is_not() -> None
     assert "dialling" in results[1].reason
 
 
+async def test_somebody_else_at_the_visitors_address_does_not_count_as_the_visitor() -> None:
+    async with (
+        server() as observer,
+        open_node(Identity.generate(), [ANY_PORT]) as other,
+        visitor(observer) as (_, probe),
+    ):
+        (result,) = await probe.dial_back([other.addresses[0].split("/p2p/")[0]])
+    assert not result.reached
+
+
 async def test_rates_are_measured_in_both_directions() -> None:
     async with server() as observer, visitor(observer) as (_, probe):
         up = await probe.upload_rate()
