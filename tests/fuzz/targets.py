@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import trio
 from google.protobuf.message import Message
@@ -54,7 +55,7 @@ from swarm_shared.base.errors import (
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import RunId
-from swarm_shared.codecs.tensors import decode, encode
+from swarm_shared.codecs.tensors import DTYPES, decode, encode
 from swarm_shared.identity.credentials import (
     CarrierBinding,
     MembershipCertificate,
@@ -75,7 +76,7 @@ from swarm_shared.network.addresses.dial_order import (
     circuits,
     direct_addresses,
 )
-from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p import yamux
 from swarm_shared.network.libp2p.yamux_frames import control_frame
 from swarm_shared.network.nat.circuit import read_message
 from swarm_shared.protocol import doctor
@@ -156,6 +157,7 @@ def decode_tensor(data: bytes) -> None:
     dtype: ComputeDtype = "bfloat16" if data[0] >= 128 else "float32"
     tensor = decode(codec, data[1:], TENSOR_SHAPE, dtype)
     assert tensor.isfinite().all()
+    assert tensor.dtype == DTYPES[dtype]
     again = bytearray(encoded_bytes(codec, tensor.numel(), dtype))
     encode(codec, tensor, memoryview(again))
 
@@ -267,53 +269,20 @@ def run_muxer(data: bytes) -> None:
 
 
 async def _run_muxer(data: bytes) -> None:
-    connection = YamuxConnection.__new__(YamuxConnection)
-    channel = FedChannel(data)
-    with _channel_of(channel):
-        connection.__init__(channel, ID.from_base58(PEER.peer_id), False)  # type: ignore[misc]
-    failures: list[str] = []
-    with _failures_of_the_muxer(failures):
+    channel, failures = FedChannel(data), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yamux, "NoiseChannel", lambda secured: channel)
+        for about_the_channel in ("relay_of", "local_end_of"):
+            patch.setattr(yamux, about_the_channel, lambda channel: None)
+        # It logs what it did not expect, and goes on.
+        patch.setattr(
+            yamux.logger, "exception", lambda text, *values: failures.append(text % values)
+        )
+        connection = yamux.YamuxConnection(channel, ID.from_base58(PEER.peer_id), False)  # type: ignore[arg-type]
         await connection.start()
     assert failures == []
     assert connection.is_closed
     assert channel.written < 64 * len(data) + 1000
-
-
-class _channel_of:  # noqa: N801 (a context)
-    """While a connection is made, it gets this channel."""
-
-    def __init__(self, channel: FedChannel) -> None:
-        self._channel = channel
-
-    def __enter__(self) -> None:
-        from swarm_shared.network.libp2p import yamux
-
-        self._kept = yamux.NoiseChannel, yamux.relay_of, yamux.local_end_of
-        yamux.NoiseChannel = lambda secured: self._channel  # type: ignore[misc,assignment]
-        yamux.relay_of = yamux.local_end_of = lambda channel: None  # type: ignore[assignment]
-
-    def __exit__(self, *_: object) -> None:
-        from swarm_shared.network.libp2p import yamux
-
-        yamux.NoiseChannel, yamux.relay_of, yamux.local_end_of = self._kept  # type: ignore[misc]
-
-
-class _failures_of_the_muxer:  # noqa: N801 (a context)
-    """It logs what it did not expect, and goes on."""
-
-    def __init__(self, failures: list[str]) -> None:
-        self._failures = failures
-
-    def __enter__(self) -> None:
-        from swarm_shared.network.libp2p import yamux
-
-        self._kept = yamux.logger.exception
-        yamux.logger.exception = lambda text, *values: self._failures.append(text % values)  # type: ignore[method-assign,assignment]
-
-    def __exit__(self, *_: object) -> None:
-        from swarm_shared.network.libp2p import yamux
-
-        yamux.logger.exception = self._kept  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- what is signed
@@ -371,6 +340,7 @@ def decode_averaging(data: bytes) -> None:
     if header.kind is frames.FrameKind.ABORT:
         abort = frames.Abort.decode(rest, members=3)
         assert abort.reason.isprintable()
+        assert abort.culprit is None or abort.culprit < 3
     elif header.kind is frames.FrameKind.PIECE:
         for codec in AVERAGE_CODECS:
             if codec == "exact":
@@ -390,7 +360,9 @@ def decode_averaging(data: bytes) -> None:
 def answer_of_router(data: bytes) -> None:
     for operation in nat_pmp.Operation:
         with suppress(FrameError, NetworkError):
-            nat_pmp.parse_answer(data, operation)
+            assert nat_pmp.parse_answer(data, operation) == data[8:]
+            assert len(data) == (12 if operation is nat_pmp.Operation.EXTERNAL_ADDRESS else 16)
+            assert data[:4] == bytes([0, 128 + operation, 0, 0])
     home = ipaddress.IPv4Address("192.168.1.1")
     url = upnp.description_url(data, home)
     assert url is None or upnp.is_at(url, home)

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from fuzz.targets import TARGETS, Target
 
-SLOW = settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
-
 
 @st.composite
 def inputs(draw: st.DrawFn, target: Target) -> bytes:
@@ -42,23 +40,15 @@ def test_what_is_right_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_decoder_takes_any_bytes_or_refuses_them_in_its_own_words(name: str) -> None:
+@pytest.mark.parametrize(
+    "max_examples", [40, pytest.param(1000, marks=pytest.mark.nightly)], ids=["briefly", "longer"]
+)
+def test_a_decoder_takes_any_bytes_or_refuses_them_in_its_own_words(
+    name: str, max_examples: int
+) -> None:
     target = TARGETS[name]
 
-    @settings(max_examples=40)
-    @given(inputs(target))
-    def attempt(data: bytes) -> None:
-        target(data)
-
-    attempt()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_decoder_takes_any_bytes_or_refuses_them_tried_longer(name: str) -> None:
-    target = TARGETS[name]
-
-    @SLOW
+    @settings(max_examples=max_examples, suppress_health_check=[HealthCheck.too_slow])
     @given(inputs(target))
     def attempt(data: bytes) -> None:
         target(data)

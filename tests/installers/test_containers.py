@@ -12,7 +12,6 @@ import tomllib
 from pathlib import Path
 from typing import Any, cast
 
-import click
 import pytest
 import yaml
 
@@ -97,13 +96,6 @@ def test_the_programs_are_started_as_they_are_so_that_a_signal_reaches_them() ->
     for name in OURS:
         assert SERVICES[name]["init"] is True
         assert SERVICES[name]["stop_grace_period"] in ("2m", "10m"), "above TimeoutStopSec=60"
-
-
-def test_a_command_line_that_the_program_would_refuse_is_found() -> None:
-    with pytest.raises(click.UsageError, match="No such option"):
-        parse(["swarm-coordinator", "start", "x", "--prot", "1"])
-    with pytest.raises(click.UsageError, match="No such command"):
-        parse(["swarm-client", "deamon"])
 
 
 def test_every_command_of_the_page_is_one_of_the_programs() -> None:

@@ -79,8 +79,3 @@ def test_the_completion_files_are_where_the_shells_look_and_complete_that_progra
             assert program in script
         zsh = (tree / f"usr/share/zsh/vendor-completions/_{program}").read_text()
         assert zsh.startswith(f"#compdef {program}\n"), "else zsh does not load it"
-
-
-def test_the_package_is_built_with_them() -> None:
-    script = (LINUX / "build_deb.sh").read_text()
-    assert '"$tree$PLACE/bin/python" -I "$here/deb/documents.py" "$tree"' in script

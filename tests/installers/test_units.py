@@ -75,24 +75,14 @@ def test_what_the_system_unit_can_write_is_its_own_folder_and_temporary_ones() -
     assert found["StateDirectory"] == "swarmtrain"
 
 
-def test_the_user_unit_says_why_it_has_no_view_of_the_file_system_and_where_to_find_how() -> None:
-    text = (SHIPPED / "swarm-client.service").read_text()
+def test_the_user_unit_hides_no_part_of_its_users_home() -> None:
     assert "ProtectHome" not in settings("swarm-client.service")
-    assert "ProtectHome" in text
-    page = (ROOT / "docs" / "installing.md").read_text()
-    for line in ("ProtectHome=tmpfs", "BindPaths=", "systemctl --user edit swarm-client"):
-        assert line in page
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_what_would_break_torch_or_hide_the_gpu_is_left_out_and_each_omission_is_explained(
-    name: str,
-) -> None:
+def test_what_would_break_torch_or_hide_the_gpu_is_left_out(name: str) -> None:
     found = settings(name)
-    comments = [line for line in (SHIPPED / name).read_text().splitlines() if line.startswith("#")]
-    for option in BREAKING:
-        assert option not in found
-        assert any(option in line for line in comments), option
+    assert not BREAKING.keys() & set(found)
     # Each of these makes a list of devices, and what is not on it is closed.
     assert not {"ProtectClock", "DevicePolicy", "DeviceAllow"} & set(found)
 

@@ -11,20 +11,12 @@ import trio
 
 from benchmarks.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
 from benchmarks.pace import PACE_VARIABLE
-from kits.peer_names import named
+from shared.manifests import manifest_of
 from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle.worker_handle import open_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.run.manifest import (
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.manifest import StageRange
 from swarm_shared.scheduling.routing import Observation, StageRouting
 
 A, B = PeerId("a"), PeerId("b")
@@ -74,24 +66,9 @@ def test_without_variables_nothing_changes_and_with_them_it_does_within_the_bloc
 def test_a_paced_worker_takes_the_time_of_its_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    manifest = Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=1, heads=4,
-            key_value_heads=2, sequence_length=16,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=1, work_flops=1000),),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-    )  # fmt: skip
+    model = {"hidden_size": 32, "heads": 4, "key_value_heads": 2, "sequence_length": 16}
+    stages = (StageRange(first_layer=0, end_layer=1, work_flops=1000),)
+    manifest = manifest_of(model=model, stages=stages)
     monkeypatch.setenv(PACE_VARIABLE, repr(manifest.stages[STAGE].work_flops / SECONDS))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     tokens = bytes(2 * 16 * 4)

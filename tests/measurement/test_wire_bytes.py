@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import trio.testing
 
 from benchmarks.wire_bytes.accounting import NOISE_MESSAGE_BYTES, boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
 from benchmarks.wire_bytes.instrument import Instrument
-from benchmarks.wire_bytes.page import wire_bytes_markdown
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node
@@ -124,22 +122,3 @@ def test_gossip_is_the_last_count_of_each_socket_of_our_p2pd() -> None:
     gossip.take(SOCKETS.replace("1000", "1200"), {7})
     gossip.take("", {7})
     assert gossip.total_bytes == 1200
-
-
-@pytest.mark.parametrize(
-    ("gossip", "said"), [(None, "not measured: `ss` is missing"), (1200, "1,200 bytes")]
-)
-def test_the_page_has_every_boundary_and_kind(gossip: int | None, said: str) -> None:
-    row = {
-        "stage": 0, "microbatches": 4, "least": 400, "tensors": 400, "targets": 8, "headers": 12,
-        "below": 4, "sent": 424, "over_least": 1.06,
-    }  # fmt: skip
-    document = {
-        "measured_at": "2026-01-02T03:04:05", "preset": "tiny", "steps": 2, "microbatches": 4,
-        "border_bytes": 50, "boundaries": [row], "kinds": {"control": 25, "Noise": 75},
-        "gossip_bytes": gossip, "seconds": 3.0,
-    }  # fmt: skip
-    page = wire_bytes_markdown(document)
-    assert "| 0 to 1 and back | 100 | 100 | 2 | 3 | 1 | 1.0600 |" in page
-    assert "| control | 25 | 25.00% |" in page
-    assert said in page

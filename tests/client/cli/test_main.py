@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,16 +58,11 @@ def one_sentence(text: str) -> str:
 def test_a_damaged_invite_is_reported_before_any_network_use(run: Run, tmp_path: Path) -> None:
     good = invite()
     damaged = good[:40] + ("a" if good[40] != "a" else "b") + good[41:]
-    code, text = run("join", damaged, "--home", str(tmp_path / "h"))
-    assert code == InviteError.exit_code == 4
-    assert "damaged" in one_sentence(text)
-    assert not (tmp_path / "h").exists()
-
-
-def test_something_that_is_no_invite_is_reported_as_such(run: Run) -> None:
-    code, text = run("join", "hello")
-    assert code == InviteError.exit_code
-    one_sentence(text)
+    for wrong, told in ((damaged, "damaged"), ("hello", "begins with 'hello'")):
+        code, text = run("join", wrong, "--home", str(tmp_path / "h"))
+        assert code == InviteError.exit_code == 4
+        assert told in one_sentence(text)
+        assert not (tmp_path / "h").exists()
 
 
 @pytest.mark.process
@@ -96,23 +89,22 @@ def test_the_doctor_takes_an_invite_on_standard_input(
     assert "begins with 'hello'" in shown
 
 
-def test_an_unknown_device_is_a_usage_error(run: Run, tmp_path: Path) -> None:
-    code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "toaster")
-    assert code == UsageError.exit_code == 2
-    assert "cpu, cuda:0, mps, xpu:0 or auto" in one_sentence(text)
-
-
-def test_a_gpu_that_is_not_there_is_reported_with_what_is(run: Run, tmp_path: Path) -> None:
-    code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cuda:99")
-    assert code == CapacityError.exit_code == 6
-    assert "--device cpu" in one_sentence(text)
-
-
-def test_a_home_that_cannot_be_made_is_reported_with_a_remedy(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "home", "code", "told"),
+    [
+        ("toaster", "h", UsageError.exit_code, "cpu, cuda:0, mps, xpu:0 or auto"),
+        ("cuda:99", "h", CapacityError.exit_code, "--device cpu"),
+        ("cpu", "file/h", StorageError.exit_code, "--home"),
+    ],
+    ids=["an unknown device", "a GPU that is not there", "a home that cannot be made"],
+)
+def test_what_cannot_be_is_reported_with_a_remedy(
+    run: Run, tmp_path: Path, device: str, home: str, code: int, told: str
+) -> None:
     (tmp_path / "file").write_text("not a folder")
-    code, text = run("join", invite(), "--home", str(tmp_path / "file" / "h"), "--device", "cpu")
-    assert code == StorageError.exit_code == 7
-    assert "--home" in one_sentence(text)
+    words = ("--home", str(tmp_path / home), "--device", device)
+    assert (found := run("join", invite(), *words))[0] == code
+    assert told in one_sentence(found[1])
 
 
 def test_a_second_client_in_the_same_home_is_refused(run: Run, tmp_path: Path) -> None:
@@ -143,12 +135,3 @@ def test_a_missing_argument_and_an_unknown_command_are_usage_errors(run: Run) ->
     assert run("join")[0] == 2
     assert run("jion", "x")[0] == 2
     assert run("--version")[0] == 0
-
-
-def test_the_daemon_and_its_command_line_import_neither_torch_nor_hivemind() -> None:
-    script = (
-        "import sys, json, swarm_client.cli.main, swarm_client.daemon.daemon;"
-        "print(json.dumps([m for m in ('torch', 'hivemind', 'textual') if m in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert json.loads(done.stdout) == []

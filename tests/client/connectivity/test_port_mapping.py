@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from swarm_client.connectivity.port_mapping import (
     nat_pmp,
     upnp,
 )
-from swarm_shared.base.errors import FrameError, LinkTimeout, NetworkError
+from swarm_shared.base.errors import LinkTimeout, NetworkError
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 HOME = ipaddress.IPv4Address("192.168.1.1")
@@ -90,19 +90,6 @@ def test_answers_that_miniupnpd_gave_are_understood() -> None:
     assert struct.unpack(">HHI", found) == (4001, 4001, 7200)
 
 
-@given(st.sampled_from(nat_pmp.Operation), st.binary(max_size=40))
-def test_any_datagram_is_an_answer_or_a_named_error(
-    operation: nat_pmp.Operation, datagram: bytes
-) -> None:
-    try:
-        answer = nat_pmp.parse_answer(datagram, operation)
-    except (FrameError, nat_pmp.RefusedError):
-        return
-    assert len(datagram) == (12 if operation is nat_pmp.Operation.EXTERNAL_ADDRESS else 16)
-    assert datagram[:4] == bytes([0, 128 + operation, 0, 0])
-    assert answer == datagram[8:]
-
-
 @given(
     st.integers(1, 65_535), st.integers(0, 65_535), st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
@@ -146,13 +133,7 @@ def test_the_gateways_own_description_is_found() -> None:
     for url in ("http://192.168.1.1:44257/rootDesc.xml", "http://192.168.1.1/"):
         assert upnp.description_url(answer(f" {url} "), HOME) == url
     assert upnp.description_url(answer("http://192.168.1.1/").replace(b"200", b"404"), HOME) is None
-
-
-@given(st.binary(max_size=600))
-def test_any_search_answer_gives_a_url_at_the_gateway_or_nothing(datagram: bytes) -> None:
-    for data in (datagram, answer("http://192.168.1.1/")[:30] + datagram):
-        url = upnp.description_url(data, HOME)
-        assert url is None or url.startswith("http://192.168.1.1")
+    assert upnp.description_url(b"HTTP/1.1 200 OK\r\n\r\n", HOME) is None
 
 
 # ---------------------------------------------------------------- a mapping's life
@@ -219,12 +200,24 @@ async def running(router: Router) -> AsyncIterator[PortMapper]:
             nursery.cancel_scope.cancel()
 
 
-def mapper_for(router: Router, changes: list[Mapping | None] | None = None) -> PortMapper:
-    return PortMapper(
-        (changes if changes is not None else []).append,
-        lambda: Gateway(LOOPBACK, LOOPBACK),
-        router.port,
-    )
+def mapper_for(
+    router: Router, on_change: Callable[[Mapping | None], None] = lambda mapping: None
+) -> PortMapper:
+    return PortMapper(on_change, lambda: Gateway(LOOPBACK, LOOPBACK), router.port)
+
+
+@asynccontextmanager
+async def keeping(
+    router: Router, on_change: Callable[[Mapping | None], None] = lambda mapping: None
+) -> AsyncIterator[PortMapper]:
+    """The router answers, and a mapper keeps a mapping of port 4001 until the end."""
+    async with running(router):
+        mapper = mapper_for(router, on_change)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(mapper.run)
+            await mapper.map(4001)
+            yield mapper
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_router_maps_the_port_that_was_asked_for() -> None:
@@ -309,75 +302,45 @@ async def test_a_machine_without_a_home_router_asks_no_host() -> None:
 async def test_a_mapping_is_renewed_before_it_lapses_and_given_back_at_the_end() -> None:
     router = Router(lifetime_seconds=2)
     changes: list[Mapping | None] = []
-    async with running(router):
-        mapper = mapper_for(router, changes)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mapper.run)
-            start = trio.current_time()
-            mapping = await mapper.map(4001)
-            await router.wait_for_requests(6)
-            assert trio.current_time() - start < 2 * 2
-            assert mapper.mapping == mapping
-            nursery.cancel_scope.cancel()
-        assert router.mapped == {}
-        assert router.lifetimes[-1] == 0
-        assert set(router.lifetimes[:-1]) == {7200}
+    start = trio.current_time()
+    async with keeping(router, changes.append) as mapper:
+        mapping = mapper.mapping
+        await router.wait_for_requests(6)
+        assert trio.current_time() - start < 2 * 2
+        assert mapper.mapping == mapping
+    assert router.mapped == {}
+    assert router.lifetimes[-1] == 0
+    assert set(router.lifetimes[:-1]) == {7200}
     assert changes == [mapping, None]
 
 
 async def test_a_router_that_goes_silent_costs_the_mapping_only_when_it_lapses() -> None:
     router = Router(lifetime_seconds=4)
     lost = trio.Event()
-    async with running(router):
-        mapper = PortMapper(
-            lambda mapping: lost.set() if mapping is None else None,
-            lambda: Gateway(LOOPBACK, LOOPBACK),
-            router.port,
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mapper.run)
-            await mapper.map(4001)
-            start = trio.current_time()
-            router.silent = True
-            await lost.wait()
-            assert 4.0 <= trio.current_time() - start < 9.0
-            nursery.cancel_scope.cancel()
+    async with keeping(router, lambda mapping: lost.set() if mapping is None else None) as mapper:
+        start = trio.current_time()
+        router.silent = True
+        await lost.wait()
+        assert 4.0 <= trio.current_time() - start < 9.0
     assert mapper.mapping is None
     assert "does not answer" in mapper.problem
 
 
 async def test_a_new_outer_address_is_reported_at_the_next_renewal() -> None:
     router = Router(lifetime_seconds=2)
-    moved = trio.Event()
-    async with running(router):
-        mapper = PortMapper(
-            lambda mapping: (
-                moved.set()
-                if mapping is not None and mapping.external_address == "192.31.196.3"
-                else None
-            ),
-            lambda: Gateway(LOOPBACK, LOOPBACK),
-            router.port,
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mapper.run)
-            await mapper.map(4001)
-            router.external = "192.31.196.3"
-            await moved.wait()
-            nursery.cancel_scope.cancel()
+    changes: list[Mapping | None] = []
+    async with keeping(router, changes.append):
+        router.external = "192.31.196.3"
+        while changes[-1] is None or changes[-1].external_address != router.external:
+            await trio.sleep(0.01)
 
 
 async def test_a_silent_router_does_not_hold_up_the_end() -> None:
     router = Router()
-    async with running(router):
-        mapper = mapper_for(router)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mapper.run)
-            await mapper.map(4001)
-            router.silent = True
-            start = trio.current_time()
-            nursery.cancel_scope.cancel()
-        assert trio.current_time() - start < 1.5
+    async with keeping(router):
+        router.silent = True
+        start = trio.current_time()
+    assert trio.current_time() - start < 1.5
 
 
 async def test_another_port_replaces_the_mapping() -> None:

@@ -7,7 +7,6 @@ connector, which are parameters, lead a public address to it.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
 from collections.abc import Iterator
@@ -214,7 +213,3 @@ def test_a_volunteer_can_allow_its_own_network(inside: RangeServer):
 )  # fmt: skip
 def test_only_addresses_of_the_internet_are_public(address: str, public: bool):
     assert is_public(address) == public
-
-
-def test_the_public_address_of_these_tests_is_one():
-    assert ipaddress.ip_address(PUBLIC).is_global

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import stat
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,12 @@ import trio
 from swarm_client.control.client import NoDaemon, ask, is_running, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
-from swarm_client.control.messages import JoinArguments, error_report_of
+from swarm_client.control.messages import (
+    ErrorReport,
+    JoinArguments,
+    error_from_report,
+    error_report_of,
+)
 from swarm_client.control.server import ControlSocketServer
 from swarm_client.control.status_document import API_VERSION, DaemonState, Status
 from swarm_client.daemon.daemon import Daemon, run_daemon
@@ -261,40 +264,41 @@ async def test_a_full_disk_is_reported_and_stops_nothing(tmp_path: Path) -> None
         s.home.runs_path.rmdir()
 
 
+@asynccontextmanager
+async def serving(
+    path: Path, handle: Callable[[LocalServerConnection], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """A socket at which something else than a daemon of this version answers."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_lines, path, handle)
+        while not await trio.to_thread.run_sync(is_running, path):
+            await trio.sleep(0.01)
+        yield
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize(
     "answer", [{"result": "of a newer kind"}, {"error": "in another form"}], ids=str
 )
 async def test_an_answer_of_another_version_is_reported_with_its_remedy(
     tmp_path: Path, answer: dict[str, Any]
 ) -> None:
-    path = tmp_path / "s"
-
     async def handle(lines: LocalServerConnection) -> None:
         if await lines.receive() is not None:
             await lines.send(answer)
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve_lines, path, handle)
-        while not await trio.to_thread.run_sync(is_running, path):
-            await trio.sleep(0.01)
+    async with serving(tmp_path / "s", handle):
         with pytest.raises(VersionError, match="swarm-client shutdown"):
-            await trio.to_thread.run_sync(ask, path, "status")
-        nursery.cancel_scope.cancel()
+            await trio.to_thread.run_sync(ask, tmp_path / "s", "status")
 
 
 async def test_a_daemon_that_hangs_up_is_reported_with_its_log(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-
     async def handle(lines: LocalServerConnection) -> None:
         await lines.receive()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve_lines, path, handle)
-        while not await trio.to_thread.run_sync(is_running, path):
-            await trio.sleep(0.01)
+    async with serving(tmp_path / "s", handle):
         with pytest.raises(DaemonError, match=r"client\.log"):
-            await trio.to_thread.run_sync(ask, path, "status")
-        nursery.cancel_scope.cancel()
+            await trio.to_thread.run_sync(ask, tmp_path / "s", "status")
 
 
 def every_error() -> Iterator[type[SwarmError]]:
@@ -307,8 +311,6 @@ def every_error() -> Iterator[type[SwarmError]]:
 def test_an_error_crosses_the_socket_with_its_sentence_and_exit_code(
     kind: type[SwarmError],
 ) -> None:
-    from swarm_client.control.messages import ErrorReport, error_from_report
-
     crossed = ErrorReport.model_validate_json(
         error_report_of(kind("what is wrong")).model_dump_json()
     )
@@ -321,21 +323,3 @@ async def test_the_document_names_every_method(tmp_path: Path) -> None:
     daemon = Daemon(Home.create(tmp_path / "h"), lambda line: None)
     server = ControlSocketServer(daemon.status, daemon.log_buffer, daemon.methods())
     assert [name for name in sorted(server.methods) if f"`{name}`" not in document] == []
-
-
-HEAVY = ("torch", "libp2p", "hivemind", "trio", "numpy", "textual", "psutil", "matplotlib")
-
-
-@pytest.mark.parametrize("words", [["status"], ["pause"], ["logs", "-f"], ["credit"], ["runs"], []])
-def test_commands_that_only_ask_import_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
-    home = ["--home", str(tmp_path / "h")] if words else []
-    script = (
-        "import sys, json\n"
-        "from swarm_client.cli.main import main\n"
-        f"sys.argv = ['swarm-client', *{[*words, *home]!r}]\n"
-        "try:\n    main()\n"
-        "except SystemExit:\n    pass\n"
-        f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ class Sleeper:
             await self.changed.wait()
 
 
+@asynccontextmanager
+async def locking(bus: Path, sleeper: Sleeper) -> AsyncIterator[None]:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(SleepLock(str(bus), sleeper.fall_asleep, sleeper.wake).run)
+        yield
+        nursery.cancel_scope.cancel()
+
+
 @pytest.fixture
 def bus() -> Iterator[Path]:
     with running_bus() as path:
@@ -129,8 +138,7 @@ async def test_the_machine_sleeps_after_the_goodbye_and_a_new_lock_is_taken_afte
     bus: Path, logind: Logind
 ) -> None:
     sleeper = Sleeper()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(SleepLock(str(bus), sleeper.fall_asleep, sleeper.wake).run)
+    async with locking(bus, sleeper):
         for number in (1, 2):
             sleeper.lock = await logind.wait_for_lock(number)
             logind.prepare_for_sleep(True)
@@ -145,7 +153,6 @@ async def test_the_machine_sleeps_after_the_goodbye_and_a_new_lock_is_taken_afte
             sleeper.events.clear()
             sleeper.goodbye = trio.Event()
         await logind.wait_for_lock(3)
-        nursery.cancel_scope.cancel()
     assert sleeper.seconds == 5.0 * GOODBYE_SHARE
     logind.forget_copies()
     assert not any(map(is_held, logind.locks)), "the last one is closed with the daemon"
@@ -182,28 +189,12 @@ async def test_a_volunteer_is_paused_and_has_said_goodbye_before_the_lock_ends(
         nursery.cancel_scope.cancel()
 
 
-async def test_a_coordinator_that_does_not_agree_in_time_finds_the_session_closed(
-    bus: Path, tmp_path: Path
-) -> None:
-    logind = Logind(bus, delay_seconds=0.5)
-    async with scene(tmp_path) as s, trio.open_nursery() as nursery:
-        s.script.lets_go = False
-        devices = DeviceGroup([s.volunteer])
-        seconds = await fall_asleep_for(bus, logind, devices, nursery)
-        assert 0.5 * GOODBYE_SHARE <= seconds < 0.5 * GOODBYE_SHARE + 5.0, "a busy machine"
-        assert s.volunteer.attachment.session is None
-        await s.until(lambda: s.script.ended == 1)
-        nursery.cancel_scope.cancel()
-    logind.close()
-
-
 async def test_a_signal_that_is_not_loginds_is_nothing(
     bus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     sleeper, logind = Sleeper(), Logind(bus)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(SleepLock(str(bus), sleeper.fall_asleep, sleeper.wake).run)
+    async with locking(bus, sleeper):
         await logind.wait_for_lock(1)
         (receiver,) = logind.service.senders
         emitter = DBusAddress(PATH, interface=MANAGER)
@@ -215,7 +206,6 @@ async def test_a_signal_that_is_not_loginds_is_nothing(
         logind.close()
         while not caplog.records and not sleeper.events:
             await trio.sleep(0.01)
-        nursery.cancel_scope.cancel()
     assert sleeper.events == []
     assert "logind has ended" in caplog.text
 
@@ -228,8 +218,7 @@ async def test_when_logind_ends_in_a_sleep_the_volunteer_wakes_and_finds_the_nex
     sleeper = Sleeper()
     sleeper.goodbye.set()
     first = Logind(bus)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(SleepLock(str(bus), sleeper.fall_asleep, sleeper.wake).run)
+    async with locking(bus, sleeper):
         sleeper.lock = await first.wait_for_lock(1)
         first.prepare_for_sleep(True)
         await sleeper.until("goodbye, lock held")
@@ -237,7 +226,6 @@ async def test_when_logind_ends_in_a_sleep_the_volunteer_wakes_and_finds_the_nex
         await sleeper.until("awake")
         second = Logind(bus)
         await second.wait_for_lock(1)
-        nursery.cancel_scope.cancel()
     second.close()
     assert sleeper.events == ["pausing", "goodbye, lock held", "awake"]
     assert "logind has ended" in caplog.text
@@ -265,11 +253,9 @@ async def test_a_logind_that_hangs_stops_neither_the_loop_nor_the_daemon(
     logind.hangs = True
     sleeper = Sleeper()
     ticks = 0
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(SleepLock(str(bus), sleeper.fall_asleep, sleeper.wake).run)
+    async with locking(bus, sleeper):
         while not caplog.records:
             ticks += 1
             await trio.sleep(0.005)
-        nursery.cancel_scope.cancel()
     assert ticks > 3
     assert "does not answer in time" in caplog.text

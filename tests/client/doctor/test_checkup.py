@@ -18,6 +18,7 @@ import pytest
 import trio
 from click.testing import CliRunner
 
+from client.doctor.test_machine import CPU
 from kits.memory import takes
 from swarm_client.cli.offline import doctor as doctor_command
 from swarm_client.connectivity.port_mapping import PortMapper
@@ -269,7 +270,17 @@ async def test_a_check_that_hangs_or_breaks_costs_no_other(
     assert "a bug" in caplog.text
 
 
-async def test_a_self_test_is_part_of_a_check_up_that_asks_for_one(tmp_path: Path) -> None:
+async def test_a_self_test_is_part_of_a_check_up_that_asks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(self: Checkup) -> None:
+        """What this test is not about, and takes seconds."""
+
+    async def torch() -> tuple[dict[str, object], float]:
+        return CPU, 0.0
+
+    monkeypatch.setattr(Checkup, "check_p2pd", nothing)
+    monkeypatch.setattr(checkup_module.machine, "probe_torch", torch)
     options = DoctorOptions(
         home=tmp_path / "home", device="cpu", total_seconds=100.0, self_test_seconds=1.0
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,6 @@ async def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
     check = machine.check_torch(found, seconds)
     assert check.state is State.OK, check.seen
     assert str(found["torch"]).startswith("2.13.")
-
-
-def test_the_doctor_itself_loads_neither_torch_nor_hivemind() -> None:
-    script = "import sys, swarm_client.doctor.checkup; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert not set(done.stdout.decode().split()) & {"torch", "hivemind"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from swarm_client.doctor.report import (
     CHECKS,
-    NETWORK_CHECKS,
     Check,
     Report,
     Results,
@@ -69,10 +68,6 @@ def test_the_first_result_of_a_check_stays() -> None:
     assert [check.state for check in results.all()] == [State.PROBLEM, State.SKIPPED]
     with pytest.raises(AssertionError):
         results.put(ok("wheather", "sunny"))
-
-
-def test_the_checks_of_the_network_are_checks() -> None:
-    assert set(NETWORK_CHECKS) < set(CHECKS)
 
 
 @given(st.integers(0, 200), st.text(st.sampled_from("ab c"), max_size=300))

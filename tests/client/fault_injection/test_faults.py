@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import PLAN_VARIABLE, FaultAction, FaultPoint, fired_path
+from swarm_client.fault_injection.faults import PLAN_VARIABLE, FaultPoint, fired_path
 from swarm_shared.base.errors import ConfigurationError
 
 
@@ -187,8 +187,3 @@ def test_only_the_daemon_loses_its_network(plan: Path) -> None:
     assert lost == []
     faults.inject_outage(FaultPoint.NORM, 1)
     assert lost == [4.0]
-
-
-def test_every_action_and_point_has_a_name_in_a_plan() -> None:
-    assert len({a.value for a in FaultAction}) == len(FaultAction)
-    assert len({p.value for p in FaultPoint}) == len(FaultPoint) == 9

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kits.message_bus import Service, running_bus
+from shared.clock import Clock
 from swarm_client.governor.probes.bus_idle import (
     ANSWER_SECONDS,
     SESSIONS_SECONDS,
@@ -30,14 +31,6 @@ from swarm_shared.base.clock import monotonic
 def bus() -> Iterator[Path]:
     with running_bus() as path:
         yield path
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # ---------------------------------------------------------------- logind
@@ -92,13 +85,13 @@ def test_logind_is_believed_of_local_graphical_sessions(
     bus: Path, sessions: list[str], idle: float | None
 ) -> None:
     with logind(bus, sessions):
-        assert LogindIdle(Bus(str(bus)), Time()).idle_seconds() == idle
+        assert LogindIdle(Bus(str(bus)), Clock()).idle_seconds() == idle
 
 
 def test_sessions_are_searched_now_and_then_and_one_that_has_ended_does_not_count(
     bus: Path,
 ) -> None:
-    clock = Time()
+    clock = Clock()
     with logind(bus, ["idle"]) as service:
         probe = LogindIdle(Bus(str(bus)), clock)
         assert [probe.idle_seconds() for _ in range(3)] == [60.0] * 3
@@ -114,7 +107,7 @@ def test_a_service_that_goes_away_and_comes_back_is_believed_again_and_logged_on
     bus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    clock = Time()
+    clock = Clock()
     probe = LogindIdle(Bus(str(bus)), clock)
     assert [probe.idle_seconds() for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1
@@ -130,7 +123,7 @@ def test_a_service_that_goes_away_and_comes_back_is_believed_again_and_logged_on
 
 def test_a_bus_that_ends_is_found_again_under_its_address(tmp_path: Path) -> None:
     link = tmp_path / "bus"
-    probe = LogindIdle(Bus(str(link)), Time())
+    probe = LogindIdle(Bus(str(link)), Clock())
     assert probe.idle_seconds() is None
     for _ in range(2):
         with running_bus() as path:
@@ -145,7 +138,7 @@ def test_a_bus_that_ends_is_found_again_under_its_address(tmp_path: Path) -> Non
 
 
 def test_a_service_that_hangs_costs_one_timeout_and_then_rests(bus: Path) -> None:
-    clock = Time()
+    clock = Clock()
     with logind(bus, ["idle"]) as service:
         service.methods["GetAll"] = lambda _: None
         probe = FirstAvailable([LogindIdle(Bus(str(bus)), clock)], clock)
@@ -250,7 +243,7 @@ def test_an_answer_of_another_kind_is_none(bus: Path) -> None:
         mutter.methods["GetIdletime"] = lambda _: ("", ())
         assert MutterIdle(Bus(str(bus))).idle_seconds() is None
         login.methods["ListSessions"] = lambda _: ("as", (["1"],))
-        assert LogindIdle(Bus(str(bus)), Time()).idle_seconds() is None
+        assert LogindIdle(Bus(str(bus)), Clock()).idle_seconds() is None
 
 
 def test_another_implementation_of_the_screen_savers_interface_is_not_asked(bus: Path) -> None:
@@ -277,7 +270,7 @@ def test_a_session_bus_is_found_in_the_users_runtime_folder(bus: Path) -> None:
 
 
 def test_a_desktop_that_goes_away_leaves_logind_and_is_believed_when_it_is_back(bus: Path) -> None:
-    clock = Time()
+    clock = Clock()
     first = FirstAvailable([MutterIdle(Bus(str(bus))), LogindIdle(Bus(str(bus)), clock)], clock)
     with logind(bus, ["idle"]):
         for _ in range(2):

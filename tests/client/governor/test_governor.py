@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import trio
 
-from kits.runs.started_program import wait_until_it_is
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
@@ -107,16 +104,6 @@ class Rig:
         return None if self.volunteer.suspended is None else self.volunteer.suspended.reason
 
 
-@pytest.fixture
-def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    program = tmp_path / "swarmgame"
-    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-    with subprocess.Popen([program, "600"]) as process:
-        wait_until_it_is(process, program)
-        yield process
-        process.kill()
-
-
 async def test_without_preferences_nothing_is_held_back(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     assert await rig.look() is None
@@ -131,14 +118,14 @@ async def test_without_preferences_nothing_is_held_back(tmp_path: Path) -> None:
 async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_continue(
     tmp_path: Path, game: subprocess.Popen[bytes]
 ) -> None:
-    rig = Rig(tmp_path, 'exclusive_apps = ["swarmgame"]')
+    rig = Rig(tmp_path, 'exclusive_apps = ["swarm-game"]')
     assert await rig.look() is SuspendReason.EXCLUSIVE_APP
     assert await rig.look() is SuspendReason.EXCLUSIVE_APP
     game.kill()
     game.wait()
     assert await rig.look() is None
     assert rig.lines == [
-        "paused (exclusive_app): swarmgame is running, and nothing may be computed beside it",
+        "paused (exclusive_app): swarm-game is running, and nothing may be computed beside it",
         "resumed: the preferences allow computing again",
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, date, datetime
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_client.control.status_document import SuspendReason as Reason
-from swarm_client.governor.hysteresis import OFF, Band, Switch
+from swarm_client.governor.hysteresis import OFF, Band
 from swarm_client.governor.policy import (
     CPU_BUSY_SECONDS,
     CPU_CALM_SECONDS,
@@ -388,14 +388,3 @@ def test_a_looser_preference_never_allows_less(
             assert more <= less
         elif less is not None:
             assert more is None or more >= less
-
-
-def test_a_switch_looks_only_forward() -> None:
-    band = Band(10, 5, on_seconds=3)
-    switch = Switch()
-    for second in range(3):
-        switch = switch.update(11, band, second, 100)
-    assert not switch.on
-    assert not switch.update(9, band, 3, 100).update(11, band, 4, 100).on
-    assert switch.update(11, band, 3, 100).on
-    assert replace(switch, since=None).update(None, band, 3, 100).unread_since == 3

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from kits.runs.started_program import wait_until_it_is
+from client.governor.conftest import started_copy_of_sleep
+from shared.clock import Clock
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe
@@ -43,33 +44,14 @@ from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cooki
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import monotonic
 
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 # ---------------------------------------------------------------- programs
 
 
-@pytest.fixture
-def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    program = tmp_path / "Some-Game"
-    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-    with subprocess.Popen([program, "600"]) as process:
-        wait_until_it_is(process, program)
-        yield process
-        process.kill()
-
-
 def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[bytes]) -> None:
-    time = Time()
+    time = Clock()
     probe = AppProbe(time)
-    wanted = ["some-game.EXE", "no such program"]
-    assert probe.running(wanted) == {"some-game.EXE"}
+    wanted = ["swarm-game.EXE", "no such program"]
+    assert probe.running(wanted) == {"swarm-game.EXE"}
     game.kill()
     game.wait()
     time.now += 1
@@ -79,18 +61,15 @@ def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[byte
 
 def test_a_long_name_is_known_in_full(tmp_path: Path) -> None:
     program = tmp_path / "a-name-that-is-longer-than-linux-keeps"
-    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-    with subprocess.Popen([program, "600"]) as process:
-        wait_until_it_is(process, program)
-        found = AppProbe(Time()).running([program.name, program.name[:15]])
-        process.kill()
+    with started_copy_of_sleep(program):
+        found = AppProbe(Clock()).running([program.name, program.name[:15]])
     assert found == {program.name}
 
 
 def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
     program = tmp_path / "becomes-it"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
-    time = Time()
+    time = Clock()
     probe = AppProbe(time)
     probe.running(["becomes-it"])
     time.now += 1
@@ -113,7 +92,7 @@ def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
 
 
 def test_what_children_compute_counts_as_this_programs_own() -> None:
-    time = Time()
+    time = Clock()
     probe = CpuProbe(ProcessTree(clock=time))
     assert probe.shares() == (None, None)
     busy = [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"]
@@ -136,7 +115,7 @@ def test_what_children_compute_counts_as_this_programs_own() -> None:
 
 
 def test_memory_is_that_of_all_own_processes_and_shared_memory_counts_once() -> None:
-    time = Time()
+    time = Clock()
     tree = ProcessTree(clock=time)
     before = tree.memory_bytes()
     assert machine_memory()[0] == psutil.virtual_memory().total
@@ -156,7 +135,7 @@ def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
     (tmp_path / "another").write_bytes(bytes(50))
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b" / "file")
     assert 100_050 <= folder_bytes(tmp_path) < 101_000
-    time = Time()
+    time = Clock()
     probe = DiskProbe(tmp_path, time)
     assert probe.used() == folder_bytes(tmp_path)
     free = probe.free_bytes()
@@ -166,7 +145,7 @@ def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
 
 
 def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: Path) -> None:
-    time = Time()
+    time = Clock()
     probes = MachineProbes(tmp_path, clock=time)
     readings = probes.read(Preferences(), ("cpu",), {})
     assert readings.cpu_share is None
@@ -190,7 +169,7 @@ class Counted:
 def test_nobody_is_asked_for_the_display_each_second_when_nothing_hangs_on_it(
     tmp_path: Path,
 ) -> None:
-    time, display = Time(), Counted()
+    time, display = Clock(), Counted()
     probes = MachineProbes(tmp_path, display=display, clock=time)
     for _ in range(10):
         probes.read(Preferences(), ("cpu",), {})
@@ -258,7 +237,7 @@ def test_of_several_probes_the_first_that_knows_is_believed_and_the_others_rest(
             super().idle_seconds()
             return None
 
-    time, unknown, known = Time(), Unknown(), Counted()
+    time, unknown, known = Clock(), Unknown(), Counted()
     first = FirstAvailable([unknown, known], time)
     for _ in range(5):
         assert first.idle_seconds() == 5.0

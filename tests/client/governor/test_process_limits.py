@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kits.memory import offers
+from shared.clock import Clock
 from swarm_client.governor.device_offer import permitted_memory, usable_devices
 from swarm_client.governor.disk_space import data_budget_bytes, make_room, missing_disk_bytes
 from swarm_client.governor.policy import GIB
@@ -35,14 +36,6 @@ from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
 from swarm_shared.base.types import RunId
 
 TODAY = date(2026, 11, 21)
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def prefer(**said: object) -> Preferences:
@@ -171,7 +164,7 @@ def test_the_last_cores_are_chosen_and_never_none() -> None:
 def test_a_duty_cycle_rests_its_share_and_never_long_at_once(
     work: list[tuple[float, bool]], share: float
 ) -> None:
-    time = Time()
+    time = Clock()
     duty = DutyCycle(time)
     duty.change(share)
     begun, busy = time.now, 0.0
@@ -197,7 +190,7 @@ def test_a_duty_cycle_rests_its_share_and_never_long_at_once(
 
 
 def test_another_share_holds_at_once_and_forgives_the_rest() -> None:
-    time = Time()
+    time = Clock()
     duty = DutyCycle(time)
     duty.change(0.1)
     duty.computed(1.0)
@@ -213,7 +206,7 @@ def test_another_share_holds_at_once_and_forgives_the_rest() -> None:
 
 
 def test_what_was_transferred_outlives_the_program(tmp_path: Path) -> None:
-    time = Time()
+    time = Clock()
     ledger = TransferCounts(tmp_path, time)
     ledger.add(TODAY, 100)
     ledger.add(TODAY, 50)

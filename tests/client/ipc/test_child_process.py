@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,14 +72,6 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "echo_child_for_test"
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def with_deadline() -> None:
-        with trio.fail_after(60):
-            await test()
-
-    trio.run(with_deadline)
-
-
 def test_messages_arrive_whole_however_the_bytes_are_cut() -> None:
     decoder = PrefixedDecoder(messages)
     stream = encode_prefixed(Ping(text="ä" * 300)) + encode_prefixed(Pong(number=2))
@@ -133,69 +124,57 @@ def test_the_blocking_side_knows_whether_a_message_is_there() -> None:
     link.close()
 
 
-def test_the_trio_side_reads_and_writes_the_same_frames() -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        link = TrioLink(ours, messages)
-        await link.send(Pong(number=3))
-        other = SyncLink(theirs, messages)
-        assert other.receive() == Pong(number=3)
-        other.send(Ping(text="back"))
-        assert await link.receive() == Ping(text="back")
-        other.close()
-        assert await link.receive() is None
-        with pytest.raises(LinkClosed):
-            await link.send(Pong(number=4))
-        await link.aclose()
-
-    run(main)
+async def test_the_trio_side_reads_and_writes_the_same_frames() -> None:
+    ours, theirs = socket.socketpair()
+    link = TrioLink(ours, messages)
+    await link.send(Pong(number=3))
+    other = SyncLink(theirs, messages)
+    assert other.receive() == Pong(number=3)
+    other.send(Ping(text="back"))
+    assert await link.receive() == Ping(text="back")
+    other.close()
+    assert await link.receive() is None
+    with pytest.raises(LinkClosed):
+        await link.send(Pong(number=4))
+    await link.aclose()
 
 
-def test_a_child_talks_logs_and_reports_how_it_ended(child_module: str, tmp_path: Path) -> None:
+async def test_a_child_talks_logs_and_reports_how_it_ended(
+    child_module: str, tmp_path: Path
+) -> None:
     log_path = tmp_path / "logs" / "child.log"
 
-    async def main() -> None:
-        async with start_child(child_module, (), incoming=messages, log_path=log_path) as child:
-            assert await child.link.receive() == Pong(number=child.pid)
-            await child.link.send(Ping(text="hello"))
-            assert await child.link.receive() == Ping(text="hello")
-            await child.link.send(Ping(text="exit"))
-            assert await child.link.receive() is None
-            assert await child.wait() == 7
-
-    run(main)
+    async with start_child(child_module, (), incoming=messages, log_path=log_path) as child:
+        assert await child.link.receive() == Pong(number=child.pid)
+        await child.link.send(Ping(text="hello"))
+        assert await child.link.receive() == Ping(text="hello")
+        await child.link.send(Ping(text="exit"))
+        assert await child.link.receive() is None
+        assert await child.wait() == 7
     assert log_path.read_text() == "leaving as told\n"
     assert log_path.stat().st_mode & 0o777 == 0o600
 
 
-def test_leaving_ends_a_child_that_listens_and_kills_one_that_does_not(
+async def test_leaving_ends_a_child_that_listens_and_kills_one_that_does_not(
     child_module: str, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        start = partial(start_child, child_module, (), incoming=messages, log_path=tmp_path / "log")
-        async with start() as polite:
-            await polite.link.receive()
-        assert polite.process.returncode == 0
-        async with start(grace_seconds=0.2) as deaf:
-            await deaf.link.receive()
-            await deaf.link.send(Ping(text="deaf"))
-        assert deaf.process.returncode == -signal.SIGKILL
-
-    run(main)
+    start = partial(start_child, child_module, (), incoming=messages, log_path=tmp_path / "log")
+    async with start() as polite:
+        await polite.link.receive()
+    assert polite.process.returncode == 0
+    async with start(grace_seconds=0.2) as deaf:
+        await deaf.link.receive()
+        await deaf.link.send(Ping(text="deaf"))
+    assert deaf.process.returncode == -signal.SIGKILL
 
 
-def test_a_child_ignores_ctrl_c(child_module: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with start_child(
-            child_module, (), incoming=messages, log_path=tmp_path / "log"
-        ) as child:
-            await child.link.receive()
-            assert os.getpgid(child.pid) != os.getpgid(0)
-            os.kill(child.pid, signal.SIGINT)
-            await child.link.send(Ping(text="still here"))
-            assert await child.link.receive() == Ping(text="still here")
-
-    run(main)
+async def test_a_child_ignores_ctrl_c(child_module: str, tmp_path: Path) -> None:
+    async with start_child(child_module, (), incoming=messages, log_path=tmp_path / "log") as child:
+        await child.link.receive()
+        assert os.getpgid(child.pid) != os.getpgid(0)
+        os.kill(child.pid, signal.SIGINT)
+        await child.link.send(Ping(text="still here"))
+        assert await child.link.receive() == Ping(text="still here")
 
 
 PARENT = """
@@ -228,7 +207,7 @@ trio.run(main)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for a stranger's end by pidfd")
-def test_a_child_dies_with_a_parent_that_is_killed(child_module: str, tmp_path: Path) -> None:
+async def test_a_child_dies_with_a_parent_that_is_killed(child_module: str, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE
     ) as parent:
@@ -238,10 +217,7 @@ def test_a_child_dies_with_a_parent_that_is_killed(child_module: str, tmp_path: 
         finally:
             parent.kill()
 
-    async def main() -> None:
-        await trio.lowlevel.wait_readable(watch)
-
     try:
-        run(main)
+        await trio.lowlevel.wait_readable(watch)
     finally:
         os.close(watch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -94,19 +94,10 @@ async def rig() -> AsyncIterator[Rig]:
         nursery.cancel_scope.cancel()
 
 
-def run(test: Callable[[Rig], Awaitable[None]]) -> None:
-    async def main() -> None:
-        with trio.fail_after(20):
-            async with rig() as made:
-                await test(made)
-
-    trio.run(main)
-
-
-def test_answers_in_any_order_reach_their_callers() -> None:
+async def test_answers_in_any_order_reach_their_callers() -> None:
     found: dict[str, str] = {}
+    async with rig() as r:
 
-    async def test(r: Rig) -> None:
         async def ask(text: str) -> None:
             found[text] = (await r.rpc.call(Ask(text=text), Reply)).text
 
@@ -121,11 +112,9 @@ def test_answers_in_any_order_reach_their_callers() -> None:
         assert found == {"a": "A", "b": "B"}
         assert (len(r.rpc.pending), r.rpc.received) == (0, 2)
 
-    run(test)
 
-
-def test_a_failure_raises_its_error_and_a_wrong_answer_is_a_bug() -> None:
-    async def test(r: Rig) -> None:
+async def test_a_failure_raises_its_error_and_a_wrong_answer_is_a_bug() -> None:
+    async with rig() as r:
         freed: list[str] = []
         for answer, error in ((Refused, KeyError), (Other, FrameError)):
             async with trio.open_nursery() as nursery:
@@ -138,11 +127,9 @@ def test_a_failure_raises_its_error_and_a_wrong_answer_is_a_bug() -> None:
                     await r.rpc.call(Ask(), Reply, on_abandoned=lambda: freed.append("slot"))
         assert freed == ["slot", "slot"]
 
-    run(test)
 
-
-def test_a_cancelled_call_is_reported_and_its_resources_wait_for_the_answer() -> None:
-    async def test(r: Rig) -> None:
+async def test_a_cancelled_call_is_reported_and_its_resources_wait_for_the_answer() -> None:
+    async with rig() as r:
         freed: list[str] = []
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
@@ -163,11 +150,10 @@ def test_a_cancelled_call_is_reported_and_its_resources_wait_for_the_answer() ->
         await trio.testing.wait_all_tasks_blocked()
         assert (freed, len(r.rpc.pending)) == (["slot"], 0)
 
-    run(test)
 
+async def test_the_childs_end_fails_all_callers_those_to_come_and_names_its_cause() -> None:
+    async with rig() as r:
 
-def test_the_childs_end_fails_all_callers_those_to_come_and_names_its_cause() -> None:
-    async def test(r: Rig) -> None:
         async def ask() -> None:
             with pytest.raises(WorkerDied, match="the child has ended: it hung; its log is child"):
                 await r.rpc.call(Ask(), Reply)
@@ -184,20 +170,17 @@ def test_the_childs_end_fails_all_callers_those_to_come_and_names_its_cause() ->
         r.rpc.post(Ask())  # dropped
         assert len(r.rpc.pending) == 2
 
-    run(test)
 
-
-def test_a_damaged_frame_ends_the_child() -> None:
-    async def test(r: Rig) -> None:
+async def test_a_damaged_frame_ends_the_child() -> None:
+    async with rig() as r:
         await r.child._stream.send_all(b"\xff\xff\xff\xff")
         assert "exit status -9 (a message of" in str(await r.rpc.wait_died())
         assert r.process.kills >= 1
 
-    run(test)
 
+async def test_an_owner_that_stops_receiving_fails_its_callers() -> None:
+    async with rig() as r:
 
-def test_an_owner_that_stops_receiving_fails_its_callers() -> None:
-    async def test(r: Rig) -> None:
         async def ask() -> None:
             with pytest.raises(WorkerDied):
                 await r.rpc.call(Ask(), Reply)
@@ -208,17 +191,11 @@ def test_an_owner_that_stops_receiving_fails_its_callers() -> None:
             r.rpc.close()
             r.rpc.close()
 
-    run(test)
 
-
-def test_a_child_that_takes_no_messages_is_killed() -> None:
-    async def main() -> None:
-        made = Rig()
-        made.rpc._send_seconds = 0.05
-        for _ in range(40):
-            made.rpc.post(Ask(text="x" * 60_000))
-        with trio.fail_after(20):
-            await made.rpc.send_all()
-        assert made.process.kills == 1
-
-    trio.run(main)
+async def test_a_child_that_takes_no_messages_is_killed() -> None:
+    made = Rig()
+    made.rpc._send_seconds = 0.05
+    for _ in range(40):
+        made.rpc.post(Ask(text="x" * 60_000))
+    await made.rpc.send_all()
+    assert made.process.kills == 1

@@ -287,6 +287,10 @@ def parcel(
     )  # fmt: skip
 
 
+def opened(receipts: Sequence[str]) -> list[Receipt]:
+    return [Receipt.open(base64.b64decode(one)) for one in receipts]
+
+
 async def send_until_refused(
     downstream: Downstream, receiver: Peer, request: MicrobatchRequest
 ) -> None:
@@ -308,7 +312,7 @@ async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_r
         w.publish(trainer)
         answer = await w.downstream(trainer, 0).send(parcel(3))
     assert last.worker.accumulated == first.worker.accumulated == [3]
-    receipts = [Receipt.open(base64.b64decode(r)) for r in answer.header.receipts]
+    receipts = opened(answer.header.receipts)
     assert [(r.peer, r.stage, r.loss_sum) for r in receipts] == [
         (last.identity.peer_id, 1, 8.0),
         (first.identity.peer_id, 0, None),
@@ -334,7 +338,7 @@ async def test_an_answer_comes_before_it_is_counted_and_the_receipt_goes_to_the_
         await trio.testing.wait_all_tasks_blocked(0.01)
         (message,) = first.sent
         assert isinstance(message, Receipts)
-        (receipt,) = (Receipt.open(base64.b64decode(one)) for one in message.receipts)
+        (receipt,) = opened(message.receipts)
         assert (receipt.peer, receipt.microbatch) == (first.identity.peer_id, 3)
         assert last.sent == []
         # Forward, backward and weights are one microbatch of its rate.
@@ -466,16 +470,23 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
     assert other.worker.accumulated == []
 
 
-async def test_a_full_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
-    async with world() as w, w.peer(0) as sender, w.peer(1) as full, w.peer(1) as free:
-        full.holding.in_flight = 3
+@pytest.mark.parametrize("why", ["full", "paused"])
+async def test_a_peer_that_is_busy_is_passed_over_without_a_mask_until_it_has_room(
+    why: str,
+) -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as busy, w.peer(1) as free:
+        busy.holding.in_flight, busy.server.paused = (3, False) if why == "full" else (0, True)
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
             await downstream.send(parcel(microbatch))
-    assert free.worker.accumulated == [0, 1, 2, 3]
-    assert full.worker.forwards == []
-    assert full.server.refused[RefusalReason.BUSY] >= 1
-    assert w.masks == []
+        assert free.worker.accumulated == [0, 1, 2, 3]
+        assert busy.worker.forwards == []
+        assert busy.server.refused[RefusalReason.BUSY] >= 1
+        assert w.masks == []
+        busy.holding.in_flight, busy.server.paused = 0, False
+        w.publish(free)
+        await downstream.send(parcel(4))
+    assert busy.worker.accumulated == [4]
 
 
 async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> None:
@@ -492,24 +503,18 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
     assert slow.worker.accumulated == [0]
 
 
-@pytest.mark.parametrize("wrong", ["another run", "another key", "garbage"])
+@pytest.mark.parametrize("wrong", ["another run", "another key", "garbage", "revoked"])
 async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong: str) -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         certificate = {
             "another run": w.certify(sender.identity, run="cd" * 32),
             "another key": w.certify(Identity.generate()),
             "garbage": "AAAA",
+            "revoked": w.certify(sender.identity),
         }[wrong]
-        downstream = w.downstream(sender, 1, certificate)
-        await send_until_refused(downstream, guarded, parcel())
-    assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
-    assert guarded.worker.forwards == []
-
-
-async def test_a_revoked_sender_is_refused_at_its_hello() -> None:
-    async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
-        guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
-        await send_until_refused(w.downstream(sender, 1), guarded, parcel())
+        if wrong == "revoked":
+            guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
+        await send_until_refused(w.downstream(sender, 1, certificate), guarded, parcel())
     assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
     assert guarded.worker.forwards == []
 
@@ -574,7 +579,7 @@ async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_th
         holder.worker.accumulated.append(7)  # as the real one does, whoever waits for it
         holder.worker.hold.set()
         answer = await w.downstream(sender, stage).send(parcel(7))
-    receipts = [Receipt.open(base64.b64decode(r)) for r in answer.header.receipts]
+    receipts = opened(answer.header.receipts)
     assert holder.identity.peer_id in {r.peer for r in receipts}
     assert holder.worker.accumulated == [7]
 
@@ -582,14 +587,6 @@ async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_th
 async def test_a_peer_that_was_not_asked_to_count_signs_nothing() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         answer = await w.downstream(sender, 1).send(parcel(2, accumulate=()))
-    assert last.worker.forwards == [(2, False)]
-    assert answer.header.receipts == ()
-
-
-async def test_nothing_is_counted_while_the_step_is_closing() -> None:
-    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        last.holding.account.settle()
-        answer = await w.downstream(sender, 1).send(parcel(2))
     assert last.worker.forwards == [(2, False)]
     assert answer.header.receipts == ()
 
@@ -605,7 +602,7 @@ async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_l
     # What is held of one step does not affect the other.
     assert last.worker.forwards == [(2, True), (3, False), (2, True), (4, True), (4, False)]
     assert late.header.receipts == ()
-    receipts = [Receipt.open(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
+    receipts = [one for answer in ahead for one in opened(answer.header.receipts)]
     assert [(r.step, r.microbatch) for r in receipts] == [(2, 2), (2, 4), (2, 4)]
     assert len(last.holding.account.take_unreported()) == 3
     assert (last.holding.account.count(1), last.holding.account.count(2)) == (1, 2)

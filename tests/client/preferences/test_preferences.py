@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -283,10 +282,3 @@ def test_every_preference_has_a_meaning_and_the_page_of_the_documentation_is_up_
     mark, end = "<!-- yielding figures -->\n", "<!-- /yielding figures -->"
     before, _, rest = text.partition(mark)
     assert before + mark + "\n" + end + rest.partition(end)[2] == page()
-
-
-def test_the_schema_is_json_and_refuses_what_is_unknown() -> None:
-    schema = json.loads(json.dumps(Preferences.model_json_schema()))
-    assert schema["additionalProperties"] is False
-    assert schema["properties"]["cpu_percent"]["maximum"] == 100
-    assert tomlkit.parse(template())["version"] == 1

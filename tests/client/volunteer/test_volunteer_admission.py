@@ -15,6 +15,7 @@ import psutil
 import pytest
 import trio
 
+from shared.manifests import manifest_of
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
@@ -48,45 +49,18 @@ from swarm_shared.protocol import (
     encode,
     parse,
 )
-from swarm_shared.run.manifest import (
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.manifest import StageRange
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
 ORGANISER = Identity.from_seed(b"o" * 32)
 SMALL = StageMemory(device_bytes=1_000_000, comfortable_bytes=1_000_000, host_bytes=1_000_000)
-MANIFEST = Manifest(
-    name="test",
+MANIFEST = manifest_of(
     organiser=ORGANISER.peer_id,
-    model=ModelConfig(
-        vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
-        key_value_heads=1, sequence_length=4,
-    ),
     stages=(StageRange(first_layer=0, end_layer=1, memory=SMALL, work_flops=1.0),),
-    data=DataConfig(
-        token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
-        shards=tuple(
-            ShardInfo(name=f"{split}.tokens", split=split, tokens=10, merkle_root="0" * 64)
-            for split in ("train", "heldout")
-        ),
-    ),
-    training=TrainingConfig(
-        steps=1, microbatches_per_step=1, sequences_per_microbatch=1, seed=0,
-        evaluation_microbatches=0,
-    ),
-    optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
-    limits=LimitsConfig(),
-    checkpoint_steps=1,
-)  # fmt: skip
+    training={"steps": 1, "evaluation_microbatches": 0},
+)
 RUN = run_id_of(MANIFEST)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.wan.averaging import (
-    all_reduce_markdown,
     bound_seconds,
     step_seconds,
 )
@@ -40,15 +39,3 @@ def test_where_lines_are_unlike_the_thin_ones_send_their_vector_and_no_sums() ->
     lines = [Link(up_mbit=rate, down_mbit=80) for rate in (16, 8, 8, 8)]
     vectors = [bound_seconds(1_000_000, lines) * rate - 1 for rate in (2, 1, 1, 1)]
     assert sum(vectors) == pytest.approx(2)
-
-
-def test_the_page_has_a_row_per_line_members_and_codec() -> None:
-    row = {
-        "link": "cable", "members": 2, "codec": "exact", "sums": "equally much",
-        "gradient_bytes": 9_000_000,
-        "seconds_median": 4.0, "bound_seconds": 3.6, "of_bound": 0.9,
-    }  # fmt: skip
-    document = {"measured_at": "2026-11-22", "load_before": 0.1, "steps": 5, "rows": [row]}
-    text = all_reduce_markdown(document)
-    assert "9.0 MB of gradients" in text
-    assert "| cable | 2 | exact | equal shares | 4.00 | 3.60 | 0.90 |" in text

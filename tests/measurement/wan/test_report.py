@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.run_data import TimedStep, loss_disagreement
@@ -11,7 +9,6 @@ from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Sample
-from benchmarks.wan.page import ratios_markdown, wan_markdown
 from benchmarks.wan.report import result_row
 from benchmarks.wan.traffic import bytes_between
 
@@ -64,37 +61,3 @@ def test_a_line_that_is_not_as_asked_is_complained_about(
 def test_one_machine_of_each_kind_of_line_is_measured() -> None:
     other = Link(up_mbit=1, down_mbit=1)
     assert one_of_each({"a": CABLE, "b": CABLE, "c": other}) == ["a", "c"]
-
-
-def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
-    summary = {
-        "tokens_per_second_median": 100.0, "tokens_per_second_all": [90.0, 110.0],
-        "of_bound": 0.5, "compute_share": 0.4, "bytes_over_minimum": 1.02,
-        "busy_cores_median": 1.5,
-    }  # fmt: skip
-    check = LinkCheck("peer-1", CABLE, 20.04, 199.0, 41.0, 1.0).document()
-    slow = {**summary, "tokens_per_second_median": 50.0}
-    document: dict[str, Any] = {
-        "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 6,
-        "warmup_steps": 2, "cooldown_steps": 1, "stages": 4, "microbatches_per_step": 16,
-        "microbatch_seconds": 0.25,
-        "machine": {"cpu_count": 2, "processor": "one"},
-        "model": {"hidden_size": 128, "layers": 8},
-        "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
-        "mixes": {
-            "cable": {
-                "name": "cable", "measured_at": "2026-11-22T01:00:00", "load_before": 0.1,
-                "machines": [{"link": "cable"}] * 4, "checks": [check],
-                "bound_tokens_per_second": 200.0,
-                "contenders": {"swarm": summary, "1f1b": slow},
-            }
-        },
-    }  # fmt: skip
-    text = wan_markdown(document)
-    assert "**cable**, 2026-11-22 01:00 (load 0.1 before), 2 runs each: 4 with cable." in text
-    assert "peer-1 20.0/199.0 Mbit/s, 41.0 ms (20/200, 40)" in text
-    assert "| torch 1F1B | 50 (90-110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
-    assert "| *the bound* | 200 |" in text
-    readme = ratios_markdown(document)
-    assert "over torch 1F1B | over the bound" in readme
-    assert "| cable | float32 | 2.00 | 0.50 |" in readme

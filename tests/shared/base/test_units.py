@@ -20,8 +20,9 @@ from swarm_shared.base.text import (
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.4, "0 s"), (9.6, "10 s"), (119.4, "119 s"), (120, "2 min"), (3599, "59 min"),
-        (7200, "2:00 h"), (11_100, "3:05 h"), (3 * 86_400, "3 days"), (None, "-"), (math.nan, "-"),
+        (-5, "0 s"), (0.4, "0 s"), (9.6, "10 s"), (119.4, "119 s"), (120, "2 min"),
+        (3599, "59 min"), (3600, "60 min"), (7200, "2:00 h"), (11_100, "3:05 h"),
+        (3 * 86_400, "3 days"), (None, "-"), (math.nan, "-"),
     ],
 )  # fmt: skip
 def test_durations(seconds: float | None, text: str) -> None:
@@ -29,17 +30,18 @@ def test_durations(seconds: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.00061, "0.61 ms"), (0.0812, "81.2 ms"), (1.25, "1.25 s"), (None, "-")]
+    ("seconds", "text"),
+    [(0.00061, "0.61 ms"), (0.0812, "81.2 ms"), (0.9996, "1 s"), (1.25, "1.25 s"), (None, "-")],
 )
 def test_latencies(seconds: float | None, text: str) -> None:
     assert latency_text(seconds) == text
 
 
 def test_sizes_and_rates() -> None:
-    assert [size_text(size) for size in (0, 999, 999_950, 1.21e9)] == [
-        "0 B", "999 B", "1 MB", "1.21 GB",
+    assert [size_text(size) for size in (0, 999, 999_600, 999_950, 1.21e9, None)] == [
+        "0 B", "999 B", "1 MB", "1 MB", "1.21 GB", "-",
     ]  # fmt: skip
-    assert memory_text(1.5 * 2**30) == "1.5 GiB"
+    assert [memory_text(size * 2**20) for size in (1023.9, 1536)] == ["1 GiB", "1.5 GiB"]
     assert rate_text(12.5e6) == "12.5 MB/s"
     assert rate_text(None) == "-"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,22 +12,32 @@ from hypothesis import strategies as st
 
 from kits import lost_audit
 from kits.peer_names import named
-from swarm_shared.base.errors import ProtocolError, SignatureError, SwarmError
+from shared.manifests import manifest_of, stage_ranges
+from swarm_shared.base.errors import ProtocolError, SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.credit.credit import work_shares
-from swarm_shared.credit.ledger import VerifiedLedger, verify_ledger, write_ledger
-from swarm_shared.credit.ledger_lines import StepLine
+from swarm_shared.credit.ledger import (
+    VerifiedLedger,
+    _Chain,
+    _LedgerSums,
+    verify_ledger,
+    write_ledger,
+)
+from swarm_shared.credit.ledger_lines import (
+    Head,
+    Seal,
+    SealLine,
+    StepLine,
+    TotalLine,
+    VerdictLine,
+    ledger_lines,
+)
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
-from swarm_shared.run.manifest import (
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
+from swarm_shared.identity.signing import sign_message
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import preset
 from swarm_shared.trust.evidence import SumVerdict, Verdict
 
@@ -36,30 +47,20 @@ AS_OF = 2e6
 MICROBATCHES = 4
 
 
-def manifest_of(organiser: Identity, name: str = "a run") -> Manifest:
+def ledger_manifest(organiser: Identity, work_flops: float = 1e9, **changes: Any) -> Manifest:
+    """Of two stages, the second of which does most of the work."""
     model = preset("tiny").model
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="ab" * 32)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name=name,
-        organiser=organiser.peer_id,
-        model=model,
-        stages=(
-            StageRange(first_layer=0, end_layer=1, work_flops=1e9),
-            StageRange(first_layer=1, end_layer=model.layers, work_flops=3e9),
-        ),
-        data=DataConfig(token_bytes=2, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=9, microbatches_per_step=MICROBATCHES, sequences_per_microbatch=2, seed=1
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
+    works = zip(stage_ranges(1, model.layers), (work_flops, 3e9), strict=True)
+    stages = tuple(one.model_copy(update={"work_flops": flops}) for one, flops in works)
+    training = {"steps": 9, "microbatches_per_step": MICROBATCHES, "seed": 1}
+    return manifest_of(
+        organiser=organiser.peer_id, model=model, stages=stages, training=training, **changes
     )
 
 
-MANIFEST = manifest_of(ORGANISER)
+MANIFEST = ledger_manifest(ORGANISER, name="a run")
 ENVELOPE = sign_manifest(ORGANISER, MANIFEST)
+RUN = run_id_of(MANIFEST)
 
 
 def step(number: int, annas: int = 1) -> StepLine:
@@ -100,27 +101,11 @@ def test_a_run_without_steps_has_a_ledger_too() -> None:
     assert verify_ledger(ledger()).totals == ()
 
 
-@pytest.mark.parametrize("number", range(len(WHOLE)))
-def test_a_line_that_is_missing_is_noticed_at_its_place(number: int) -> None:
-    place = number + 1
-    assert refused(WHOLE[:number] + WHOLE[number + 1 :]).startswith(f"line {place}: ")
-
-
-@pytest.mark.parametrize("number", range(1, len(WHOLE)))
-def test_lines_in_another_order_are_noticed(number: int) -> None:
-    lines = list(WHOLE)
-    lines[number - 1], lines[number] = lines[number], lines[number - 1]
-    assert refused(lines).startswith(f"line {number}: ")
-
-
-@given(st.integers(0, len(b"".join(WHOLE)) - 1), st.integers(1, 255))
-def test_whatever_byte_is_changed_its_line_is_named(position: int, change: int) -> None:
-    content = bytearray(b"".join(WHOLE))
-    content[position] ^= change
-    lines = bytes(content).splitlines(keepends=True)
-    said = refused(lines)
-    number = bytes(content[:position]).count(b"\n") + 1
-    assert said.startswith(f"line {number}: ")
+def test_lines_in_another_order_are_noticed() -> None:
+    for number in range(1, len(WHOLE)):
+        lines = list(WHOLE)
+        lines[number - 1], lines[number] = lines[number], lines[number - 1]
+        assert refused(lines).startswith(f"line {number}: ")
 
 
 @settings(max_examples=50)
@@ -138,25 +123,21 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
-    from swarm_shared.credit.ledger import _Chain, _LedgerSums
-    from swarm_shared.credit.ledger_lines import Head, Seal, SealLine, TotalLine
-    from swarm_shared.identity.signing import sign_message
-
-    chain, sums = _Chain(), _LedgerSums(MANIFEST)
-    run = run_id_of(MANIFEST)
-    lines = [chain.put(Head(run=run, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode()))]
+    sums = _LedgerSums(MANIFEST)
+    head = Head(run=RUN, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode())
     for one in steps:
         sums.add_step(one)
-        lines.append(chain.put(one))
-    for number, peer in enumerate(sorted(sums.peers)):
-        total = sums.total(peer, (None, None), AS_OF)
-        if number == 0:
-            total = TotalLine.model_validate({**total.model_dump(), **changes})
-        lines.append(chain.put(total))
-    sealed = sign_message(
-        ORGANISER, Seal(run=run, lines=chain.lines, digest=chain.digest), Seal.domain
-    )
-    return [*lines, chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))]
+    totals = [sums.total(peer, (None, None), AS_OF) for peer in sorted(sums.peers)]
+    totals[0] = TotalLine.model_validate({**totals[0].model_dump(), **changes})
+    return sealed(head, *steps, *totals)
+
+
+def sealed(*lines: FrozenModel) -> list[bytes]:
+    chain = _Chain()
+    written = [chain.put(line) for line in lines]
+    seal = Seal(run=RUN, lines=chain.lines, digest=chain.digest)
+    envelope = base64.b64encode(sign_message(ORGANISER, seal, Seal.domain)).decode()
+    return [*written, chain.put(SealLine(envelope=envelope))]
 
 
 def test_the_forger_makes_right_ledgers_when_nothing_is_forged() -> None:
@@ -251,11 +232,6 @@ def test_a_ledger_without_owners_has_a_row_for_each_peer() -> None:
     ]
 
 
-def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
-    """By an organiser who lies: chained and signed, whatever the bindings are."""
-    return owned(bindings, steps_of(*FOUR))
-
-
 @pytest.mark.parametrize(
     ("bindings", "why"),
     [
@@ -275,20 +251,13 @@ def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
 def test_a_binding_that_does_not_hold_is_named_though_the_organiser_sealed_it(
     bindings: dict[PeerId, str], why: str
 ) -> None:
-    said = refused(resealed(bindings))
+    said = refused(owned(bindings, steps_of(*FOUR)))
     assert said.startswith("line ")
     assert why in said
 
 
-@pytest.mark.parametrize("number", range(len(owned(BINDINGS, steps_of(*FOUR)))))
-def test_a_line_that_is_missing_among_owners_is_noticed(number: int) -> None:
-    lines = owned(BINDINGS, steps_of(*FOUR))
-    assert refused(lines[:number] + lines[number + 1 :]).startswith(f"line {number + 1}: ")
-
-
 # ---------------------------------------------------------------- verdicts
 
-RUN = run_id_of(MANIFEST)
 LIAR, OWNER = lost_audit.AUDITED.peer_id, lost_audit.OWNER.peer_id
 VERDICT = lost_audit.verdict(RUN, void_after=Step(4))
 
@@ -335,16 +304,28 @@ def test_a_lie_about_an_average_voids_credit_as_a_lost_audit_does() -> None:
     assert "of another step" in refused(with_a_verdict(others))
 
 
-@settings(max_examples=300)
-@given(st.integers(0, len(b"".join(JUDGED)) - 1), st.integers(1, 255))
-def test_whatever_byte_of_a_ledger_with_verdicts_is_changed_its_line_is_named(
-    position: int, change: int
+LEDGERS = {"of peers": WHOLE, "of owners": owned(BINDINGS, steps_of(*FOUR)), "judged": JUDGED}
+any_ledger = pytest.mark.parametrize("lines", LEDGERS.values(), ids=LEDGERS)
+
+
+@any_ledger
+@given(position=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255))
+def test_whatever_byte_is_changed_its_line_is_named(
+    lines: list[bytes], position: float, change: int
 ) -> None:
-    content = bytearray(b"".join(JUDGED))
-    content[position] ^= change
+    content = bytearray(b"".join(lines))
+    place = int(position * len(content))
+    content[place] ^= change
     said = refused(bytes(content).splitlines(keepends=True))
-    number = bytes(content[:position]).count(b"\n") + 1
+    number = bytes(content[:place]).count(b"\n") + 1
     assert said.startswith(f"line {number}: ")
+
+
+@any_ledger
+def test_a_line_that_is_missing_is_noticed_at_its_place(lines: list[bytes]) -> None:
+    for number in range(len(lines)):
+        rest = lines[:number] + lines[number + 1 :]
+        assert refused(rest).startswith(f"line {number + 1}: ")
 
 
 @settings(max_examples=200)
@@ -388,30 +369,14 @@ def test_an_organiser_that_changes_the_verdict_and_seals_it_is_found(
 
 def test_an_organiser_that_ignores_a_verdict_in_a_total_is_found() -> None:
     """The verdict is there, and the totals are those of a ledger without it."""
-    from swarm_shared.credit.ledger import _Chain
-    from swarm_shared.credit.ledger_lines import Seal, SealLine, VerdictLine, ledger_lines
-    from swarm_shared.identity.signing import sign_message
-
     contents = [json.loads(line) for line in with_a_verdict()[:-1]]
     for content in contents:
         del content["digest"]
     lines = [ledger_lines.validate_json(json.dumps(content)) for content in contents]
     lines.insert(VERDICT_LINE - 1, VerdictLine(verdict=VERDICT))
-    chain = _Chain()
-    written = [chain.put(line) for line in lines]
-    seal = sign_message(
-        ORGANISER, Seal(run=RUN, lines=chain.lines, digest=chain.digest), Seal.domain
-    )
-    written.append(chain.put(SealLine(envelope=base64.b64encode(seal).decode())))
     # The totals are sorted, and the first one is of a device of the owner.
-    said = refused(written)
+    said = refused(sealed(*lines))
     assert "the steps come to" in said or "no credit in any step" in said
-
-
-@pytest.mark.parametrize("number", range(len(JUDGED)))
-def test_a_line_that_is_missing_beside_a_verdict_is_noticed(number: int) -> None:
-    lines = JUDGED[:number] + JUDGED[number + 1 :]
-    assert refused(lines).startswith(f"line {number + 1}: ")
 
 
 # ---------------------------------------------------------------- seals
@@ -422,8 +387,7 @@ def test_a_seal_of_somebody_else_or_of_another_ledger_is_refused() -> None:
     said = refused([*WHOLE[:-1], other[-1]])
     assert said.startswith(f"line {len(WHOLE)}: ")
     chained = json.loads(WHOLE[-1])
-    envelope = sign_manifest(STRANGER, manifest_of(STRANGER))
+    envelope = sign_manifest(STRANGER, ledger_manifest(STRANGER))
     chained["envelope"] = base64.b64encode(envelope).decode()
     with pytest.raises(SwarmError):
         verify_ledger([*WHOLE[:-1], json.dumps(chained).encode()])
-    assert issubclass(SignatureError, ProtocolError)

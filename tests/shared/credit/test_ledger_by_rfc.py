@@ -13,20 +13,12 @@ import pytest
 
 from kits import lost_audit
 from kits.peer_names import named
+from shared.credit.test_ledger import ledger_manifest
 from swarm_shared.base.types import Step
 from swarm_shared.credit.ledger import verify_ledger, write_ledger
 from swarm_shared.credit.ledger_lines import StepLine
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
-from swarm_shared.run.manifest import (
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.run.model_config import preset
 
 
 def number_text(value: float) -> str:
@@ -92,29 +84,7 @@ ANNA, BERT = named("Anna"), named("Bert")
 
 
 def ledger(work_flops: float, as_of: float) -> bytes:
-    model = preset("tiny").model
-    manifest = Manifest(
-        name="ein Lauf, größer",
-        organiser=ORGANISER.peer_id,
-        model=model,
-        stages=(
-            StageRange(first_layer=0, end_layer=1, work_flops=work_flops),
-            StageRange(first_layer=1, end_layer=model.layers, work_flops=3e9),
-        ),
-        data=DataConfig(
-            token_bytes=2,
-            shards=tuple(
-                ShardInfo(name=f"{split}.tokens", split=split, tokens=9, merkle_root="ab" * 32)
-                for split in ("train", "heldout")
-            ),
-            tokenizer="bytes",
-            unigram_entropy_nats=3.0,
-        ),
-        training=TrainingConfig(
-            steps=9, microbatches_per_step=4, sequences_per_microbatch=2, seed=1
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
-    )
+    manifest = ledger_manifest(ORGANISER, work_flops, name="ein Lauf, größer")
     steps = [
         StepLine(
             step=number, applied_at=as_of - 100 + number / 7,

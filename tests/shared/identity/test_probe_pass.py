@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId
@@ -50,11 +48,5 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
         expires=NOW + 100, role="volunteer",
     )  # fmt: skip
     text = base64.b64encode(certificate.sign(ORGANISER)).decode()
-    with pytest.raises(AdmissionError):
-        check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
-
-
-@given(st.text(max_size=300))
-def test_any_text_is_refused_by_name(text: str) -> None:
     with pytest.raises(AdmissionError):
         check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)

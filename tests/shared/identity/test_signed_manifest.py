@@ -6,6 +6,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from shared.manifests import manifest_of, shard
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import (
@@ -14,72 +15,49 @@ from swarm_shared.identity.signed_manifest import (
     run_id_of,
     sign_manifest,
 )
-from swarm_shared.run.manifest import (
-    CodecsConfig,
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
+from swarm_shared.run.manifest import CodecsConfig, LimitsConfig, Manifest
 from swarm_shared.run.model_config import preset
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 STRANGER = Identity.from_seed(b"s" * 32)
 
 
-def manifest_of(shards: int = 1, merkle_root: str = "0" * 64, **changes: object) -> Manifest:
-    names = [("train", n) for n in range(shards)] + [("heldout", 0)]
+def signable(shards: int = 1, merkle_root: str = "0" * 64, **changes: object) -> Manifest:
+    names = [*(f"train-{n:05d}" for n in range(shards)), "heldout-00000"]
     values: dict[str, object] = {
-        "name": "test",
         "organiser": ORGANISER.peer_id,
         "model": preset("tiny").model,
-        "stages": (StageRange(first_layer=0, end_layer=4),),
-        "data": DataConfig(
-            token_bytes=1,
-            shards=tuple(
-                ShardInfo(
-                    name=f"{split}-{n:05d}.tokens",
-                    split=split,
-                    tokens=64 * 2**20,
-                    merkle_root=merkle_root,
-                )
-                for split, n in names
-            ),
-            mirrors=("https://example.org/a/rather/long/folder",),
-            tokenizer="bytes",
-            unigram_entropy_nats=3.1415926535897931,
-        ),
-        "training": TrainingConfig(
-            steps=3, microbatches_per_step=2, sequences_per_microbatch=1, seed=2**53 - 1
-        ),
-        "optimizer": OptimizerConfig(learning_rate=0.1 + 0.2, warmup_steps=1),
+        "data": {
+            "shards": tuple(shard(name, 64 * 2**20, merkle_root) for name in names),
+            "mirrors": ("https://example.org/a/rather/long/folder",),
+            "unigram_entropy_nats": 3.1415926535897931,
+        },
+        "training": {"steps": 3, "sequences_per_microbatch": 1, "seed": 2**53 - 1},
+        "optimizer": {"learning_rate": 0.1 + 0.2},
     }
-    return Manifest.model_validate(values | changes)
+    return manifest_of(**(values | changes))
 
 
 def test_what_the_organiser_signed_is_what_a_volunteer_reads():
-    manifest = manifest_of()
+    manifest = signable()
     assert open_manifest(sign_manifest(ORGANISER, manifest), ORGANISER.peer_id) == manifest
 
 
 def test_a_manifest_of_ten_thousand_shards_fits():
-    manifest = manifest_of(shards=10_000)
+    manifest = signable(shards=10_000)
     envelope = sign_manifest(ORGANISER, manifest)
     assert len(envelope) <= MAX_MANIFEST_BYTES
     assert open_manifest(envelope, ORGANISER.peer_id) == manifest
 
 
 def test_a_manifest_signed_by_somebody_else_is_refused():
-    forged = sign_manifest(STRANGER, manifest_of(organiser=STRANGER.peer_id))
+    forged = sign_manifest(STRANGER, signable(organiser=STRANGER.peer_id))
     with pytest.raises(SignatureError):
         open_manifest(forged, ORGANISER.peer_id)
 
 
 def test_a_changed_manifest_is_refused():
-    envelope = sign_manifest(ORGANISER, manifest_of())
+    envelope = sign_manifest(ORGANISER, signable())
     assert envelope.count(b'"steps":3') == 1
     with pytest.raises(SignatureError):
         open_manifest(envelope.replace(b'"steps":3', b'"steps":9'), ORGANISER.peer_id)
@@ -91,14 +69,14 @@ def test_something_too_long_to_be_a_manifest_is_refused_unread():
 
 
 def test_organiser_name_model_data_and_seed_name_the_run():
-    training = manifest_of().training
+    training = signable().training
     others = [
-        manifest_of(),
-        manifest_of(organiser=STRANGER.peer_id),
-        manifest_of(name="other"),
-        manifest_of(model=preset("tiny").model.model_copy(update={"rope_theta": 5.0})),
-        manifest_of(merkle_root="1" * 64),
-        manifest_of(training=training.model_copy(update={"seed": 1})),
+        signable(),
+        signable(organiser=STRANGER.peer_id),
+        signable(name="other"),
+        signable(model=preset("tiny").model.model_copy(update={"rope_theta": 5.0})),
+        signable(merkle_root="1" * 64),
+        signable(training=training.model_copy(update={"seed": 1})),
     ]
     ids = [run_id_of(manifest) for manifest in others]
     assert len(set(ids)) == len(ids)
@@ -106,8 +84,8 @@ def test_organiser_name_model_data_and_seed_name_the_run():
 
 
 def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
-    one = manifest_of()
-    other = manifest_of(
+    one = signable()
+    other = signable(
         training=one.training.model_copy(update={"steps": 99}),
         limits=LimitsConfig(heartbeat_seconds=2),
         data=one.data.model_copy(update={"mirrors": ()}),
@@ -116,7 +94,7 @@ def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
 
 
 def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_run():
-    manifest = manifest_of()
+    manifest = signable()
     old = json.loads(manifest.model_dump_json())
     del old["codecs"]
     read = Manifest.model_validate_json(json.dumps(old))
@@ -127,7 +105,7 @@ def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_r
 
 
 def test_a_runs_id_is_the_hash_of_its_canonical_json():
-    manifest = manifest_of(organiser="somebody")
+    manifest = signable(organiser="somebody")
     model = manifest.model.model_dump()
     # By hand, in the order and with the numbers of RFC 8785.
     text = (
@@ -157,7 +135,7 @@ def test_a_runs_id_is_the_hash_of_its_canonical_json():
 
 
 def test_a_model_with_bottlenecks_is_another_run():
-    manifest = manifest_of()
+    manifest = signable()
     words = manifest.model_dump()
     words["stages"] = [{"first_layer": 0, "end_layer": 2}, {"first_layer": 2, "end_layer": 4}]
     words["model"] |= {"bottleneck_size": 16, "bottlenecks": (2,)}
@@ -167,7 +145,7 @@ def test_a_model_with_bottlenecks_is_another_run():
 
 
 def test_a_manifest_from_before_averages_had_a_codec_averages_in_float32():
-    manifest = manifest_of(codecs={"activation": "int8", "gradient": "int4"})
+    manifest = signable(codecs={"activation": "int8", "gradient": "int4"})
     old = json.loads(manifest.model_dump_json())
     del old["codecs"]["average"]
     read = Manifest.model_validate_json(json.dumps(old))
@@ -186,4 +164,4 @@ def test_a_manifest_from_before_averages_had_a_codec_averages_in_float32():
 )
 def test_codecs_that_there_are_not_are_refused(codecs: dict[str, object]):
     with pytest.raises(ValidationError):
-        manifest_of(codecs=codecs)
+        signable(codecs=codecs)

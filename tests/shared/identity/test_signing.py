@@ -30,32 +30,15 @@ class Note(FrozenModel):
 
 
 @given(st.binary(max_size=20), st.binary(max_size=1000))
-def test_what_is_sealed_opens(payload_type: bytes, payload: bytes) -> None:
-    opened = open_envelope(seal(IDENTITY, DOMAIN, payload_type, payload), DOMAIN)
-    assert (opened.signer, opened.payload_type, opened.payload) == (
-        IDENTITY.peer_id,
-        payload_type,
-        payload,
-    )
-
-
-@given(st.binary(max_size=20), st.binary(max_size=1000))
-def test_libp2p_opens_our_envelopes(payload_type: bytes, payload: bytes) -> None:
-    envelope = unmarshal_envelope(seal(IDENTITY, DOMAIN, payload_type, payload))
-    envelope.validate(DOMAIN)
-    assert envelope.raw_payload == payload
-    assert envelope.payload_type == payload_type
-    with pytest.raises(ValueError, match="signature"):
-        envelope.validate(DOMAIN + "x")
-
-
-@given(st.binary(max_size=20), st.binary(max_size=1000))
-def test_we_open_libp2ps_envelopes(payload_type: bytes, payload: bytes) -> None:
+def test_our_envelopes_are_those_of_libp2p_and_open(payload_type: bytes, payload: bytes) -> None:
     key = create_new_key_pair(SEED)
     signature = key.private_key.sign(make_unsigned(DOMAIN, payload_type, payload))
     sealed = Envelope(key.public_key, payload_type, payload, signature).marshal_envelope()
     assert sealed == seal(IDENTITY, DOMAIN, payload_type, payload)
-    assert open_envelope(sealed, DOMAIN, IDENTITY.peer_id).payload == payload
+    opened = open_envelope(sealed, DOMAIN, IDENTITY.peer_id)
+    assert (opened.signer, opened.payload_type, opened.payload) == (
+        IDENTITY.peer_id, payload_type, payload,
+    )  # fmt: skip
 
 
 @given(st.binary(max_size=100), st.data())
@@ -81,12 +64,6 @@ def test_an_envelope_with_bytes_added_or_taken_is_refused(
         open_envelope(changed, DOMAIN)
 
 
-@given(st.binary(max_size=300))
-def test_garbage_is_refused_with_our_errors_only(garbage: bytes) -> None:
-    with pytest.raises((SignatureError, FrameError)):
-        open_envelope(garbage, DOMAIN)
-
-
 def test_unknown_fields_are_refused_although_the_signature_would_hold() -> None:
     envelope = seal(IDENTITY, DOMAIN, b"type", b"payload")
     unmarshal_envelope(envelope + b"\x32\x01x").validate(DOMAIN)  # a lenient parser takes it
@@ -98,14 +75,6 @@ def test_a_signature_of_another_domain_is_refused() -> None:
     envelope = seal(IDENTITY, DOMAIN, b"type", b"payload")
     with pytest.raises(SignatureError):
         open_envelope(envelope, "swarmtrain-test-2")
-
-
-def test_domain_type_and_payload_cannot_be_shifted_into_each_other() -> None:
-    envelope = seal(IDENTITY, "ab", b"c", b"d")
-    opened = open_envelope(envelope, "ab")
-    moved = seal(IDENTITY, "a", b"bc", b"d")
-    assert opened.payload == b"d"
-    assert envelope[-64:] != moved[-64:]
 
 
 def test_a_message_by_somebody_else_is_refused() -> None:

@@ -23,14 +23,10 @@ from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import dialer
 from swarm_shared.network.libp2p.yamux import YamuxStream
-from swarm_shared.network.nat import hole_punch
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL
 from swarm_shared.protocol import PathKind
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_holes")
 
 
 @contextmanager

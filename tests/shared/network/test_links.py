@@ -22,13 +22,9 @@ from kits.network.nodes import (
 )
 from swarm_shared.network import Node, links
 from swarm_shared.network.links import MIN_SAMPLE_SECONDS, RATE_DECAY, RateMeter
-from swarm_shared.network.nat import hole_punch
 from swarm_shared.protocol import PathKind
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_holes")
 
 
 # Rates

@@ -11,6 +11,8 @@ import pytest
 import trio
 import trio.testing
 
+from kits.network.nodes import ANY_PORT, ECHO, echo
+from shared.network.test_dialer import refusing_address, silent_address
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
@@ -18,16 +20,8 @@ from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
 from swarm_shared.protocol import LinkBytes
 
-ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=32 * 1024 * 1024)
-ECHO = "/test/echo/1"
 SILENT = "/test/silent/1"
-
-
-async def echo(stream: FramedStream) -> None:
-    while True:
-        frame = await stream.receive()
-        await stream.send(frame.header, frame.payload)
 
 
 async def silent(stream: FramedStream) -> None:
@@ -308,16 +302,8 @@ async def test_opening_a_stream_connects_first_when_addresses_are_given() -> Non
 
 
 async def test_one_good_address_among_bad_ones_is_enough() -> None:
-    with socket.socket() as refuses, socket.socket() as never_answers:
-        refuses.bind(("127.0.0.1", 0))
-        never_answers.bind(("127.0.0.1", 0))
-        never_answers.listen()
-        bad = [
-            f"/ip4/127.0.0.1/tcp/{never_answers.getsockname()[1]}",
-            f"/ip4/127.0.0.1/tcp/{refuses.getsockname()[1]}",
-            "nonsense",
-            "/ip4/127.0.0.1/udp/4001/quic-v1",
-        ]
+    with silent_address() as silent:
+        bad = [silent, refusing_address(), "nonsense", "/ip4/127.0.0.1/udp/4001/quic-v1"]
         async with two_nodes() as (server, _), open_node(Identity.generate()) as late:
             await late.connect(server.peer_id, [*bad, *server.addresses])
             assert late.is_connected(server.peer_id)
@@ -340,37 +326,24 @@ async def test_a_peer_that_cannot_be_reached_is_a_network_error_each_time() -> N
 
 
 async def test_why_a_peer_cannot_be_reached_is_said_once_for_all_of_its_addresses() -> None:
-    with socket.socket() as one, socket.socket() as other:
-        for holder in (one, other):
-            holder.bind(("127.0.0.1", 0))
-        peer = Identity.generate().peer_id
-        addresses = [f"/ip4/127.0.0.1/tcp/{holder.getsockname()[1]}" for holder in (one, other)]
-        async with open_node(Identity.generate()) as client:
-            with pytest.raises(NetworkError) as failure:
-                await client.connect(peer, addresses)
+    peer = Identity.generate().peer_id
+    async with open_node(Identity.generate()) as client:
+        with pytest.raises(NetworkError) as failure:
+            await client.connect(peer, [refusing_address(), refusing_address()])
     assert str(failure.value) == f"{peer} cannot be reached: connection refused at 2 addresses"
 
 
 async def test_an_address_that_never_answers_is_a_time_out() -> None:
-    with socket.socket() as never_answers:
-        never_answers.bind(("127.0.0.1", 0))
-        never_answers.listen()
-        address = f"/ip4/127.0.0.1/tcp/{never_answers.getsockname()[1]}"
+    with silent_address() as silent:
         async with open_node(Identity.generate()) as client:
             with pytest.raises(LinkTimeout, match=r"did not answer within 0\.3 s"):
-                await client.connect(Identity.generate().peer_id, [address], timeout_seconds=0.3)
+                await client.connect(Identity.generate().peer_id, [silent], timeout_seconds=0.3)
 
 
 async def test_a_node_does_not_connect_to_itself() -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         with pytest.raises(NetworkError, match="itself"):
             await node.connect(node.peer_id, node.addresses)
-
-
-async def test_no_usable_address_is_a_network_error() -> None:
-    async with open_node(Identity.generate()) as client:
-        with pytest.raises(NetworkError, match="no address that leads there"):
-            await client.connect(Identity.generate().peer_id, ["/ip4/192.0.2.1/udp/1", "?"])
 
 
 async def test_both_ends_may_connect_at_the_same_moment() -> None:

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kits.memory import takes
 from swarm_shared.base.endpoint import Endpoint
@@ -41,7 +39,6 @@ from swarm_shared.protocol import (
     Download,
     Echo,
     Upload,
-    doctor_answers,
     doctor_requests,
     encode,
     parse,
@@ -376,12 +373,3 @@ def test_a_home_with_ipv6_counts_as_one_requester() -> None:
     assert key("/ip4/192.0.2.1/tcp/1") == key("/ip4/192.0.2.1/tcp/9")
     assert key("/ip4/192.0.2.1/tcp/1") != key("/ip4/192.0.2.2/tcp/1")
     assert address_key(None) == address_key(None)
-
-
-@given(st.binary(max_size=300))
-def test_any_header_is_a_message_or_a_frame_error(header: bytes) -> None:
-    for adapter in (doctor_requests, doctor_answers):
-        try:
-            parse(adapter, header)
-        except FrameError:
-            continue

@@ -47,24 +47,6 @@ def test_frames_come_out_the_same_however_the_bytes_are_cut(
     assert decoded([stream]) == sent
 
 
-@given(st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=3))
-def test_frames_come_out_the_same_byte_by_byte(sent: list[tuple[bytes, bytes]]) -> None:
-    stream = b"".join(joined(header, payload) for header, payload in sent)
-    assert decoded([bytes([byte]) for byte in stream]) == sent
-
-
-@given(st.lists(st.binary(max_size=200)))
-def test_garbage_gives_frames_or_frame_errors_only(pieces: list[bytes]) -> None:
-    decoder = FrameDecoder(LIMITS)
-    try:
-        for piece in pieces:
-            for frame in decoder.feed(piece):
-                LIMITS.check(len(frame.header), len(frame.payload))
-        decoder.finish()
-    except FrameError:
-        pass
-
-
 @given(st.binary(max_size=200), payloads, st.data())
 def test_a_truncated_frame_is_refused(header: bytes, payload: bytes, data: st.DataObject) -> None:
     stream = joined(header, payload)

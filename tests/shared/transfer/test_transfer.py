@@ -63,6 +63,9 @@ def certificate_for(peer: PeerId, expires: float = NOW + 60) -> str:
 
 @dataclass
 class Net:
+    """Nodes that hold files, and one that fetches them into `folder`."""
+
+    folder: Path
     fetcher: Node
     stack: AsyncExitStack
 
@@ -72,7 +75,9 @@ class Net:
         )
         return node, TransferSource(node.peer_id, node.addresses)
 
-    async def holder(self, path: Path, item: str = ITEM) -> TransferSource:
+    async def holder(self, content: bytes, item: str = ITEM) -> TransferSource:
+        path = self.folder / f"source-{sha(content)[:8]}"
+        path.write_bytes(content)
         node, source = await self.node()
         serve_transfers(
             node,
@@ -87,31 +92,27 @@ class Net:
         return source
 
     async def fetch(
-        self, sources: list[TransferSource], content: bytes, destination: Path, **options: object
-    ) -> list[int]:
+        self, sources: list[TransferSource], content: bytes, destination: str = "copy",
+        on_progress: Callable[[int, int], None] | None = None, **options: object,
+    ) -> list[int]:  # fmt: skip
+        """Fetch the content and compare it; returns the bytes that were there at each report."""
         seen: list[int] = []
+        path = self.folder / destination
         with trio.fail_after(30):
             await fetch(
-                self.fetcher, sources, ITEM, len(content), sha(content), destination,
+                self.fetcher, sources, ITEM, len(content), sha(content), path,
                 certificate_for(self.fetcher.peer_id), RUN,
-                lambda here, _: seen.append(here), **options,
+                on_progress or (lambda here, _: seen.append(here)), **options,
             )  # type: ignore[arg-type] # fmt: skip
+        assert path.read_bytes() == content
         return seen
 
 
 @asynccontextmanager
-async def network() -> AsyncIterator[Net]:
+async def network(folder: Path) -> AsyncIterator[Net]:
     async with AsyncExitStack() as stack:
         fetcher = await stack.enter_async_context(open_node(Identity.generate()))
-        yield Net(fetcher, stack)
-
-
-def run(main: Callable[[Net], Awaitable[None]]) -> None:
-    async def outer() -> None:
-        async with network() as net:
-            await main(net)
-
-    trio.run(outer)
+        yield Net(folder, fetcher, stack)
 
 
 def liar(serve: Callable[[ChunkRequest, FramedStream], Awaitable[None]]):  # type: ignore[no-untyped-def]
@@ -143,46 +144,34 @@ async def answer(
     )  # fmt: skip
 
 
-def test_a_file_arrives_whole_from_several_peers(tmp_path: Path) -> None:
+async def test_a_file_arrives_whole_from_several_peers(tmp_path: Path) -> None:
     content = content_of(5 * CHUNK_BYTES + 123)
-    (tmp_path / "source").write_bytes(content)
-
-    async def main(net: Net) -> None:
-        sources = [await net.holder(tmp_path / "source") for _ in range(3)]
-        seen = await net.fetch(sources, content, tmp_path / "deep" / "er" / "copy")
-        assert (tmp_path / "deep" / "er" / "copy").read_bytes() == content
+    async with network(tmp_path) as net:
+        sources = [await net.holder(content) for _ in range(3)]
+        seen = await net.fetch(sources, content, "deep/er/copy")
         assert seen[0] == 0
         assert seen[-1] == len(content)
         assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["copy"]
         received = {link.remote for link in net.fetcher.link_bytes() if link.received}
         assert received == {s.peer for s in sources}
 
-    run(main)
 
-
-def test_an_empty_file_and_one_byte_arrive(tmp_path: Path) -> None:
-    async def main(net: Net) -> None:
+async def test_an_empty_file_and_one_byte_arrive(tmp_path: Path) -> None:
+    async with network(tmp_path) as net:
         for content in (b"", b"x"):
-            (tmp_path / "source").write_bytes(content)
-            await net.fetch([await net.holder(tmp_path / "source")], content, tmp_path / "copy")
-            assert (tmp_path / "copy").read_bytes() == content
-
-    run(main)
+            await net.fetch([await net.holder(content)], content)
 
 
-def test_what_is_there_already_is_not_fetched_again(tmp_path: Path) -> None:
+async def test_what_is_there_already_is_not_fetched_again(tmp_path: Path) -> None:
     content = content_of(1000)
     (tmp_path / "copy").write_bytes(content)
 
-    async def main(net: Net) -> None:
-        assert await net.fetch([], content, tmp_path / "copy") == [1000]
-
-    run(main)
+    async with network(tmp_path) as net:
+        assert await net.fetch([], content) == [1000]
 
 
-def test_a_source_that_dies_is_replaced_by_the_others(tmp_path: Path) -> None:
+async def test_a_source_that_dies_is_replaced_by_the_others(tmp_path: Path) -> None:
     content = content_of(8 * CHUNK_BYTES)
-    (tmp_path / "source").write_bytes(content)
     served = 0
 
     async def die(request: ChunkRequest, stream: FramedStream) -> None:
@@ -192,34 +181,27 @@ def test_a_source_that_dies_is_replaced_by_the_others(tmp_path: Path) -> None:
             await stream.reset()
         await answer(request, stream, content)
 
-    async def main(net: Net) -> None:
-        sources = [await net.impostor(liar(die)), await net.holder(tmp_path / "source")]
-        await net.fetch(sources, content, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == content
+    async with network(tmp_path) as net:
+        sources = [await net.impostor(liar(die)), await net.holder(content)]
+        await net.fetch(sources, content)
 
-    run(main)
     assert served >= 1
 
 
-def test_a_source_that_stalls_is_dropped(tmp_path: Path) -> None:
+async def test_a_source_that_stalls_is_dropped(tmp_path: Path) -> None:
     content = content_of(4 * CHUNK_BYTES)
-    (tmp_path / "source").write_bytes(content)
 
     async def stall(request: ChunkRequest, stream: FramedStream) -> None:
         await trio.sleep_forever()
 
-    async def main(net: Net) -> None:
-        sources = [await net.impostor(liar(stall)), await net.holder(tmp_path / "source")]
-        await net.fetch(sources, content, tmp_path / "copy", stall_seconds=0.3)
-        assert (tmp_path / "copy").read_bytes() == content
-
-    run(main)
+    async with network(tmp_path) as net:
+        sources = [await net.impostor(liar(stall)), await net.holder(content)]
+        await net.fetch(sources, content, stall_seconds=0.3)
 
 
 @pytest.mark.parametrize("lie", ["hash", "size", "short", "other chunk"])
-def test_a_source_whose_chunk_is_wrong_is_dropped(tmp_path: Path, lie: str) -> None:
+async def test_a_source_whose_chunk_is_wrong_is_dropped(tmp_path: Path, lie: str) -> None:
     content = content_of(4 * CHUNK_BYTES)
-    (tmp_path / "source").write_bytes(content)
 
     async def deceive(request: ChunkRequest, stream: FramedStream) -> None:
         if lie == "hash":
@@ -232,40 +214,33 @@ def test_a_source_whose_chunk_is_wrong_is_dropped(tmp_path: Path, lie: str) -> N
             other = (request.offset + CHUNK_BYTES) % len(content)
             await answer(request.model_copy(update={"offset": other}), stream, content)
 
-    async def main(net: Net) -> None:
-        sources = [await net.impostor(liar(deceive)), await net.holder(tmp_path / "source")]
-        await net.fetch(sources, content, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == content
+    async with network(tmp_path) as net:
+        sources = [await net.impostor(liar(deceive)), await net.holder(content)]
+        await net.fetch(sources, content)
         with pytest.raises(NetworkError, match="cannot be fetched from any peer"):
-            await net.fetch(sources[:1], content, tmp_path / "other")
+            await net.fetch(sources[:1], content, "other")
         assert not (tmp_path / "other").exists()
 
-    run(main)
 
-
-def test_a_liar_with_matching_chunk_hashes_cannot_stop_the_download(tmp_path: Path) -> None:
+async def test_a_liar_with_matching_chunk_hashes_cannot_stop_the_download(tmp_path: Path) -> None:
     content = content_of(6 * CHUNK_BYTES)
     false = content_of(6 * CHUNK_BYTES, seed=2)
-    (tmp_path / "source").write_bytes(content)
     lied = trio.Event()
 
     async def deceive(request: ChunkRequest, stream: FramedStream) -> None:
         await answer(request, stream, false)
         lied.set()
 
-    async def main(net: Net) -> None:
+    async with network(tmp_path) as net:
         impostor = await net.impostor(liar(deceive))
         with pytest.raises(NetworkError, match="does not have the expected hash"):
-            await net.fetch([impostor], content, tmp_path / "copy")
+            await net.fetch([impostor], content)
         assert lied.is_set()
-        sources = [impostor, await net.holder(tmp_path / "source")]
-        await net.fetch(sources, content, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == content
-
-    run(main)
+        sources = [impostor, await net.holder(content)]
+        await net.fetch(sources, content)
 
 
-def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
+async def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
     tmp_path: Path,
 ) -> None:
     content = content_of(6 * CHUNK_BYTES)
@@ -278,11 +253,10 @@ def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
             await stream.reset()
         await answer(request, stream, content)
 
-    async def main(net: Net) -> None:
-        nonlocal broken
+    async with network(tmp_path) as net:
         source = await net.impostor(liar(serve))
         with pytest.raises(NetworkError):
-            await net.fetch([source], content, tmp_path / "copy")
+            await net.fetch([source], content)
         assert not (tmp_path / "copy").exists()
         part = tmp_path / "copy.part"
         journal = (tmp_path / "copy.part.journal").read_text().splitlines()
@@ -293,106 +267,79 @@ def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
             file.write(b"damage")
         broken = False
         asked.clear()
-        seen = await net.fetch([source], content, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == content
+        seen = await net.fetch([source], content)
         assert seen[0] == (len(there) - 1) * CHUNK_BYTES
         assert sorted(asked) == sorted(set(range(6)) - set(there[1:]))
 
-    run(main)
 
-
-def test_a_wrong_resumed_part_is_not_attributed_to_the_only_source(tmp_path: Path) -> None:
+async def test_a_wrong_resumed_part_is_not_attributed_to_the_only_source(tmp_path: Path) -> None:
     """The chunks of an earlier source have the hashes of their journal and are wrong."""
     content = content_of(3 * CHUNK_BYTES)
     false = content_of(CHUNK_BYTES, seed=2)
-    (tmp_path / "source").write_bytes(content)
     earlier = PartFile(tmp_path / "copy", ITEM, len(content), sha(content))
     earlier.open()
     earlier.write(1, false, sha(false))
     earlier.close()
 
-    async def main(net: Net) -> None:
-        seen = await net.fetch([await net.holder(tmp_path / "source")], content, tmp_path / "copy")
+    async with network(tmp_path) as net:
+        seen = await net.fetch([await net.holder(content)], content)
         assert seen[0] == CHUNK_BYTES, "the download resumes"
-        assert (tmp_path / "copy").read_bytes() == content
-
-    run(main)
 
 
-def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
-    content = content_of(100)
-    (tmp_path / "source").write_bytes(content)
-
-    async def main(net: Net) -> None:
-        source = await net.holder(tmp_path / "source")
-        other = Identity.generate().peer_id
-        for certificate, reason in (
-            (certificate_for(other), "shows the certificate of"),
-            (certificate_for(net.fetcher.peer_id, expires=NOW - 600), "expired"),
-            ("", "no certificate"),
-            ("not base64!", "base64"),
+async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
+    async with network(tmp_path) as net:
+        source = await net.holder(b"x")
+        own = certificate_for(net.fetcher.peer_id)
+        for certificate, run, reason in (
+            (certificate_for(Identity.generate().peer_id), RUN, "shows the certificate of"),
+            (certificate_for(net.fetcher.peer_id, expires=NOW - 600), RUN, "expired"),
+            ("", RUN, "no certificate"),
+            ("not base64!", RUN, "base64"),
+            (own, RunId("cd" * 32), "serves run"),
         ):
             with pytest.raises(NetworkError, match=reason):
                 await fetch(
-                    net.fetcher, [source], ITEM, 100, sha(content), tmp_path / "copy",
-                    certificate, RUN,
-                )  # fmt: skip
-        with pytest.raises(NetworkError, match="serves run"):
-            await fetch(
-                net.fetcher, [source], ITEM, 100, sha(content), tmp_path / "copy",
-                certificate_for(net.fetcher.peer_id), RunId("cd" * 32),
-            )  # fmt: skip
-
-    run(main)
+                    net.fetcher, [source], ITEM, 1, sha(b"x"), tmp_path / "copy", certificate, run
+                )
 
 
-def test_an_item_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
-    async def main(net: Net) -> None:
-        source = await net.holder(tmp_path / "source", item="another")
+async def test_an_item_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+    async with network(tmp_path) as net:
+        source = await net.holder(b"x", item="another")
         with pytest.raises(NetworkError, match="there is no state/7/0 here"):
-            await net.fetch([source], b"x", tmp_path / "copy")
-
-    run(main)
+            await net.fetch([source], b"x")
 
 
-def test_a_disk_without_space_is_one_sentence_before_anything_is_written(
+async def test_a_disk_without_space_is_one_sentence_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(part_file.shutil, "disk_usage", lambda _: usage._replace(free=20 * 2**20))
 
-    async def main(net: Net) -> None:
+    async with network(tmp_path) as net:
         with pytest.raises(StorageError, match=r"MB free; free some space there"):
-            await net.fetch([], content_of(5 * 2**20), tmp_path / "copy")
+            await net.fetch([], content_of(5 * 2**20))
         assert list(tmp_path.iterdir()) == []
 
-    run(main)
 
-
-def test_a_disk_that_fills_up_meanwhile_is_a_storage_error_not_a_group(tmp_path: Path) -> None:
+async def test_a_disk_that_fills_up_meanwhile_is_a_storage_error_not_a_group(
+    tmp_path: Path,
+) -> None:
     content = content_of(2 * CHUNK_BYTES)
-    (tmp_path / "source").write_bytes(content)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_the_disk(here: int, total: int) -> None:
         # The system then refuses every write behind the first byte, as a full disk does.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
 
-    async def main(net: Net) -> None:
-        sources = [await net.holder(tmp_path / "source") for _ in range(2)]
-        with pytest.raises(StorageError, match="cannot write"):
-            await fetch(
-                net.fetcher, sources, ITEM, len(content), sha(content), tmp_path / "copy",
-                certificate_for(net.fetcher.peer_id), RUN, fill_the_disk,
-            )  # fmt: skip
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        await net.fetch(sources, content, tmp_path / "copy")
-
-    try:
-        run(main)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / "copy").read_bytes() == content
+    async with network(tmp_path) as net:
+        sources = [await net.holder(content) for _ in range(2)]
+        try:
+            with pytest.raises(StorageError, match="cannot write"):
+                await net.fetch(sources, content, on_progress=fill_the_disk)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await net.fetch(sources, content)
 
 
 def test_a_part_file_of_another_item_is_not_mixed_in(tmp_path: Path) -> None:

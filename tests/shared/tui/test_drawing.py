@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.base.text import duration_text, latency_text, memory_text, printable, size_text
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import peer_text, percent, short_number
 from swarm_shared.tui.plot import columns_plot, plot
@@ -216,16 +216,6 @@ def test_a_table_leaves_out_its_least_important_columns_first() -> None:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        (size_text(999), "999 B"),
-        (size_text(999_600), "1 MB"),
-        (size_text(20_100_000_000), "20.1 GB"),
-        (memory_text(2**30), "1 GiB"),
-        (memory_text(1023.9 * 2**20), "1 GiB"),
-        (size_text(None), "-"),
-        (duration_text(119), "119 s"),
-        (duration_text(3600), "60 min"),
-        (duration_text(7500), "2:05 h"),
-        (duration_text(-5), "0 s"),
         (short_number(1234), "1.23 k"),
         (short_number(999_700), "1 M"),
         (short_number(math.nan), "-"),
@@ -244,8 +234,3 @@ def test_a_trace_keeps_the_newest_points_and_one_for_each_time() -> None:
         trace.add(at, value)
     assert trace.values() == [2.5, None, 4.0]
     assert trace.points() == [(2.0, 2.5), (4.0, 4.0)]
-
-
-def test_times_are_told_in_the_unit_that_fits() -> None:
-    told = [latency_text(seconds) for seconds in (None, 0.00061, 0.0812, 0.9996, 1.25)]
-    assert told == ["-", "0.61 ms", "81.2 ms", "1 s", "1.25 s"]

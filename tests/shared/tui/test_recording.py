@@ -45,6 +45,18 @@ def record(path: Path, events: list[Event[Told]]) -> Recorder:
     return recorder
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "session"
+
+
+@pytest.fixture
+def recorded(path: Path) -> Path:
+    """A recording of `seen()`."""
+    record(path, seen())
+    return path
+
+
 def replay(path: Path, waits: list[float] | None = None, speed: float = 1.0) -> list[Event[Told]]:
     async def sleep(seconds: float) -> None:
         if waits is not None:
@@ -58,47 +70,39 @@ def replay(path: Path, waits: list[float] | None = None, speed: float = 1.0) -> 
     return asyncio.run(collect())
 
 
-def test_a_replay_tells_what_was_seen_and_says_where_it_ends(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
-    *told, end = replay(path)
+def test_a_replay_tells_what_was_seen_and_says_where_it_ends(recorded: Path) -> None:
+    *told, end = replay(recorded)
     assert told == seen()
     assert isinstance(end, SourceLost)
     assert "the recording ends here" in end.sentence
 
 
-def test_it_keeps_the_pace_and_skips_what_was_quiet_for_long(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
+def test_it_keeps_the_pace_and_skips_what_was_quiet_for_long(recorded: Path) -> None:
     waits: list[float] = []
-    replay(path, waits)
+    replay(recorded, waits)
     assert waits == [0.5, 1.5, 1.25, LONGEST_WAIT_SECONDS]
     faster: list[float] = []
-    replay(path, faster, speed=4.0)
+    replay(recorded, faster, speed=4.0)
     assert faster == [wait / 4 for wait in waits]
 
 
-def test_the_clock_of_a_replay_is_the_recordings(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
+def test_the_clock_of_a_replay_is_the_recordings(recorded: Path) -> None:
 
     async def nothing(seconds: float) -> None: ...
 
     async def times() -> list[float]:
-        source = Replay(path, PROGRAM, Told, nothing)
+        source = Replay(recorded, PROGRAM, Told, nothing)
         return [source.now() async for _ in source.events()]
 
     assert asyncio.run(times())[:2] == [START + 0.5, START + 2.0]
 
 
-def test_a_replay_that_is_held_goes_on_when_it_is_let_go(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
+def test_a_replay_that_is_held_goes_on_when_it_is_let_go(recorded: Path) -> None:
 
     async def nothing(seconds: float) -> None: ...
 
     async def session() -> None:
-        source = Replay(path, PROGRAM, Told, nothing)
+        source = Replay(recorded, PROGRAM, Told, nothing)
         source.hold(True)
         told: list[Event[Told]] = []
 
@@ -117,18 +121,15 @@ def test_a_replay_that_is_held_goes_on_when_it_is_let_go(tmp_path: Path) -> None
     asyncio.run(session())
 
 
-def test_time_does_not_go_back_in_a_recording_when_the_clock_is_set_back(tmp_path: Path) -> None:
-    path = tmp_path / "session"
+def test_time_does_not_go_back_in_a_recording_when_the_clock_is_set_back(path: Path) -> None:
     record(path, [SourceLost(START + 5, "a"), SourceLost(START + 1, "b")])
     assert [event.at for event in replay(path)[:2]] == [START + 5, START + 5]
 
 
-def test_only_the_owner_may_read_a_recording_and_none_is_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def test_only_the_owner_may_read_a_recording_and_none_is_overwritten(recorded: Path) -> None:
+    assert stat.S_IMODE(recorded.stat().st_mode) == 0o600
     with pytest.raises(UsageError, match="is there already"):
-        record(path, [])
+        record(recorded, [])
 
 
 def test_a_recording_cannot_be_put_where_there_is_no_folder(tmp_path: Path) -> None:
@@ -137,9 +138,8 @@ def test_a_recording_cannot_be_put_where_there_is_no_folder(tmp_path: Path) -> N
 
 
 def test_a_full_disk_ends_the_recording_and_what_was_written_still_replays(
-    tmp_path: Path, files_no_larger_than: Callable[[int], AbstractContextManager[None]]
+    path: Path, files_no_larger_than: Callable[[int], AbstractContextManager[None]]
 ) -> None:
-    path = tmp_path / "session"
     with files_no_larger_than(1000):
         recorder = record(
             path, [SourceLost(START, "x" * 700), SourceLost(START, "y" * 700), *seen()]
@@ -150,10 +150,9 @@ def test_a_full_disk_ends_the_recording_and_what_was_written_still_replays(
 
 
 def test_a_recording_that_has_become_too_long_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MAX_RECORDING_BYTES", 300)
-    path = tmp_path / "session"
     recorder = record(path, seen() * 10)
     assert "is full and ends here" in recorder.trouble
     assert path.stat().st_size <= 300
@@ -174,16 +173,14 @@ BODIES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("body", "words"), BODIES)
-def test_a_damaged_line_is_named(tmp_path: Path, body: Any, words: str) -> None:
-    path = tmp_path / "session"
+def test_a_damaged_line_is_named(path: Path, body: Any, words: str) -> None:
     line = body if isinstance(body, str) else json.dumps(body)
     path.write_text(f"{json.dumps(FIRST)}\n{line}\n")
     with pytest.raises(DataError, match=words):
         replay(path)
 
 
-def test_time_that_goes_back_in_a_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "session"
+def test_time_that_goes_back_in_a_file_is_refused(path: Path) -> None:
     lines = [FIRST, {"seconds": 2.0, "away": "a"}, {"seconds": 1.0, "away": "b"}]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     with pytest.raises(DataError, match=r"line 3 .* goes back"):
@@ -191,17 +188,16 @@ def test_time_that_goes_back_in_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_longer_than_any_event_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MAX_LINE_BYTES", 200)
-    path = tmp_path / "session"
     path.write_text(f"{json.dumps(FIRST)}\n{'x' * 1000}\n")
     with pytest.raises(DataError, match="longer than 200 bytes"):
         replay(path)
 
 
 def test_what_stays_as_it_was_is_told_once_and_a_word_beside_a_status_is_kept(
-    tmp_path: Path,
+    path: Path,
 ) -> None:
     class Two(BaseModel):
         word: str
@@ -212,7 +208,6 @@ def test_what_stays_as_it_was_is_told_once_and_a_word_beside_a_status_is_kept(
         DocumentReceived(START + 1, Two(word="b", steps=(1, 2)), "it has ended"),
         DocumentReceived(START + 2, Two(word="b", steps=())),
     ]
-    path = tmp_path / "session"
     recorder = Recorder(path, PROGRAM, lambda: START)
     for event in told:
         recorder.note(event)
@@ -239,9 +234,8 @@ def test_what_stays_as_it_was_is_told_once_and_a_word_beside_a_status_is_kept(
     ],
 )
 def test_a_file_that_is_no_recording_of_this_program_is_refused_at_once(
-    tmp_path: Path, first: dict[str, Any], kind: type[SwarmError], words: str
+    path: Path, first: dict[str, Any], kind: type[SwarmError], words: str
 ) -> None:
-    path = tmp_path / "session"
     path.write_text(json.dumps(first))
     with pytest.raises(kind, match=words):
         Replay(path, PROGRAM, Told)
@@ -252,8 +246,6 @@ def test_a_recording_that_is_not_there_is_told_in_a_sentence(tmp_path: Path) -> 
         Replay(tmp_path / "none", PROGRAM, Told)
 
 
-def test_nothing_can_be_changed_in_a_recording(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    record(path, seen())
+def test_nothing_can_be_changed_in_a_recording(recorded: Path) -> None:
     with pytest.raises(UsageError, match="recording"):
-        asyncio.run(Replay(path, PROGRAM, Told).act("pause", {}))
+        asyncio.run(Replay(recorded, PROGRAM, Told).act("pause", {}))

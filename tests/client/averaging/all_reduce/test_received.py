@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kits.averaging.memory_carrier import MemoryCarrier
-from kits.averaging.memory_group import A, B, C, D, Group, with_network
+from kits.averaging.memory_group import A, B, C, D, Group
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_shared.base.types import PeerId
@@ -36,7 +36,7 @@ def test_what_a_reducer_received_has_the_digests_of_what_the_members_put_in(
 
                 tasks.start_soon(one)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert group.failures == {}
     key = DigestKey(SEED, "own")
     for index, name in enumerate(group.names):
@@ -66,10 +66,7 @@ def test_a_sum_beyond_what_honest_parts_make_names_its_reducer(run: Any) -> None
         vector[2_500] = 2.0**51 - 1
     group.vectors[C][2_500] = 2.0**51
 
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers)
-
-    run(lambda: with_network(group.names, body))
+    run(group)
     assert {failure.culprit for failure in group.failures.values()} == {C}
     assert set(group.failures) == set(group.names)
     assert np.isfinite(group.vectors[A]).all()

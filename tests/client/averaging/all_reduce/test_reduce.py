@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import trio.testing
 
+from client.averaging.all_reduce.conftest import Body
 from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel
 from kits.averaging.memory_group import A, B, C, D, Group, run_on_virtual_time, with_network
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_client.averaging.all_reduce.frames import (
-    HELLO_BYTES,
     StreamHello,
 )
 from swarm_client.averaging.all_reduce.incoming import (
@@ -34,6 +34,10 @@ from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 SHARES = {1: None, 2: (1.0, 3.0), 3: (0.0, 1.0, 0.7), 4: (0.25, 0.0, 0.0, 2.0)}
 
 
+def on_virtual_time(group: Group, body: Body) -> None:
+    run_on_virtual_time(lambda: with_network(group.names, body))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("elements", [1, 17, 40_003])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal shares", "unequal shares"])
@@ -44,10 +48,7 @@ def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
     group = Group((A, B, C, D)[:count], elements, codec=codec)
     before = {name: vector.copy() for name, vector in group.vectors.items()}
 
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers, shares=None if equal else SHARES[count])
-
-    run(lambda: with_network(group.names, body))
+    run(group, shares=None if equal else SHARES[count])
     assert group.failures == {}
     for name in group.names:
         assert group.results[name].tobytes() == group.in_order().tobytes()
@@ -63,11 +64,7 @@ def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
 
 def test_pieces_large_enough_for_threads_give_the_same_sum(run: Any) -> None:
     group = Group((A, B, C), 150_000)
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers, piece_elements=20_000)
-
-    run(lambda: with_network(group.names, body))
+    run(group, piece_elements=20_000)
     for name in group.names:
         assert group.results[name].tobytes() == group.in_order().tobytes()
 
@@ -80,11 +77,7 @@ def test_what_is_narrow_on_the_wire_is_near_and_still_bitwise_equal(
     run: Any, codec: str, element_bytes: float, off_by: float, shares: Any
 ) -> None:
     group = Group((A, B, C), 30_000)
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers, codec=codec, shares=shares)
-
-    run(lambda: with_network(group.names, body))
+    run(group, codec=codec, shares=shares)
     assert group.failures == {}
     assert len({group.results[name].tobytes() for name in group.names}) == 1
     np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=off_by)
@@ -101,10 +94,7 @@ def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
     group = Group((A, B, C), 30_000, codec=codec)
     group.vectors[B][place] = np.nan
 
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers)
-
-    run(lambda: with_network(group.names, body))
+    run(group)
     assert set(group.failures) == {A, B, C}
     for failure in group.failures.values():
         assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, B)
@@ -118,7 +108,7 @@ def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
 def test_a_lone_member_whose_vector_is_not_finite_is_refused_too(run: Any) -> None:
     group = Group((A,), 10)
     group.vectors[A][3] = np.inf
-    run(lambda: with_network(group.names, group.all))
+    run(group)
     assert group.failures[A].culprit == A
 
 
@@ -126,7 +116,7 @@ def test_a_sum_that_overflows_fails_for_all_without_a_culprit(run: Any) -> None:
     group = Group((A, B), 100)
     for vector in group.vectors.values():
         vector[:] = 3e38
-    run(lambda: with_network(group.names, group.all))
+    run(group)
     assert {failure.culprit for failure in group.failures.values()} == {None}
     assert set(group.failures) == {A, B}
 
@@ -179,7 +169,7 @@ def test_a_member_lost_in_the_middle_fails_the_others_at_once_and_a_retry_is_exa
                 again = group.spec(name, round_id="round 2", members=(A, B))
                 tasks.start_soon(group.member, again, carriers[name])
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     for name in (A, B):
         assert group.failures[name].culprit == C
         # Lost, not stalled: they did not wait for a limit to pass.
@@ -235,7 +225,7 @@ def test_a_member_that_freezes_is_named_after_the_stall_limit() -> None:
                 await anyio.sleep(0.1)
             tasks.cancel_scope.cancel()
 
-    run_on_virtual_time(lambda: with_network(group.names, body))
+    on_virtual_time(group, body)
     for name in (A, B):
         assert (group.failures[name].failure, group.failures[name].culprit) == (
             RoundFailure.STALLED,
@@ -259,7 +249,7 @@ def test_a_member_that_comes_late_but_in_time_is_waited_for() -> None:
 
                 tasks.start_soon(later)
 
-    run_on_virtual_time(lambda: with_network(group.names, body))
+    on_virtual_time(group, body)
     assert group.failures == {}
     for name in group.names:
         assert group.results[name].tobytes() == group.in_order().tobytes()
@@ -280,7 +270,7 @@ def test_a_member_that_never_comes_is_named_after_the_join_limit() -> None:
                 )
         took.append(anyio.current_time() - begun)
 
-    run_on_virtual_time(lambda: with_network(group.names, body))
+    on_virtual_time(group, body)
     assert {failure.culprit for failure in group.failures.values()} == {C}
     assert 10 <= took[0] < 11
 
@@ -301,7 +291,7 @@ def test_a_member_that_was_about_to_report_the_same_reports_it_as_seen(
             tasks.start_soon(member, A, 0)
             tasks.start_soon(member, B, late_seconds)
 
-    run_on_virtual_time(lambda: with_network(group.names, body))
+    on_virtual_time(group, body)
     assert {failure.culprit for failure in group.failures.values()} == {C}
     assert group.failures[A].aborted_by is None
     assert group.failures[B].aborted_by == heard_from
@@ -313,7 +303,7 @@ def test_a_member_that_cannot_be_reached_fails_the_round_at_once(run: Any) -> No
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         await group.member(group.spec(A), carriers[A])
 
-    run(lambda: with_network((A,), body))
+    run(group, body, names=(A,))
     assert group.failures[A].culprit == B
     assert "cannot be reached" in group.failures[A].reason
 
@@ -326,7 +316,7 @@ def test_a_member_with_another_plan_is_refused_before_any_data(run: Any) -> None
             tasks.start_soon(group.member, group.spec(A), carriers[A])
             tasks.start_soon(group.member, group.spec(B, shares=(1.0, 9.0)), carriers[B])
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert set(group.failures) == {A, B}
     assert "another plan" in group.failures[A].reason
 
@@ -367,7 +357,7 @@ def test_an_unadmitted_stream_is_never_read_and_does_not_disturb_the_round(
         with pytest.raises(LinkClosed):
             await ours.receive(1)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert group.failures == {}
     assert group.results[A].tobytes() == group.in_order().tobytes()
 
@@ -408,7 +398,7 @@ def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> No
             assert hub.refused == 0
             tasks.start_soon(group.member, group.spec(A), carriers[A])
 
-    run_on_virtual_time(lambda: with_network(group.names, body))
+    on_virtual_time(group, body)
     assert group.failures == {}
 
 
@@ -445,7 +435,7 @@ def test_others_that_fill_the_waiting_room_do_not_keep_members_of_a_round_out(ru
             await group.all(carriers)
             tasks.cancel_scope.cancel()
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert group.failures == {}
 
 
@@ -458,7 +448,7 @@ def test_a_member_that_comes_after_the_end_is_turned_away_at_once(run: Any) -> N
         with anyio.fail_after(5):
             await group.member(group.spec(B), carriers[B], stall_seconds=1000)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert group.failures[B].culprit == A
     assert group.failures[B].failure is RoundFailure.LOST
 
@@ -476,7 +466,7 @@ def test_a_member_that_joins_after_the_failure_gets_its_reason(run: Any) -> None
         with anyio.fail_after(5):
             await group.member(group.spec(C), carriers[C], stall_seconds=1000)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     failure = group.failures[C]
     assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, A)
 
@@ -504,7 +494,7 @@ def test_a_stream_that_is_reset_when_its_near_end_closes_loses_no_goodbye(run: A
             carrier.channel_type = ResettingChannel
         await group.all(carriers)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert group.failures == {}
     assert group.results[A].tobytes() == group.in_order().tobytes()
 
@@ -516,13 +506,8 @@ def test_a_round_cannot_be_started_twice(run: Any) -> None:
         with carriers[A].hub.round(round_tag("round 1"), {B: B}):
             await group.member(group.spec(A), carriers[A])
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert "twice" in group.failures[A].reason
-
-
-def test_a_greeting_has_a_fixed_size() -> None:
-    assert HELLO_BYTES == 72
-    assert len(StreamHello(3, bytes(32), bytes(32)).encode()) == HELLO_BYTES
 
 
 @pytest.mark.parametrize("wrong", ["short", "float64", "strided"])
@@ -538,4 +523,4 @@ def test_arrays_that_do_not_fit_the_plan_are_our_own_mistake(run: Any, wrong: st
         with pytest.raises(ValueError, match="source must be"):
             await group.member(group.spec(A), carriers[A])
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kits.averaging.memory_carrier import MemoryChannel
+from shared.clock import Clock
 from swarm_client.averaging.all_reduce.errors import RouteAbsentError
 from swarm_client.averaging.all_reduce.routes import (
     FIRST_ROUTE_BACKOFF_SECONDS,
@@ -35,14 +36,6 @@ from swarm_shared.base.types import PeerId
 
 A, B = PeerId("A"), PeerId("B")
 ALL = list(Route)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # ---------------------------------------------------------------------------- what can be tried

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel
-from kits.averaging.memory_group import PIECE_ELEMENTS, A, B, C, Group, with_network
+from kits.averaging.memory_group import PIECE_ELEMENTS, A, B, C, Group
 from swarm_client.averaging.all_reduce.codec import dtype_of, encode_piece, payload_sizes
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_client.averaging.all_reduce.frames import (
@@ -98,28 +98,22 @@ async def read(channel: MemoryChannel, count: int) -> bytes:
     return content
 
 
-def round_with_a_dishonest_member(run: Any, codec: AverageCodec, frames: list[bytes]) -> Group:
+MEMBER, REDUCER = "a member", "a reducer"
+by_either = pytest.mark.parametrize("liar", [MEMBER, REDUCER])
+
+
+def round_with(run: Any, liar: str, codec: AverageCodec, frames: list[bytes]) -> Group:
+    """A round of A and B, which sends `frames` in the place of its pieces or of its sums."""
     group = Group((A, B), 60_000, codec=codec)
+    send = send_as_member if liar == MEMBER else send_as_reducer
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(group.member, group.spec(A), carriers[A])
-            tasks.start_soon(send_as_member, group, carriers, frames)
-
-    run(lambda: with_network(group.names, body))
-    return group
-
-
-def round_with_a_dishonest_reducer(run: Any, codec: AverageCodec, frames: list[bytes]) -> Group:
-    group = Group((A, B), 60_000, codec=codec)
-
-    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        async with anyio.create_task_group() as tasks:
-            spec = group.spec(A, shares=ONLY_B_REDUCES)
+            spec = group.spec(A, shares=None if liar == MEMBER else ONLY_B_REDUCES)
             tasks.start_soon(group.member, spec, carriers[A])
-            tasks.start_soon(send_as_reducer, group, carriers, frames)
+            tasks.start_soon(send, group, carriers, frames)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     return group
 
 
@@ -133,65 +127,57 @@ def assert_violation_of_b(group: Group, complaint: str) -> None:
 
 Lie = Callable[[AverageCodec], bytes]
 
-LIES: list[tuple[str, Lie, str]] = [
-    ("another piece", lambda codec: frame(FrameKind.PIECE, honest_payload(codec), piece=1),
+
+def piece(codec: AverageCodec, **changes: Any) -> bytes:
+    return frame(FrameKind.PIECE, honest_payload(codec), **changes)
+
+
+def total(codec: AverageCodec, **changes: Any) -> bytes:
+    return frame(FrameKind.SUM, honest_payload(codec), **changes)
+
+
+def zeros(kind: FrameKind, codec: AverageCodec, *, longer_by: int) -> bytes:
+    """Bytes that are one less than the shortest payload, or one more than the longest."""
+    sizes = payload_sizes(PIECE_ELEMENTS, codec)
+    return frame(kind, bytes((sizes[-1] if longer_by > 0 else sizes[0]) + longer_by))
+
+
+LIES: list[tuple[str, str, Lie, str]] = [
+    (MEMBER, "another piece", lambda codec: piece(codec, piece=1), "is due"),
+    (MEMBER, "too short", lambda codec: zeros(FrameKind.PIECE, codec, longer_by=-1), "is due"),
+    (MEMBER, "too long", lambda codec: zeros(FrameKind.PIECE, codec, longer_by=1), "is due"),
+    (MEMBER, "beyond all memory", lambda _: frame(FrameKind.PIECE, payload_bytes=2**32 - 1),
      "is due"),
-    ("too short",
-     lambda codec: frame(FrameKind.PIECE, bytes(payload_sizes(PIECE_ELEMENTS, codec)[0] - 1)),
-     "is due"),
-    ("too long",
-     lambda codec: frame(FrameKind.PIECE, bytes(payload_sizes(PIECE_ELEMENTS, codec)[-1] + 1)),
-     "is due"),
-    ("beyond all memory", lambda codec: frame(FrameKind.PIECE, payload_bytes=2**32 - 1), "is due"),
-    ("a sum", lambda codec: frame(FrameKind.SUM, honest_payload(codec)), "is due"),
-    ("the end", lambda codec: frame(FrameKind.BYE), "is due"),
-    ("another sender", lambda codec: frame(FrameKind.PIECE, honest_payload(codec), sender=0),
-     "another member's name"),
-    ("another round",
-     lambda codec: frame(FrameKind.PIECE, honest_payload(codec), tag=b"12345678"),
-     "another round"),
-    ("another scale", lambda codec: frame(FrameKind.PIECE, honest_payload(codec), exponent=113),
-     "scaled"),
-    ("a full heartbeat", lambda codec: frame(FrameKind.HEARTBEAT, b"x"), "with a payload"),
-    ("a long abort", lambda codec: frame(FrameKind.ABORT, payload_bytes=10**6), "abort frame of"),
-    ("an unknown abort", lambda codec: frame(FrameKind.ABORT, b"\xff\x00\x00"),
+    (MEMBER, "a sum", total, "is due"),
+    (MEMBER, "the end", lambda _: frame(FrameKind.BYE), "is due"),
+    (MEMBER, "another sender", lambda codec: piece(codec, sender=0), "another member's name"),
+    (MEMBER, "another round", lambda codec: piece(codec, tag=b"12345678"), "another round"),
+    (MEMBER, "another scale", lambda codec: piece(codec, exponent=113), "scaled"),
+    (MEMBER, "a full heartbeat", lambda _: frame(FrameKind.HEARTBEAT, b"x"), "with a payload"),
+    (MEMBER, "a short abort", lambda _: frame(FrameKind.ABORT, b"\x00"), "abort frame of"),
+    (MEMBER, "a long abort", lambda _: frame(FrameKind.ABORT, payload_bytes=10**6),
+     "abort frame of"),
+    (MEMBER, "an unknown abort", lambda _: frame(FrameKind.ABORT, b"\xff\x00\x00"),
      "names what does not exist"),
-    ("an unknown kind", lambda codec: b"\x63" + frame(FrameKind.PIECE)[1:], "unknown kind"),
+    (MEMBER, "a culprit that is no member", lambda _: frame(FrameKind.ABORT, b"\x00\x00\x02"),
+     "names what does not exist"),
+    (MEMBER, "an unknown kind", lambda _: b"\x63" + frame(FrameKind.PIECE)[1:], "unknown kind"),
+    (REDUCER, "another piece", lambda codec: total(codec, piece=1), "is due"),
+    (REDUCER, "too long", lambda codec: zeros(FrameKind.SUM, codec, longer_by=1), "is due"),
+    (REDUCER, "a piece", piece, "is due"),
+    (REDUCER, "another scale", lambda codec: total(codec, exponent=113), "scaled"),
 ]  # fmt: skip
 
 
 @every_codec
 @pytest.mark.parametrize(
-    ("lie", "complaint"), [pytest.param(lie, complaint, id=name) for name, lie, complaint in LIES]
+    ("liar", "lie", "complaint"),
+    [pytest.param(liar, lie, words, id=f"{name} of {liar}") for liar, name, lie, words in LIES],
 )
-def test_a_member_that_breaks_the_rules_is_named(
-    run: Any, codec: AverageCodec, lie: Lie, complaint: str
+def test_a_peer_that_breaks_the_rules_is_named(
+    run: Any, codec: AverageCodec, liar: str, lie: Lie, complaint: str
 ) -> None:
-    group = round_with_a_dishonest_member(run, codec, [lie(codec)])
-    assert_violation_of_b(group, complaint)
-
-
-SUM_LIES: list[tuple[str, Lie, str]] = [
-    ("another piece", lambda codec: frame(FrameKind.SUM, honest_payload(codec), piece=1), "is due"),
-    ("too long",
-     lambda codec: frame(FrameKind.SUM, bytes(payload_sizes(PIECE_ELEMENTS, codec)[-1] + 1)),
-     "is due"),
-    ("a piece", lambda codec: frame(FrameKind.PIECE, honest_payload(codec)), "is due"),
-    ("another scale", lambda codec: frame(FrameKind.SUM, honest_payload(codec), exponent=113),
-     "scaled"),
-]  # fmt: skip
-
-
-@every_codec
-@pytest.mark.parametrize(
-    ("lie", "complaint"),
-    [pytest.param(lie, complaint, id=name) for name, lie, complaint in SUM_LIES],
-)
-def test_a_reducer_that_breaks_the_rules_is_named(
-    run: Any, codec: AverageCodec, lie: Lie, complaint: str
-) -> None:
-    group = round_with_a_dishonest_reducer(run, codec, [lie(codec)])
-    assert_violation_of_b(group, complaint)
+    assert_violation_of_b(round_with(run, liar, codec, [lie(codec)]), complaint)
 
 
 # ------------------------------------------------------------------------- the content of a frame
@@ -212,30 +198,23 @@ def payloads_that_encode_nothing() -> list[tuple[str, bytes]]:
 UNDECODABLE = [pytest.param(payload, id=name) for name, payload in payloads_that_encode_nothing()]
 
 
+KINDS = {MEMBER: FrameKind.PIECE, REDUCER: FrameKind.SUM}
+
+
+@by_either
 @pytest.mark.parametrize("payload", UNDECODABLE)
-def test_a_member_whose_bytes_encode_nothing_is_named(run: Any, payload: bytes) -> None:
-    group = round_with_a_dishonest_member(run, "exact", [frame(FrameKind.PIECE, payload)])
-    assert_violation_of_b(group, "sent a piece that its bytes do not make")
+def test_a_peer_whose_bytes_encode_nothing_is_named(run: Any, liar: str, payload: bytes) -> None:
+    group = round_with(run, liar, "exact", [frame(KINDS[liar], payload)])
+    what = "piece" if liar == MEMBER else "sum"
+    assert_violation_of_b(group, f"sent a {what} that its bytes do not make")
 
 
-@pytest.mark.parametrize("payload", UNDECODABLE)
-def test_a_reducer_whose_bytes_encode_nothing_is_named(run: Any, payload: bytes) -> None:
-    group = round_with_a_dishonest_reducer(run, "exact", [frame(FrameKind.SUM, payload)])
-    assert_violation_of_b(group, "sent a sum that its bytes do not make")
-
-
+@by_either
 @pytest.mark.parametrize("codec", LOSSY_CODECS)
-def test_a_member_whose_piece_is_not_finite_is_named(run: Any, codec: AverageCodec) -> None:
-    lie = frame(FrameKind.PIECE, payload_with_nan(codec))
-    group = round_with_a_dishonest_member(run, codec, [lie])
-    failure = group.failures[A]
-    assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, B)
-
-
-@pytest.mark.parametrize("codec", LOSSY_CODECS)
-def test_a_reducer_whose_sum_is_not_finite_is_named(run: Any, codec: AverageCodec) -> None:
-    lie = frame(FrameKind.SUM, payload_with_nan(codec))
-    group = round_with_a_dishonest_reducer(run, codec, [lie])
+def test_a_peer_whose_numbers_are_not_finite_is_named(
+    run: Any, liar: str, codec: AverageCodec
+) -> None:
+    group = round_with(run, liar, codec, [frame(KINDS[liar], payload_with_nan(codec))])
     failure = group.failures[A]
     assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, B)
 
@@ -256,7 +235,7 @@ def test_a_member_cannot_make_a_reducer_hold_more_than_its_window(
             tasks.start_soon(group.member, group.spec(A), carriers[A])
             tasks.start_soon(send_as_member, group, carriers, frames)
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     assert_violation_of_b(group, "more than its credit")
 
 
@@ -269,7 +248,7 @@ def test_a_failure_that_another_member_reports_keeps_its_reason_and_culprit(run:
             tasks.start_soon(group.member, group.spec(A), carriers[A])
             tasks.start_soon(send_as_member, group, carriers, [frame(FrameKind.ABORT, payload)])
 
-    run(lambda: with_network(group.names, body))
+    run(group, body)
     failure = group.failures[A]
     assert (failure.failure, failure.culprit) == (RoundFailure.STALLED, C)
     assert failure.reason == "C is ?[31mslow"

@@ -35,7 +35,6 @@ from swarm_client.averaging.handle.host_carrier import PROTOCOL, Libp2pAveraging
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import Member, StartRound
-from swarm_client.averaging.worker.p2pd_carrier import PROTOCOL as HIVEMIND_PROTOCOL
 from swarm_client.ipc import shared_memory
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import PeerId
@@ -195,14 +194,6 @@ def opener(request: pytest.FixtureRequest) -> Opener:
     return {"hivemind": hivemind_swarm, "libp2p": libp2p_swarm}[request.param]
 
 
-def run(body: Callable[[], Any], limit_seconds: float = 90) -> None:
-    async def limited() -> None:
-        with trio.fail_after(limit_seconds):
-            await body()
-
-    trio.run(limited)
-
-
 def in_order(vectors: Sequence[Vectors]) -> np.ndarray:
     total = vectors[0].source.copy()
     for other in vectors[1:]:
@@ -259,68 +250,62 @@ class Round:
             await trio.sleep(0.001)
 
 
-def test_members_end_bitwise_equal_for_all_shares_codecs_and_late_members(
+async def test_members_end_bitwise_equal_for_all_shares_codecs_and_late_members(
     opener: Opener, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        async with opener(tmp_path, 4) as swarm:
-            for count, shares in ((2, None), (3, (0.0, 2.0, 1.0)), (4, None), (4, (1, 0, 0, 3))):
-                plain = await Round(swarm, swarm.peers[:count], 300_001, shares=shares).all()
-                plain.check_exact()
-                floor = 2 * 4 * 300_001 * (count - 1)
-                assert floor <= sum(plain.sent.values()) <= 1.01 * floor + 10_000
-            small = await Round(swarm, swarm.peers[:3], 300_001, codec="float16").all()
-            assert small.failures == {}
-            results = [vectors.result for vectors in small.vectors.values()]
-            assert len({result.tobytes() for result in results}) == 1
-            exact = in_order(list(small.vectors.values()))
-            np.testing.assert_allclose(results[0], exact, rtol=2e-3, atol=5e-3)
-            # The vector of one member is not finite: all learn whose.
-            bad = Round(swarm, swarm.peers[:3], 300_001)
-            bad.vectors[swarm.peers[1]].source[200_000] = np.inf
-            await bad.all()
-            assert set(bad.failures) == set(bad.peers)
-            for failure in bad.failures.values():
-                assert failure.failure is RoundFailure.NON_FINITE
-                assert failure.culprit == swarm.peers[1]
-            # One comes when the others' streams are there already.
-            late = Round(swarm, swarm.peers[:3], 100_000)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(late.member, swarm.peers[0])
-                nursery.start_soon(late.member, swarm.peers[1])
-                await Round(swarm, swarm.peers[:2], 1000).all()
-                nursery.start_soon(late.member, swarm.peers[2])
-            late.check_exact()
-
-    run(body)
+    async with opener(tmp_path, 4) as swarm:
+        for count, shares in ((2, None), (3, (0.0, 2.0, 1.0)), (4, None), (4, (1, 0, 0, 3))):
+            plain = await Round(swarm, swarm.peers[:count], 300_001, shares=shares).all()
+            plain.check_exact()
+            floor = 2 * 4 * 300_001 * (count - 1)
+            assert floor <= sum(plain.sent.values()) <= 1.01 * floor + 10_000
+        small = await Round(swarm, swarm.peers[:3], 300_001, codec="float16").all()
+        assert small.failures == {}
+        results = [vectors.result for vectors in small.vectors.values()]
+        assert len({result.tobytes() for result in results}) == 1
+        exact = in_order(list(small.vectors.values()))
+        np.testing.assert_allclose(results[0], exact, rtol=2e-3, atol=5e-3)
+        # The vector of one member is not finite: all learn whose.
+        bad = Round(swarm, swarm.peers[:3], 300_001)
+        bad.vectors[swarm.peers[1]].source[200_000] = np.inf
+        await bad.all()
+        assert set(bad.failures) == set(bad.peers)
+        for failure in bad.failures.values():
+            assert failure.failure is RoundFailure.NON_FINITE
+            assert failure.culprit == swarm.peers[1]
+        # One comes when the others' streams are there already.
+        late = Round(swarm, swarm.peers[:3], 100_000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(late.member, swarm.peers[0])
+            nursery.start_soon(late.member, swarm.peers[1])
+            await Round(swarm, swarm.peers[:2], 1000).all()
+            nursery.start_soon(late.member, swarm.peers[2])
+        late.check_exact()
 
 
-def test_a_killed_member_fails_the_others_long_before_the_stall_limit_and_a_retry_is_exact(
+async def test_a_killed_member_fails_the_others_long_before_the_stall_limit_and_a_retry_is_exact(
     opener: Opener, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        async with opener(tmp_path, 3) as swarm:
-            first, second, victim = swarm.peers
-            # Outlives the round: 16 MiB take a good part of a second.
-            hurt = Round(swarm, swarm.peers, 2**22)
-            async with trio.open_nursery() as nursery:
-                for peer in swarm.peers:
-                    nursery.start_soon(hurt.member, peer)
-                await hurt.under_way(first)
-                await swarm.kill(victim)
-                killed = time.monotonic()
-            assert time.monotonic() - killed < STALL_SECONDS / 4
-            assert {first, second} <= set(hurt.failures)
-            for peer in (first, second):
-                over_p2pd = isinstance(swarm, HivemindSwarm)
-                lost = RoundFailure.CARRIER if over_p2pd else RoundFailure.LOST
-                assert hurt.failures[peer].failure is lost
-                assert hurt.failures[peer].culprit == victim
-            again = Round(swarm, (first, second), 2**22, vectors=hurt.vectors)
-            await again.all()
-            again.check_exact()
-
-    run(body)
+    async with opener(tmp_path, 3) as swarm:
+        first, second, victim = swarm.peers
+        # Outlives the round: 16 MiB take a good part of a second.
+        hurt = Round(swarm, swarm.peers, 2**22)
+        async with trio.open_nursery() as nursery:
+            for peer in swarm.peers:
+                nursery.start_soon(hurt.member, peer)
+            await hurt.under_way(first)
+            await swarm.kill(victim)
+            killed = time.monotonic()
+        assert time.monotonic() - killed < STALL_SECONDS / 4
+        assert {first, second} <= set(hurt.failures)
+        for peer in (first, second):
+            over_p2pd = isinstance(swarm, HivemindSwarm)
+            lost = RoundFailure.CARRIER if over_p2pd else RoundFailure.LOST
+            assert hurt.failures[peer].failure is lost
+            assert hurt.failures[peer].culprit == victim
+        again = Round(swarm, (first, second), 2**22, vectors=hurt.vectors)
+        await again.all()
+        again.check_exact()
 
 
 def processes_of(parent: int) -> list[psutil.Process]:
@@ -334,143 +319,131 @@ async def gone(processes: Sequence[psutil.Process]) -> None:
         await trio.sleep(0.01)
 
 
-def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_serves_again(
+async def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_serves_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_SECONDS", 0.05)
 
-    async def body() -> None:
-        async with hivemind_swarm(tmp_path, 2) as swarm:
-            victim = swarm.peers[1]
-            worker = swarm.worker(victim)
-            assert worker.pid is not None
-            before = worker.started
-            assert before is not None
-            (p2pd,) = processes_of(worker.pid)
-            assert p2pd.name() == "p2pd"
-            await swarm.kill(victim)
-            await gone([p2pd])
-            while worker.available:
+    async with hivemind_swarm(tmp_path, 2) as swarm:
+        victim = swarm.peers[1]
+        worker = swarm.worker(victim)
+        assert worker.pid is not None
+        before = worker.started
+        assert before is not None
+        (p2pd,) = processes_of(worker.pid)
+        assert p2pd.name() == "p2pd"
+        await swarm.kill(victim)
+        await gone([p2pd])
+        while worker.available:
+            await trio.sleep(0.01)
+        assert "ended" in worker.reason
+        with pytest.raises(LinkClosed):
+            await worker.lookup("anything")
+        after = await wait_available(worker)
+        assert after.p2pd_peer_id == before.p2pd_peer_id
+        assert (tmp_path / "1/averaging/p2pd.key").stat().st_mode & 0o777 == 0o600
+        whole = await Round(swarm, swarm.peers, 10_000).all()
+        whole.check_exact()
+        # p2pd alone dies: the worker follows it and both are started again.
+        assert worker.pid is not None
+        (p2pd,) = processes_of(worker.pid)
+        p2pd.kill()
+        while worker.available:
+            await trio.sleep(0.01)
+        await wait_available(worker)
+        assert worker.restarts == 2
+
+
+async def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(tmp_path: Path) -> None:
+    async with hivemind_swarm(tmp_path, 3) as swarm:
+        first, second, victim = swarm.peers
+        frozen_pid = swarm.worker(victim).pid
+        assert frozen_pid is not None
+        hurt = Round(swarm, swarm.peers, 2**22)
+        async with trio.open_nursery() as nursery:
+            for peer in swarm.peers:
+                nursery.start_soon(hurt.member, peer, 3.0)
+            await hurt.under_way(first)
+            os.kill(frozen_pid, signal.SIGSTOP)
+            while not {first, second} <= set(hurt.failures):
                 await trio.sleep(0.01)
-            assert "ended" in worker.reason
-            with pytest.raises(LinkClosed):
-                await worker.lookup("anything")
-            after = await wait_available(worker)
-            assert after.p2pd_peer_id == before.p2pd_peer_id
-            assert (tmp_path / "1/averaging/p2pd.key").stat().st_mode & 0o777 == 0o600
-            whole = await Round(swarm, swarm.peers, 10_000).all()
-            whole.check_exact()
-            # p2pd alone dies: the worker follows it and both are started again.
-            assert worker.pid is not None
-            (p2pd,) = processes_of(worker.pid)
-            p2pd.kill()
-            while worker.available:
+            # A frozen worker takes no messages.
+            os.kill(frozen_pid, signal.SIGCONT)
+        for peer in (first, second):
+            assert hurt.failures[peer].failure is RoundFailure.STALLED
+            assert hurt.failures[peer].culprit == victim
+        assert victim in hurt.failures
+        waiting = Round(swarm, swarm.peers, 1000)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waiting.member, first)
+            await Round(swarm, (first, second), 1000).all()
+            running = swarm.worker(first)._running
+            assert running is not None
+            assert running.has_rounds
+            nursery.cancel_scope.cancel()
+        while running.has_rounds:
+            await trio.sleep(0.01)
+
+
+async def test_a_non_member_that_claims_a_place_is_refused(tmp_path: Path) -> None:
+    async with hivemind_swarm(tmp_path, 3) as swarm:
+        first, second, stranger = swarm.peers
+        real = Round(swarm, (first, second), 100_000)
+        # The non-member runs the same round in the name of `second`, with its own p2pd.
+        forged = StartRound(
+            spec=RoundSpec(real.name, (first, second), second, 100_000),
+            members=(
+                swarm.member(first),
+                swarm.member(stranger).model_copy(update={"peer_id": second}),
+            ),
+            source_shm_name=real.vectors[second].segments[0].name,
+            result_shm_name=real.vectors[second].segments[0].name,
+            stall_seconds=STALL_SECONDS,
+            join_seconds=STALL_SECONDS,
+        )
+        intruding, refused = trio.CancelScope(), trio.Event()
+
+        async def intrude() -> None:
+            with intruding:
+                with pytest.raises(RoundFailed):
+                    await swarm.worker(stranger).run_round(forged)
+                refused.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(real.member, first)
+            nursery.start_soon(intrude)
+            await Round(swarm, (first, stranger), 1000).all()
+            nursery.start_soon(real.member, second)
+            while set(real.sent) != {first, second}:
+                assert real.failures == {}
                 await trio.sleep(0.01)
-            await wait_available(worker)
-            assert worker.restarts == 2
-
-    run(body)
-
-
-def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hivemind_swarm(tmp_path, 3) as swarm:
-            first, second, victim = swarm.peers
-            frozen_pid = swarm.worker(victim).pid
-            assert frozen_pid is not None
-            hurt = Round(swarm, swarm.peers, 2**22)
-            async with trio.open_nursery() as nursery:
-                for peer in swarm.peers:
-                    nursery.start_soon(hurt.member, peer, 3.0)
-                await hurt.under_way(first)
-                os.kill(frozen_pid, signal.SIGSTOP)
-                while not {first, second} <= set(hurt.failures):
-                    await trio.sleep(0.01)
-                # A frozen worker takes no messages.
-                os.kill(frozen_pid, signal.SIGCONT)
-            for peer in (first, second):
-                assert hurt.failures[peer].failure is RoundFailure.STALLED
-                assert hurt.failures[peer].culprit == victim
-            assert victim in hurt.failures
-            waiting = Round(swarm, swarm.peers, 1000)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(waiting.member, first)
-                await Round(swarm, (first, second), 1000).all()
-                running = swarm.worker(first)._running
-                assert running is not None
-                assert running.has_rounds
-                nursery.cancel_scope.cancel()
-            while running.has_rounds:
+            # The round is over; streams in its name are refused now.
+            with trio.move_on_after(1):
+                await refused.wait()
+            intruding.cancel()
+        real.check_exact()
+        # Neither finished nor failed rounds keep the memory of their vectors.
+        for worker in swarm.workers:
+            while "swarm-test" in Path(f"/proc/{worker.pid}/maps").read_text():
                 await trio.sleep(0.01)
 
-    run(body)
 
-
-def test_a_non_member_that_claims_a_place_is_refused(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hivemind_swarm(tmp_path, 3) as swarm:
-            first, second, stranger = swarm.peers
-            real = Round(swarm, (first, second), 100_000)
-            # The non-member runs the same round in the name of `second`, with its own p2pd.
-            forged = StartRound(
-                spec=RoundSpec(real.name, (first, second), second, 100_000),
-                members=(
-                    swarm.member(first),
-                    swarm.member(stranger).model_copy(update={"peer_id": second}),
-                ),
-                source_shm_name=real.vectors[second].segments[0].name,
-                result_shm_name=real.vectors[second].segments[0].name,
-                stall_seconds=STALL_SECONDS,
-                join_seconds=STALL_SECONDS,
-            )
-            intruding, refused = trio.CancelScope(), trio.Event()
-
-            async def intrude() -> None:
-                with intruding:
-                    with pytest.raises(RoundFailed):
-                        await swarm.worker(stranger).run_round(forged)
-                    refused.set()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(real.member, first)
-                nursery.start_soon(intrude)
-                await Round(swarm, (first, stranger), 1000).all()
-                nursery.start_soon(real.member, second)
-                while set(real.sent) != {first, second}:
-                    assert real.failures == {}
-                    await trio.sleep(0.01)
-                # The round is over; streams in its name are refused now.
-                with trio.move_on_after(1):
-                    await refused.wait()
-                intruding.cancel()
-            real.check_exact()
-            # Neither finished nor failed rounds keep the memory of their vectors.
-            for worker in swarm.workers:
-                while "swarm-test" in Path(f"/proc/{worker.pid}/maps").read_text():
-                    await trio.sleep(0.01)
-
-    run(body)
-
-
-def test_a_non_member_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
+async def test_a_non_member_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
     tmp_path: Path,
 ) -> None:
-    async def body() -> None:
-        async with libp2p_swarm(tmp_path, 3) as swarm:
-            first, second, stranger = swarm.peers
-            real = Round(swarm, (first, second), 100_000)
-            stream = await swarm.nodes[stranger].open_stream(
-                first, PROTOCOL, FrameLimits(0, 1000), swarm.nodes[first].addresses
-            )
-            spec = real.spec(second)
-            await stream.send(b"", StreamHello(1, round_tag(real.name), plan_digest(spec)).encode())
-            await real.all()
-            real.check_exact()
-            with trio.move_on_after(0.2) as waited:
-                await stream.receive()
-            assert waited.cancelled_caught
-
-    run(body)
+    async with libp2p_swarm(tmp_path, 3) as swarm:
+        first, second, stranger = swarm.peers
+        real = Round(swarm, (first, second), 100_000)
+        stream = await swarm.nodes[stranger].open_stream(
+            first, PROTOCOL, FrameLimits(0, 1000), swarm.nodes[first].addresses
+        )
+        spec = real.spec(second)
+        await stream.send(b"", StreamHello(1, round_tag(real.name), plan_digest(spec)).encode())
+        await real.all()
+        real.check_exact()
+        with trio.move_on_after(0.2) as waited:
+            await stream.receive()
+        assert waited.cancelled_caught
 
 
 PARENT = """
@@ -521,46 +494,36 @@ def test_hivemind_is_loaded_without_torch() -> None:
     assert told.stdout == "DHTNode False\n"
 
 
-def test_without_hivemind_the_worker_is_unavailable_with_a_reason(
+async def test_without_hivemind_the_worker_is_unavailable_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor.importlib.util, "find_spec", lambda _name: None)
 
-    async def body() -> None:
-        worker = AveragingWorker(AveragingOptions(tmp_path))
-        await worker.run()
-        assert not await worker.settled()
-        assert "not installed" in worker.reason
-        with pytest.raises(RoundFailed) as caught:
-            await worker.run_round(
-                StartRound(
-                    spec=RoundSpec("r", (named("a"),), named("a"), 1),
-                    members=(Member(peer_id=named("a"), p2pd_peer_id=named("x")),),
-                    source_shm_name="s",
-                    result_shm_name="s",
-                    stall_seconds=1,
-                    join_seconds=1,
-                )
+    worker = AveragingWorker(AveragingOptions(tmp_path))
+    await worker.run()
+    assert not await worker.settled()
+    assert "not installed" in worker.reason
+    with pytest.raises(RoundFailed) as caught:
+        await worker.run_round(
+            StartRound(
+                spec=RoundSpec("r", (named("a"),), named("a"), 1),
+                members=(Member(peer_id=named("a"), p2pd_peer_id=named("x")),),
+                source_shm_name="s",
+                result_shm_name="s",
+                stall_seconds=1,
+                join_seconds=1,
             )
-        assert caught.value.failure is RoundFailure.CARRIER
-
-    run(body)
-
-
-def test_a_p2pd_that_cannot_listen_is_reported_and_tried_again(tmp_path: Path) -> None:
-    async def body() -> None:
-        # An address for documentation, which no interface has (RFC 5737).
-        options = AveragingOptions(tmp_path, ("/ip4/192.0.2.1/tcp/4001",))
-        worker = AveragingWorker(options)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(worker.run)
-            assert not await worker.settled()
-            assert "p2pd" in worker.reason
-            assert worker.restarts == 1
-            nursery.cancel_scope.cancel()
-
-    run(body)
+        )
+    assert caught.value.failure is RoundFailure.CARRIER
 
 
-def test_both_carriers_speak_the_same_protocol_name() -> None:
-    assert HIVEMIND_PROTOCOL == PROTOCOL
+async def test_a_p2pd_that_cannot_listen_is_reported_and_tried_again(tmp_path: Path) -> None:
+    # An address for documentation, which no interface has (RFC 5737).
+    options = AveragingOptions(tmp_path, ("/ip4/192.0.2.1/tcp/4001",))
+    worker = AveragingWorker(options)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        assert not await worker.settled()
+        assert "p2pd" in worker.reason
+        assert worker.restarts == 1
+        nursery.cancel_scope.cancel()

@@ -116,16 +116,6 @@ def test_the_address_part_is_found_in_any_address(
     assert ip_of(tcp(ip, port)) == (mapped or ip)
 
 
-@given(st.text() | st.text("/ip46cdns.:0123abp2-", max_size=60))
-def test_any_text_is_judged_without_an_error(text: str) -> None:
-    assert ip_of(text) is None or "/ip" in text
-    is_global(text)
-    direct_addresses([text], HOME)
-    circuit_addresses(RELAY, [text], 3)
-    for circuit in circuits([text]):
-        assert circuit.relay
-
-
 # Which are dialled, in which order
 
 

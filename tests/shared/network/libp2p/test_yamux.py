@@ -24,15 +24,14 @@ from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
+from kits.network.nodes import ANY_PORT, ECHO, echo
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
 from swarm_shared.network.libp2p.yamux import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
 
-ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=8 << 20)
-ECHO = "/test/echo/1"
 PAYLOAD = bytes(range(256)) * 8192
 
 
@@ -50,12 +49,6 @@ async def stock_echo(stream: INetStream) -> None:
         await stream.write(prefix + rest)
 
 
-async def echo(stream: FramedStream) -> None:
-    while True:
-        frame = await stream.receive()
-        await stream.send(frame.header, frame.payload)
-
-
 @asynccontextmanager
 async def stock_host_and_node() -> AsyncIterator[tuple[BasicHost, Node]]:
     key_pair = create_new_key_pair()
@@ -68,6 +61,16 @@ async def stock_host_and_node() -> AsyncIterator[tuple[BasicHost, Node]]:
         host.set_stream_handler(ECHO, stock_echo)
         node.serve(ECHO, echo, LIMITS)
         yield host, node
+
+
+@asynccontextmanager
+async def echo_server_and_client() -> AsyncIterator[tuple[Node, Node]]:
+    async with (
+        open_node(Identity.generate(), [ANY_PORT]) as server,
+        open_node(Identity.generate()) as client,
+    ):
+        server.serve(ECHO, echo, LIMITS)
+        yield server, client
 
 
 async def test_frames_go_to_a_stock_host_and_back() -> None:
@@ -130,11 +133,7 @@ async def test_frames_in_one_message_with_the_end_of_the_negotiation_are_not_los
 
 
 async def test_a_window_grows_while_it_holds_back_a_reader_that_keeps_up() -> None:
-    async with (
-        open_node(Identity.generate(), [ANY_PORT]) as server,
-        open_node(Identity.generate()) as client,
-    ):
-        server.serve(ECHO, echo, LIMITS)
+    async with echo_server_and_client() as (server, client):
         stream = await client.open_stream(server.peer_id, ECHO, LIMITS, server.addresses)
         async with trio.open_nursery() as nursery:
 
@@ -161,11 +160,7 @@ async def test_a_remote_that_is_silent_for_long_is_given_up(
     """As when its machine loses power: no reset, no end, and pings stay unanswered."""
     monkeypatch.setattr(yamux, "KEEPALIVE_SECONDS", 0.05)
     monkeypatch.setattr(yamux, "SILENCE_SECONDS", 0.2)
-    async with (
-        open_node(Identity.generate(), [ANY_PORT]) as server,
-        open_node(Identity.generate()) as client,
-    ):
-        server.serve(ECHO, echo, LIMITS)
+    async with echo_server_and_client() as (server, client):
         stream = await client.open_stream(server.peer_id, ECHO, LIMITS, server.addresses)
         await stream.send(b"hello")
         await stream.receive()
@@ -184,11 +179,7 @@ async def test_a_remote_that_is_silent_for_long_is_given_up(
 
 
 async def test_streams_that_are_lost_while_they_wait_to_send_do_not_strand_the_others() -> None:
-    async with (
-        open_node(Identity.generate(), [ANY_PORT]) as server,
-        open_node(Identity.generate()) as client,
-    ):
-        server.serve(ECHO, echo, LIMITS)
+    async with echo_server_and_client() as (server, client):
         await client.connect(server.peer_id, server.addresses)
         streams = [await client.open_stream(server.peer_id, ECHO, LIMITS) for _ in range(9)]
         [connection] = client._swarm.get_connections()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
+from shared.network.test_dialer import refusing_address, silent_address
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
@@ -29,11 +30,8 @@ async def test_a_connection_that_is_there_already_proves_nothing() -> None:
     ):
         await hidden.connect(observer.peer_id, observer.addresses)
         assert observer.is_connected(hidden.peer_id)
-        with trio.socket.socket() as free:
-            await free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         with pytest.raises(NetworkError, match="dialling"):
-            await dial_back(f"/ip4/127.0.0.1/tcp/{port}", hidden.peer_id, 5)
+            await dial_back(refusing_address(), hidden.peer_id, 5)
 
 
 async def test_somebody_else_at_the_address_is_not_the_peer() -> None:
@@ -43,14 +41,8 @@ async def test_somebody_else_at_the_address_is_not_the_peer() -> None:
 
 
 async def test_something_that_says_nothing_is_given_up() -> None:
-    async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(
-            trio.serve_tcp, lambda stream: trio.sleep_forever(), 0
-        )  # fmt: skip
-        port = listeners[0].socket.getsockname()[1]
-        with pytest.raises(LinkTimeout):
-            await dial_back(f"/ip4/127.0.0.1/tcp/{port}", Identity.generate().peer_id, 0.3)
-        nursery.cancel_scope.cancel()
+    with silent_address() as silent, pytest.raises(LinkTimeout):
+        await dial_back(silent, Identity.generate().peer_id, 0.3)
 
 
 async def test_something_that_talks_nonsense_is_a_network_error() -> None:

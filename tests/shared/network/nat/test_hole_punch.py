@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -263,17 +265,16 @@ async def test_nonsense_from_either_end_ends_the_attempt_and_nothing_else(
         assert target.handler_errors == {}
 
 
-async def test_an_invitation_makes_a_node_dial_a_few_addresses_a_few_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An admitted peer can name anybody's address; it gets no flood out of it."""
-    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.5)
-    dialled = 0
+@asynccontextmanager
+async def invited_by_an_attacker(
+    places: int,
+) -> AsyncIterator[tuple[Node, Node, list[str], list[None]]]:
+    """The target, an attacker at the other end of its relay, addresses that the attacker names, and
+    an entry for each connection that they get."""
+    dialled: list[None] = []
 
     async def count(stream: trio.SocketStream) -> None:
-        nonlocal dialled
-        dialled += 1
+        dialled.append(None)
 
     async with (
         a_relay() as relay,
@@ -281,19 +282,29 @@ async def test_an_invitation_makes_a_node_dial_a_few_addresses_a_few_times(
         a_node() as attacker,
         trio.open_nursery() as nursery,
     ):
-        listeners = [(await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] for _ in range(12)]
+        listeners = [(await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] for _ in range(places)]
         nursery.start_soon(trio.serve_listeners, count, listeners)
         victims = [f"/ip4/127.0.0.1/tcp/{one.socket.getsockname()[1]}" for one in listeners]
         attacker.admit_only(lambda peer, protocol: protocol != DCUTR_PROTOCOL)
         await hold_slot(target, relay)
         await connect_over_relay(attacker, target)
         await until(lambda: not target._puncher._attempts)
-        dialled = 0
+        dialled.clear()
+        yield target, attacker, victims, dialled
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_invitation_makes_a_node_dial_a_few_addresses_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An admitted peer can name anybody's address; it gets no flood out of it."""
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.5)
+    async with invited_by_an_attacker(12) as (target, attacker, victims, dialled):
         with trio.move_on_after(3):
             while True:
                 await invite(attacker, target, *victims)
-        assert 0 < dialled <= 4 * (1 + int(0.5 / hole_punch.RETRY_SECONDS))
-        nursery.cancel_scope.cancel()
+        assert 0 < len(dialled) <= 4 * (1 + int(0.5 / hole_punch.RETRY_SECONDS))
 
 
 async def test_a_handshake_that_stalls_at_a_punched_place_is_given_up(
@@ -350,32 +361,13 @@ async def test_invitations_that_lead_nowhere_are_taken_ever_more_rarely(
     monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.1)
     monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.25)
-    dialled = 0
-
-    async def count(stream: trio.SocketStream) -> None:
-        nonlocal dialled
-        dialled += 1
-
-    async with (
-        a_relay() as relay,
-        a_node(None, ANY_PORT) as target,
-        a_node() as attacker,
-        trio.open_nursery() as nursery,
-    ):
-        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, count, [listener])
-        victim = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
-        attacker.admit_only(lambda peer, protocol: protocol != DCUTR_PROTOCOL)
-        await hold_slot(target, relay)
-        await connect_over_relay(attacker, target)
-        await until(lambda: not target._puncher._attempts)
+    async with invited_by_an_attacker(1) as (target, attacker, victims, dialled):
         before, taken = target._puncher.failed, 0
         with trio.move_on_after(4):
             while True:
-                await invite(attacker, target, victim)
+                await invite(attacker, target, *victims)
                 taken += 1
         # After 0.25, 0.5, 1, 2 and 4 s, and the pauses of attempts before.
         assert 1 <= target._puncher.failed - before <= 5
         assert taken <= 6
-        assert 1 <= dialled <= 6
-        nursery.cancel_scope.cancel()
+        assert 1 <= len(dialled) <= 6

@@ -89,17 +89,6 @@ def test_names_come_out_as_libp2p_packs_them(kind: str, name: str, port: int) ->
     assert unpack_ip_address(packed) is None
 
 
-@given(st.binary(max_size=40) | st.builds(lambda a, b: a + b, st.sampled_from(
-    [b"\x04\x01\x02\x03\x04\x06\x00\x01", b"\x36\x03a.b\x06\x00\x01", b"\x29" + bytes(18)]
-), st.binary(max_size=8)))  # fmt: skip
-def test_any_bytes_are_an_address_that_libp2p_reads_too_or_none(packed: bytes) -> None:
-    text = unpack_address(packed)
-    if text is not None:
-        assert "/dns" in text or Multiaddr(text).to_bytes() == packed
-        assert len(text) <= 150
-        assert text.count("/") == 4
-
-
 @pytest.mark.parametrize(
     ("address", "expected"),
     [

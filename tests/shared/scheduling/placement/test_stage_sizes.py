@@ -8,52 +8,26 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from kits.peer_names import named
+from shared.manifests import manifest_of, stage_ranges
 from swarm_client.stage.protocol.slot_sizes import slot_sizes as worker_sizes
 from swarm_shared.model.llama import Stage
-from swarm_shared.run.manifest import (
-    CodecsConfig,
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.manifest import CodecsConfig, Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 
-def manifest_of(
+def cut_at(
     ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False, bottleneck_size: int = 0,
     **blocks: Any,
 ) -> Manifest:  # fmt: skip
-    shard: dict[str, Any] = {"tokens": 10, "merkle_root": "0" * 64}
-    return Manifest(
-        name="sizes",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=50, hidden_size=16, intermediate_size=24, layers=ends[-1], heads=4,
-            key_value_heads=2, sequence_length=8, tie_embeddings=tied,
-            bottleneck_size=bottleneck_size,
-            bottlenecks=ends[:-1] if bottleneck_size else (),
-            **blocks,
-        ),
-        stages=tuple(
-            StageRange(first_layer=start, end_layer=end)
-            for start, end in zip((0, *ends), ends, strict=False)
-        ),
-        data=DataConfig(
-            token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", **shard),
-                ShardInfo(name="b.tokens", split="heldout", **shard),
-            ),
-        ),
-        training=TrainingConfig(
-            steps=1, microbatches_per_step=1, sequences_per_microbatch=3, seed=0, dtype=dtype
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+    return manifest_of(
+        model={
+            "vocabulary_size": 50, "hidden_size": 16, "intermediate_size": 24, "layers": ends[-1],
+            "heads": 4, "key_value_heads": 2, "sequence_length": 8, "tie_embeddings": tied,
+            "bottleneck_size": bottleneck_size,
+            "bottlenecks": ends[:-1] if bottleneck_size else (), **blocks,
+        },
+        stages=stage_ranges(*ends),
+        training={"sequences_per_microbatch": 3, "dtype": dtype},
     )  # fmt: skip
 
 
@@ -72,7 +46,7 @@ def manifest_of(
 def test_parameters_are_those_of_the_built_stage(
     ends: tuple[int, ...], tied: bool, bottleneck_size: int, blocks: dict[str, Any]
 ) -> None:
-    manifest = manifest_of(ends, tied=tied, bottleneck_size=bottleneck_size, **blocks)
+    manifest = cut_at(ends, tied=tied, bottleneck_size=bottleneck_size, **blocks)
     last = manifest.stage_count - 1
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
         with torch.device("meta"):
@@ -83,7 +57,7 @@ def test_parameters_are_those_of_the_built_stage(
 
 
 def test_the_version_before_is_part_of_the_state_where_gradients_lag_a_step_behind() -> None:
-    manifest = manifest_of((1, 3))
+    manifest = cut_at((1, 3))
     training = manifest.training.model_copy(update={"staleness": 1})
     stale = stage_sizes(manifest.model_copy(update={"training": training}))
     for plain, sizes in zip(stage_sizes(manifest), stale, strict=True):
@@ -92,7 +66,7 @@ def test_the_version_before_is_part_of_the_state_where_gradients_lag_a_step_behi
 
 
 def test_a_bottleneck_is_what_crosses_a_border() -> None:
-    manifest = manifest_of((1, 2), bottleneck_size=4)
+    manifest = cut_at((1, 2), bottleneck_size=4)
     first, last = stage_sizes(manifest)
     assert first.output_bytes == last.input_bytes == 3 * 8 * 4 * 4
     assert worker_sizes(manifest, 0).output_bytes == first.output_bytes
@@ -101,7 +75,7 @@ def test_a_bottleneck_is_what_crosses_a_border() -> None:
 
 @pytest.mark.parametrize("bottlenecks", [(2,), (1, 2), ()])
 def test_a_run_has_a_bottleneck_at_each_border_or_at_none(bottlenecks: tuple[int, ...]) -> None:
-    words = manifest_of((1, 3), bottleneck_size=4).model_dump()
+    words = cut_at((1, 3), bottleneck_size=4).model_dump()
     words["model"]["bottlenecks"] = bottlenecks
     if not bottlenecks:
         assert Manifest.model_validate(words).model.boundary_size == 16
@@ -111,15 +85,15 @@ def test_a_run_has_a_bottleneck_at_each_border_or_at_none(bottlenecks: tuple[int
 
 
 def test_a_boundary_carries_one_activation_in_the_run_s_precision() -> None:
-    first, last = stage_sizes(manifest_of((1, 2)))
+    first, last = stage_sizes(cut_at((1, 2)))
     assert (first.input_bytes, first.output_bytes) == (3 * 8 * 4, 3 * 8 * 16 * 4)
     assert (last.input_bytes, last.output_bytes) == (first.output_bytes, 0)
-    assert stage_sizes(manifest_of((1, 2), "bfloat16"))[0].output_bytes == 3 * 8 * 16 * 2
+    assert stage_sizes(cut_at((1, 2), "bfloat16"))[0].output_bytes == 3 * 8 * 16 * 2
 
 
 def test_a_boundary_carries_what_the_codecs_make_of_activations_and_gradients() -> None:
     codecs = CodecsConfig(activation="int8", gradient="bfloat16")
-    manifest = manifest_of((1, 2, 3)).model_copy(update={"codecs": codecs})
+    manifest = cut_at((1, 2, 3)).model_copy(update={"codecs": codecs})
     # 384 values: a block and a half, a scale each.
     activation, gradient = 384 + 2 * 2, 384 * 2
     first, middle, last = stage_sizes(manifest)
