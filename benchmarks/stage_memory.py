@@ -17,8 +17,9 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.gpu_stage import MIDDLE, layers_memory, stage_manifest
+from benchmarks.gpu_stage import MIDDLE, layers_memory, random_payload, stage_manifest
 from benchmarks.live_bytes import LiveBytes
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.stage_runner import StageRunner
@@ -48,12 +49,7 @@ class BudgetedStage:
         parameters = self._runner.layout.count
         self.resident_bytes = RESIDENT_BYTES_PER_PARAMETER * parameters
         self._runner.graphs.budget_bytes = budget_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
-        sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
-        self._payload = memoryview(bytearray(sizes.input_bytes))
-        drawn = torch.randn(
-            sizes.input_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(1)
-        )
-        torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
+        self._payload = random_payload(self._runner)
         self._number = 0
         self._forward()
 
@@ -114,13 +110,11 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
         f"{document['measured_at'][:10]}; comfortable is "
         f"{stage['comfortable_bytes'] / 1e9:.2f} GB:"
     )
-    lines = [
-        "| budget, GB | of the comfortable | peak, GB | seconds a microbatch | share of full speed "
-        "| predicted |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [f"| {' | '.join(cells)} |" for cells in _cells(stage)]
-    return "\n".join([head, "", *lines])
+    columns = (
+        "budget, GB", "of the comfortable", "peak, GB", "seconds a microbatch",
+        "share of full speed", "predicted",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rrrrrr", _cells(stage))])
 
 
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
