@@ -33,8 +33,9 @@ from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.slots import Buffer, Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import MAX_TEXT_CHARACTERS, PeerId, StageIndex
 from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
     Backward,
@@ -68,9 +69,6 @@ ANSWER_STALL_SECONDS = 30.0
 microbatches occupy queue slots."""
 
 PAUSED_DETAIL = "this peer is paused"
-
-TOKEN_BYTES = 4
-"""Bytes of a token id or target on the wire (uint32)."""
 
 
 def stage_limits(manifest: Manifest) -> FrameLimits:
@@ -167,7 +165,9 @@ class StageServer:
             try:
                 self.gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
-                refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
+                refusal = StageRefused(
+                    reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:MAX_TEXT_CHARACTERS]
+                )
             else:
                 answer = StageHelloAnswer(
                     certificate=membership.certificate,
@@ -204,7 +204,9 @@ class StageServer:
         """Answer the request; return a refusal to send instead when that is not possible."""
 
         def refuse(reason: RefusalReason, detail: str) -> StageRefused:
-            return StageRefused(request=message.request, reason=reason, detail=detail[:500])
+            return StageRefused(
+                request=message.request, reason=reason, detail=detail[:MAX_TEXT_CHARACTERS]
+            )
 
         try:
             self.gate.check_not_revoked(stream.remote)
@@ -213,7 +215,7 @@ class StageServer:
         manifest, holding = self.membership.now.manifest, self.holding
         if holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
-        if not _has_parameters_for(holding, message):
+        if not holding.account.works_on(message.step):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
         if not self.gate.may_send(stream.remote, message.stage):
             # Wrong step rather than not admitted: the newer roster may not have arrived yet.
@@ -241,7 +243,7 @@ class StageServer:
             await self._send_answer(stream, work, answer)
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             self._report_failure(stream.remote, holding, message, error)
-            over = not _has_parameters_for(holding, message)
+            over = not holding.account.works_on(message.step)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
         finally:
@@ -326,11 +328,6 @@ class StageServer:
                 f"{remote} sent {memoryview(data).nbytes} bytes for a microbatch of stage "
                 f"{message.stage}, announced as {announced}; it takes {expected}"
             )
-
-
-def _has_parameters_for(holding: Holding, message: Forward) -> bool:
-    """Whether this peer has the parameters with which the message has to be computed."""
-    return holding.account.works_on(message.step)
 
 
 @dataclass(frozen=True, slots=True)

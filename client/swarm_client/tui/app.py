@@ -123,15 +123,16 @@ class ClientApp(_View):
         elif index == SETTINGS_PANE:
             self.load_settings()
 
+    @property
+    def _is_paused(self) -> bool:
+        return self.document is not None and self.document.state is DaemonState.PAUSED
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide keys that have no effect at present."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
-        paused = self.document is not None and self.document.state is DaemonState.PAUSED
-        if action == "resume":
-            return paused
-        if action == "pause":
-            return not paused
+        if action in ("resume", "pause"):
+            return self._is_paused == (action == "resume")
         return True
 
     # -------------------------------------------------------------- requests
@@ -217,8 +218,7 @@ class ClientApp(_View):
         self.query_one(LogPane).end_filter(keep=False)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        paused = self.document is not None and self.document.state is DaemonState.PAUSED
-        if paused:
+        if self._is_paused:
             yield SystemCommand("Resume", "Compute again", self.action_resume)
         else:
             yield SystemCommand("Pause", "For a time, or until resumed", self.action_pause)
