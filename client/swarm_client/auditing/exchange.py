@@ -17,7 +17,7 @@ from swarm_shared.base.errors import (
     ProtocolError,
     SwarmError,
 )
-from swarm_shared.base.types import MAX_TEXT_CHARACTERS, PeerId
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
     AUDIT_PROTOCOL,
@@ -75,7 +75,7 @@ class KeptServer:
                     "--self-test` tests this machine"
                 )
             await stream.send(
-                encode(TransferRefused(reason=str(error)[:MAX_TEXT_CHARACTERS])),
+                encode(TransferRefused(reason=str(error)[:MAX_SENTENCE_CHARACTERS])),
                 timeout_seconds=HELLO_SECONDS,
             )
         finally:

@@ -35,7 +35,7 @@ from swarm_client.stage.handle.slots import Buffer, Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
-from swarm_shared.base.types import MAX_TEXT_CHARACTERS, PeerId, StageIndex
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId, StageIndex
 from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
     Backward,
@@ -166,7 +166,7 @@ class StageServer:
                 self.gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
                 refusal = StageRefused(
-                    reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:MAX_TEXT_CHARACTERS]
+                    reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:MAX_SENTENCE_CHARACTERS]
                 )
             else:
                 answer = StageHelloAnswer(
@@ -205,7 +205,7 @@ class StageServer:
 
         def refuse(reason: RefusalReason, detail: str) -> StageRefused:
             return StageRefused(
-                request=message.request, reason=reason, detail=detail[:MAX_TEXT_CHARACTERS]
+                request=message.request, reason=reason, detail=detail[:MAX_SENTENCE_CHARACTERS]
             )
 
         try:

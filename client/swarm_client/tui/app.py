@@ -21,7 +21,7 @@ from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, val
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.dialogs import Choose, Confirm, Fill
+from swarm_shared.tui.dialogs import Choose, Fill
 from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, line
@@ -154,7 +154,7 @@ class ClientApp(_View):
 
     @work
     async def action_resume(self) -> None:
-        if await self._sure("Resume?", "This machine computes again.", "Yes, resume"):
+        if await self.sure("Resume?", "This machine computes again.", "Yes, resume"):
             self.ask("resume", {}, "Resumed.")
 
     @work
@@ -163,11 +163,8 @@ class ClientApp(_View):
             "It completes what it has in flight, hands its stage over, and stops. `swarm-client "
             "join` starts it again."
         )
-        if await self._sure("Finish and stop?", text, "Yes, finish and stop"):
+        if await self.sure("Finish and stop?", text, "Yes, finish and stop"):
             self.ask("finish", {}, "Finishing: what is in flight is completed first.")
-
-    async def _sure(self, title: str, text: str, yes: str) -> bool:
-        return await self.push_screen_wait(Confirm(title, text, yes)) == 1
 
     @work(exclusive=True, group="settings")
     async def load_settings(self) -> None:

@@ -30,7 +30,7 @@ from enum import Enum, auto
 from typing import NewType
 
 from swarm_shared.base.backoff import backoff_seconds
-from swarm_shared.base.types import MAX_TEXT_CHARACTERS, StageIndex
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, StageIndex
 from swarm_shared.protocol import AssignStage, Ready, SyncFailed
 
 WORKER_BACKOFF_SECONDS = 2.0
@@ -255,7 +255,7 @@ class StageTenures:
                 Send(
                     SyncFailed(
                         stage=assignment.stage, version=assignment.version,
-                        reason=reason[:MAX_TEXT_CHARACTERS],
+                        reason=reason[:MAX_SENTENCE_CHARACTERS],
                     )
                 )
             )  # fmt: skip

@@ -44,7 +44,7 @@ from typing import ClassVar, Generic, NewType
 
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import (
-    MAX_TEXT_CHARACTERS,
+    MAX_SENTENCE_CHARACTERS,
     MicrobatchIndex,
     PeerId,
     StageIndex,
@@ -468,7 +468,7 @@ class StepClose(Generic[ReceiptT]):
             case ApplyStep() as apply:
                 self._apply_failed(execution.session, apply, reason)
             case SaveState(request=asked):
-                why = reason[:MAX_TEXT_CHARACTERS]
+                why = reason[:MAX_SENTENCE_CHARACTERS]
                 failure = SnapshotFailed(version=asked.version, stage=asked.stage, reason=why)
                 self._send(execution.session, failure)
 
@@ -558,7 +558,7 @@ class StepClose(Generic[ReceiptT]):
         order = work.order
         report = RoundReport(
             step=order.step, attempt=order.attempt, ok=False, reset=True,
-            reason=reason[:MAX_TEXT_CHARACTERS],
+            reason=reason[:MAX_SENTENCE_CHARACTERS],
         )  # fmt: skip
         self._send(session, report)
         self._drop_prepared()
@@ -686,6 +686,6 @@ def _failure(
     not_finite: bool = False,
 ) -> RoundReport:
     return RoundReport(
-        step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_TEXT_CHARACTERS],
+        step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_SENTENCE_CHARACTERS],
         missing=missing, reset=reset, not_finite=not_finite,
     )  # fmt: skip
