@@ -21,7 +21,6 @@ from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_client.stage.protocol.messages import AuditDone
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, wire_digest
 from swarm_shared.protocol import Audit, AuditResult, KeptRequest, PeerRecord
@@ -85,9 +84,7 @@ class Auditor:
         if statement is not None:
             envelope = encode_envelope(statement.sign(self._member.identity))
         self._member.coordinator.send(
-            AuditResult(
-                audit=order.audit, statement=envelope, reason=reason[:MAX_SENTENCE_CHARACTERS]
-            )
+            AuditResult(audit=order.audit, statement=envelope, reason=reason[:500])
         )
 
     async def _carry_out(self, order: Audit) -> None:

@@ -17,7 +17,7 @@ from swarm_shared.base.errors import (
     ProtocolError,
     SwarmError,
 )
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId
+from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
     AUDIT_PROTOCOL,
@@ -75,8 +75,7 @@ class KeptServer:
                     "--self-test` tests this machine"
                 )
             await stream.send(
-                encode(TransferRefused(reason=str(error)[:MAX_SENTENCE_CHARACTERS])),
-                timeout_seconds=HELLO_SECONDS,
+                encode(TransferRefused(reason=str(error)[:500])), timeout_seconds=HELLO_SECONDS
             )
         finally:
             path.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ from swarm_client.stage.handle.slots import Buffer, Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.network import FrameLimits
 from swarm_shared.protocol import (
     Backward,
@@ -165,9 +165,7 @@ class StageServer:
             try:
                 self.gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
-                refusal = StageRefused(
-                    reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:MAX_SENTENCE_CHARACTERS]
-                )
+                refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
             else:
                 answer = StageHelloAnswer(
                     certificate=membership.certificate,
@@ -204,9 +202,7 @@ class StageServer:
         """Answer the request; return a refusal to send instead when that is not possible."""
 
         def refuse(reason: RefusalReason, detail: str) -> StageRefused:
-            return StageRefused(
-                request=message.request, reason=reason, detail=detail[:MAX_SENTENCE_CHARACTERS]
-            )
+            return StageRefused(request=message.request, reason=reason, detail=detail[:500])
 
         try:
             self.gate.check_not_revoked(stream.remote)

@@ -131,8 +131,10 @@ class ClientApp(_View):
         """Hide keys that have no effect at present."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
-        if action in ("resume", "pause"):
-            return self._is_paused == (action == "resume")
+        if action == "resume":
+            return self._is_paused
+        if action == "pause":
+            return not self._is_paused
         return True
 
     # -------------------------------------------------------------- requests

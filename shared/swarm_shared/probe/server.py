@@ -21,7 +21,7 @@ from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.endpoint import Endpoint, address_group
 from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.rate_limit import RateLimit
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.network.libp2p.host import take_one
@@ -236,9 +236,7 @@ class _ProbeSession:
         try:
             welcome = self._server.judge(self._stream.remote, hello)
         except AdmissionError as error:
-            await self._send(
-                DoctorRefused(code="admission", reason=str(error)[:MAX_SENTENCE_CHARACTERS])
-            )
+            await self._send(DoctorRefused(code="admission", reason=str(error)[:500]))
             return False
         observed = self._observed.multiaddr if self._observed else None
         await self._send(welcome.model_copy(update={"observed_address": observed}))
@@ -294,9 +292,7 @@ class _ProbeSession:
             reason = f"only the address that you come from, {self._observed.ip}, is dialled"
         else:
             reason = await self._try(endpoint)
-        return DialBackResult(
-            address=address, reached=not reason, reason=reason[:MAX_SENTENCE_CHARACTERS]
-        )
+        return DialBackResult(address=address, reached=not reason, reason=reason[:500])
 
     async def _try(self, endpoint: Endpoint) -> str:
         """Return why the client is not reached there; empty when it is."""

@@ -42,7 +42,7 @@ from swarm_shared.base.errors import (
     SignatureError,
     StorageError,
 )
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.signing import decode_envelope
@@ -233,10 +233,7 @@ def _read_chunk(path: Path, offset: int, count: int) -> tuple[bytes, str, int]:
 
 
 async def _refuse(stream: FramedStream, reason: str) -> None:
-    await stream.send(
-        encode(TransferRefused(reason=reason[:MAX_SENTENCE_CHARACTERS])),
-        timeout_seconds=HELLO_SECONDS,
-    )
+    await stream.send(encode(TransferRefused(reason=reason[:500])), timeout_seconds=HELLO_SECONDS)
 
 
 # ---------------------------------------------------------------- fetching
