@@ -8,8 +8,8 @@ three powers of ten, like the rows and layers of a model's gradient.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,28 @@ QUANTUM = 2.0**-36
 RoundTrip = Callable[[], tuple[int, float, float, Tensor]]
 """Returns bytes, seconds of encoding and of decoding, and the decoded tensor."""
 
+Sent = TypeVar("Sent")
+Taken = TypeVar("Taken")
+
+
+def round_trip(
+    encode: Callable[[], Sent],
+    decode: Callable[[Sent], Taken],
+    outcome: Callable[[Sent, Taken], tuple[int, Tensor]],
+) -> RoundTrip:
+    """Time a codec; `outcome` returns its bytes and the decoded tensor, outside the times."""
+
+    def turn() -> tuple[int, float, float, Tensor]:
+        began = time.perf_counter()
+        sent = encode()
+        encoded = time.perf_counter()
+        taken = decode(sent)
+        decoded = time.perf_counter()
+        nbytes, tensor = outcome(sent, taken)
+        return nbytes, encoded - began, decoded - encoded, tensor
+
+    return turn
+
 
 def gradients() -> Tensor:
     generator = torch.Generator().manual_seed(2)
@@ -47,31 +69,24 @@ def _ours(name: AverageCodec, vector: Tensor) -> RoundTrip:
     if name == "exact":
         values = np.rint(values.astype(np.float64) / QUANTUM)
     pieces = np.split(values, PIECES)
-
-    def turn() -> tuple[int, float, float, Tensor]:
-        began = time.perf_counter()
-        sent = [encode_piece(piece, name) for piece in pieces]
-        encoded = time.perf_counter()
-        taken = [decode_piece(one.exponent, one.payload, name, PIECE_ELEMENTS) for one in sent]
-        decoded = time.perf_counter()
-        nbytes = sum(one.payload.nbytes for one in sent)
-        found = torch.from_numpy(np.concatenate(taken))
-        if name == "exact":
-            found = found * QUANTUM
-        return nbytes, encoded - began, decoded - encoded, found
-
-    return turn
+    unit = QUANTUM if name == "exact" else 1.0
+    return round_trip(
+        lambda: [encode_piece(piece, name) for piece in pieces],
+        lambda sent: [
+            decode_piece(one.exponent, one.payload, name, PIECE_ELEMENTS) for one in sent
+        ],
+        lambda sent, taken: (
+            sum(one.payload.nbytes for one in sent),
+            unit * torch.from_numpy(np.concatenate(taken)),
+        ),
+    )
 
 
-def hivemind_averages(vector: Tensor) -> dict[str, RoundTrip]:
-    """Return hivemind's compressions of whole parts by name; empty where it is not installed."""
-    try:
-        from benchmarks.wan import hivemind_parts
-    except ImportError:
-        return {}
+def hivemind_averages(parts: Any, vector: Tensor) -> dict[str, RoundTrip]:
+    """Return hivemind's compressions of whole parts by name."""
     found: dict[str, RoundTrip] = {}
     for name in ("FLOAT16", "MEANSTD_16BIT", "UNIFORM_8BIT", "QUANTILE_8BIT", "BLOCKWISE_8BIT"):
-        turn = _hivemind(hivemind_parts, name, vector)
+        turn = hivemind_round_trip(parts, name, vector.chunk(PIECES))
         try:
             turn()
         except ImportError:
@@ -81,17 +96,11 @@ def hivemind_averages(vector: Tensor) -> dict[str, RoundTrip]:
     return found
 
 
-def _hivemind(parts: Any, name: str, vector: Tensor) -> RoundTrip:
+def hivemind_round_trip(parts: Any, name: str, pieces: Sequence[Tensor]) -> RoundTrip:
+    """Return one of hivemind's compressions (`benchmarks.wan.hivemind_parts`) of some pieces."""
     kind = getattr(parts.CompressionType, name)
-    pieces = vector.view(PIECES, PIECE_ELEMENTS).unbind()
-
-    def turn() -> tuple[int, float, float, Tensor]:
-        began = time.perf_counter()
-        sent = [parts.compressed(piece, kind) for piece in pieces]
-        encoded = time.perf_counter()
-        taken = [parts.decompressed(payload) for payload in sent]
-        decoded = time.perf_counter()
-        nbytes = sum(len(payload) for payload in sent)
-        return nbytes, encoded - began, decoded - encoded, torch.cat(taken)
-
-    return turn
+    return round_trip(
+        lambda: [parts.compressed(piece, kind) for piece in pieces],
+        lambda sent: [parts.decompressed(payload) for payload in sent],
+        lambda sent, taken: (sum(map(len, sent)), torch.cat(taken)),
+    )

@@ -7,9 +7,7 @@ are those of `benchmarks.quality`; the baseline has neither.
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,9 @@ from typing import Any
 import click
 
 from benchmarks.markdown import markdown_table
-from benchmarks.outcome import result_head, write_result
-from benchmarks.quality import (
-    PACKAGES,
-    RESULTS,
-    SETTINGS,
-    STAGES,
-    final_loss,
-    gap_of,
-    one_of,
-    opened,
-    small_run,
-)
+from benchmarks.quality import final_loss, gap_of, loss_benchmark, one_of
 from swarm_shared.run.codec_sizes import ActivationCodec
-from swarm_shared.run.manifest import with_bottlenecks
+from swarm_shared.run.manifest import Manifest, with_bottlenecks
 
 WAYS: tuple[tuple[int, ActivationCodec], ...] = (
     (0, "none"),
@@ -43,23 +30,7 @@ WAYS: tuple[tuple[int, ActivationCodec], ...] = (
 baseline."""
 
 
-@click.command()
-@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
-@click.option("--seeds", type=click.IntRange(2), default=3, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "bottlenecks.json"
-)
-def main(steps: int, seeds: int, out: Path) -> None:
-    """Measure the final held-out loss with bottlenecks, compared with the full width."""
-    with small_run(steps) as run_dir:
-        document = measure(run_dir, range(1, seeds + 1))
-    write_result(out, document)
-    click.echo(bottlenecks_markdown(document))
-
-
-def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, data = opened(run_dir)
-    began, load_before = time.monotonic(), os.getloadavg()[0]
+def measure(manifest: Manifest, data: Path, seeds: Sequence[int]) -> dict[str, Any]:
     losses: dict[tuple[int, ActivationCodec], list[float]] = {way: [] for way in WAYS}
     bytes_of: dict[tuple[int, ActivationCodec], int] = {}
     for seed in seeds:
@@ -71,19 +42,11 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
             bytes_of[size, codec] = one.activation_bytes + one.gradient_bytes
             click.echo(
                 f"seed {seed}, width {size or model.hidden_size}, {codec}: "
-                f"{losses[size, codec][-1]:.4f} ({time.monotonic() - began:.0f} s)",
+                f"{losses[size, codec][-1]:.4f}",
                 err=True,
             )
     baseline = losses[WAYS[0]]
     return {
-        **result_head(PACKAGES),
-        "load_before": load_before,
-        "seconds": time.monotonic() - began,
-        "settings": SETTINGS,
-        "stages": STAGES,
-        "steps": manifest.training.steps,
-        "tokens_per_step": manifest.tokens_per_step,
-        "seeds": list(seeds),
         "noise": statistics.stdev(baseline),
         "ways": [
             {
@@ -125,4 +88,9 @@ def bottlenecks_markdown(document: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    loss_benchmark(
+        "bottlenecks",
+        "Measure the final held-out loss with bottlenecks, compared with the full width.",
+        measure,
+        bottlenecks_markdown,
+    )()

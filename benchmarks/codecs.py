@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,14 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.average_codecs import RoundTrip, gradients, hivemind_averages, our_averages
+from benchmarks.average_codecs import (
+    RoundTrip,
+    gradients,
+    hivemind_averages,
+    hivemind_round_trip,
+    our_averages,
+    round_trip,
+)
 from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
@@ -49,26 +55,28 @@ OUTLIER_SIZE = 20.0
 def main(repetitions: int, out: Path) -> None:
     """Measure time, size and error of every codec, and the link rate below which each pays."""
     # This must come first: hivemind's server forks.
-    contenders = hivemind_codecs()
-    document = measure(repetitions, contenders)
+    hivemind = hivemind_module()
+    document = measure(repetitions, hivemind)
     write_result(out, document)
     click.echo(f"{codecs_markdown(document)}\n\n{averages_markdown(document)}")
 
 
-def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) -> dict[str, Any]:
+def measure(repetitions: int, hivemind: Any | None) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     vector = gradients()
     try:
         tensor_BTD = hidden_state()
-        turns: dict[str, RoundTrip] = {}
-        for codec in GRADIENT_CODECS:
-            turns[codec] = our_codec(codec, tensor_BTD)
-        for name, make in others.items():
-            turns[name] = make(tensor_BTD)
+        turns: dict[str, RoundTrip] = {
+            name: our_codec(name, tensor_BTD) for name in GRADIENT_CODECS
+        }
+        of_averages = our_averages(vector)
+        if hivemind is not None:
+            for name in ("FLOAT16", "UNIFORM_8BIT", "QUANTILE_8BIT"):
+                turns[f"hivemind {name}"] = hivemind_round_trip(hivemind, name, [tensor_BTD])
+            of_averages |= hivemind_averages(hivemind, vector)
         codecs = taken(turns, tensor_BTD, repetitions)
-        of_averages = our_averages(vector) | (hivemind_averages(vector) if others else {})
         averages = taken(of_averages, vector, repetitions)
     finally:
         torch.set_num_threads(before)
@@ -141,43 +149,20 @@ def hidden_state() -> Tensor:
 
 def our_codec(name: CodecName, tensor_BTD: Tensor) -> RoundTrip:
     slot = memoryview(bytearray(encoded_bytes(name, tensor_BTD.numel(), "float32")))
-
-    def turn() -> tuple[int, float, float, Tensor]:
-        began = time.perf_counter()
-        nbytes = encode(name, tensor_BTD, slot)
-        encoded = time.perf_counter()
-        back = decode(name, slot[:nbytes], tensor_BTD.shape, "float32")
-        return nbytes, encoded - began, time.perf_counter() - encoded, back
-
-    return turn
+    return round_trip(
+        lambda: encode(name, tensor_BTD, slot),
+        lambda nbytes: decode(name, slot[:nbytes], tensor_BTD.shape, "float32"),
+        lambda nbytes, back: (nbytes, back),
+    )
 
 
-def hivemind_codecs() -> dict[str, Callable[[Tensor], RoundTrip]]:
-    """Return hivemind's float16 and 8-bit codecs; empty where it is not installed."""
+def hivemind_module() -> Any | None:
+    """Return the module of hivemind's parts; None where it is not installed."""
     try:
         from benchmarks.wan import hivemind_parts
     except ImportError:
-        return {}
-    kinds = {
-        "hivemind FLOAT16": hivemind_parts.CompressionType.FLOAT16,
-        "hivemind UNIFORM_8BIT": hivemind_parts.CompressionType.UNIFORM_8BIT,
-        "hivemind QUANTILE_8BIT": hivemind_parts.CompressionType.QUANTILE_8BIT,
-    }
-
-    def of_kind(kind: Any) -> Callable[[Tensor], RoundTrip]:
-        def make(tensor_BTD: Tensor) -> RoundTrip:
-            def turn() -> tuple[int, float, float, Tensor]:
-                began = time.perf_counter()
-                payload = hivemind_parts.compressed(tensor_BTD, kind)
-                encoded = time.perf_counter()
-                back = hivemind_parts.decompressed(payload)
-                return len(payload), encoded - began, time.perf_counter() - encoded, back
-
-            return turn
-
-        return make
-
-    return {name: of_kind(kind) for name, kind in kinds.items()}
+        return None
+    return hivemind_parts
 
 
 def rate_text(bytes_per_second: float | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.run_data import TimedStep, read_steps
+from benchmarks.run_data import TimedStep, read_steps, timed_steps
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     Subprocesses,
@@ -111,4 +111,4 @@ def _swarm(contender: Contender, template: Path, work: Path) -> Sequence[TimedSt
             swarm.start_volunteer(invite, stage=peer % contender.stages)
         finished = swarm.watch(lambda seen, status: None)
         swarm.wait_for_exit()
-    return [TimedStep(step.step, step.loss, step.tokens, step.seconds) for step in finished.steps]
+    return timed_steps(finished)

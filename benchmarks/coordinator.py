@@ -43,6 +43,7 @@ from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_fo
 from benchmarks.dedicated_clock import DedicatedCoreClock
 from benchmarks.loop_holds import LoopHolds
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import write_result
 from swarm_coordinator.core.events import Command, Event, HeartbeatsReceived
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_identity, load_settings
@@ -51,7 +52,6 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.startup import CoordinatorContext
 from swarm_coordinator.storage.store import SqliteStore
-from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -377,7 +377,7 @@ def main(
         click.echo("\n".join(watch.lines() if watch else ()))
         click.echo(json.dumps(document["memory"], indent=1))
     if not (profile or holds):
-        write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+        write_result(out, document)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,14 @@ def _between(begun: Moment, ended: Moment) -> float:
     return float(begun.elapsed_time(ended)) / 1000
 
 
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
+def random_payload(runner: StageRunner) -> memoryview:
+    """Return the payload that a daemon would have written: the same for inputs and gradients."""
+    dtype = runner.stage.compute_dtype
+    payload = memoryview(bytearray(runner.sizes.input_bytes))
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(len(payload) // dtype.itemsize, generator=generator)
+    torch.frombuffer(payload, dtype=dtype).copy_(drawn)
+    return payload
 
 
 class StageAtWork:
@@ -134,12 +140,8 @@ class StageAtWork:
         self._times = DeviceTimes(accelerator)
         self._runner.between_layers = self._times.begin
         self._step = 0
-        sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
-        # The payload that the daemon would have written: the same for inputs and gradients.
-        self._payload = memoryview(bytearray(sizes.input_bytes))
-        drawn = torch.randn(sizes.input_bytes // dtype.itemsize, generator=_seeded())
-        torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
-        self._slot = memoryview(bytearray(sizes.slot_bytes))
+        self._payload = random_payload(self._runner)
+        self._slot = memoryview(bytearray(self._runner.sizes.slot_bytes))
         self._gradients = torch.zeros(self._runner.layout.count)
 
     @property

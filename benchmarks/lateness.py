@@ -8,9 +8,7 @@ initial values and the same data; model and data are those of `benchmarks.qualit
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.markdown import markdown_table
-from benchmarks.outcome import result_head, write_result
-from benchmarks.quality import (
-    PACKAGES,
-    RESULTS,
-    SETTINGS,
-    final_loss,
-    gap_of,
-    opened,
-    small_run,
-)
+from benchmarks.quality import final_loss, gap_of, loss_benchmark
 from swarm_shared.run.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
@@ -38,23 +27,7 @@ TIMES_AS_MANY = 1.5
 (docs/benchmarks.md); it allows comparing the loss after equal time."""
 
 
-@click.command()
-@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
-@click.option("--seeds", type=click.IntRange(2), default=3, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "lateness.json"
-)
-def main(steps: int, seeds: int, out: Path) -> None:
-    """Measure the final held-out loss with staleness 1, compared with staleness 0."""
-    with small_run(steps) as run_dir:
-        document = measure(run_dir, range(1, seeds + 1))
-    write_result(out, document)
-    click.echo(lateness_markdown(document))
-
-
-def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, data = opened(run_dir)
-    began, load_before = time.monotonic(), os.getloadavg()[0]
+def measure(manifest: Manifest, data: Path, seeds: Sequence[int]) -> dict[str, Any]:
     steps = manifest.training.steps
     kinds = {"prompt": (0, steps), "late": (1, steps), "longer": (1, round(TIMES_AS_MANY * steps))}
     losses: dict[tuple[float, str], list[float]] = {}
@@ -66,14 +39,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
                 losses.setdefault((rate, kind), []).append(found)
                 click.echo(f"seed {seed}, rate {rate:g}, {kind}: {found:.4f}", err=True)
     return {
-        **result_head(PACKAGES),
-        "load_before": load_before,
-        "seconds": time.monotonic() - began,
-        "settings": SETTINGS,
-        "steps": steps,
         "longer_steps": kinds["longer"][1],
-        "tokens_per_step": manifest.tokens_per_step,
-        "seeds": list(seeds),
         "rates": [
             {
                 "learning_rate": rate,
@@ -125,4 +91,9 @@ def _cells(found: Mapping[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    loss_benchmark(
+        "lateness",
+        "Measure the final held-out loss with staleness 1, compared with staleness 0.",
+        measure,
+        lateness_markdown,
+    )()

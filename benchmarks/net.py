@@ -26,7 +26,6 @@ from kits.network_lab import LabError, Nat, why_not_here
 
 RESULT = Path(__file__).parent / "results" / "net.json"
 PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")
-PER_GB = ("senders", "relay", "receivers")
 
 Rows = dict[str, list[dict[str, Any]]]
 

@@ -61,7 +61,6 @@ class LinkLab:
     """The lab's machines with their nodes and connections."""
 
     def __init__(self, lab: Lab, folder: Path, pairs: int) -> None:
-        self._lab = lab
         self._folder = folder
         self.relay = NodeProcess(lab.public_host("relay"), folder)
         self.relay.ask("serve_relay")

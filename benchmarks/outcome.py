@@ -52,6 +52,19 @@ def result_head(packages: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def exit_if(failures: Sequence[str]) -> None:
+    """End with exit code 1 and the failures as one line, if there are any."""
+    if failures:
+        click.echo(f"benchmark: {'; '.join(failures)}", err=True)
+        sys.exit(1)
+
+
+def refuse_other_losses(disagreements: Sequence[str]) -> None:
+    """End with exit code 1 where contenders have other losses than they must have."""
+    found = [one for one in disagreements if one]
+    exit_if([f"the losses disagree: {'; '.join(found)}"] if found else [])
+
+
 def write_result(out: Path, document: Mapping[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())

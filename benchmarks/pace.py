@@ -16,10 +16,6 @@ from swarm_shared.base.errors import ConfigurationError
 PACE_VARIABLE = "SWARM_PACE_FLOPS"
 """Environment variable: most floating-point operations per second."""
 
-FORWARD_SHARE = 1 / 3
-"""Fraction of a microbatch's work in the forward pass; the backward pass computes two gradients per
-product."""
-
 
 class Pace:
     def __init__(

@@ -12,7 +12,6 @@ is slower than its pace. Writes benchmarks/results/prediction.json.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ import click
 from benchmarks.handicap import INSTRUMENT
 from benchmarks.inside import prefix_of
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import write_result
 from benchmarks.pace import PACE_VARIABLE
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -35,7 +35,6 @@ from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
-from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.run.manifest import Manifest
 
@@ -154,7 +153,7 @@ def main(steps: int, microbatches: int) -> None:
         "microbatches_per_step": microbatches,
         "cases": rows,
     }
-    write_atomically(RESULTS, (json.dumps(document, indent=1) + "\n").encode())
+    write_result(RESULTS, document)
 
 
 if __name__ == "__main__":

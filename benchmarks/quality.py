@@ -20,8 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import click
 from benchmarks.codecs import cost_of
 from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
-from benchmarks.run_data import PLAIN_BORDERS, RunData
+from benchmarks.run_data import PLAIN_BORDERS
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -101,52 +100,65 @@ def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
     if measured is not None:
         write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
         return
-    with small_run(steps) as run_dir:
-        document = measure(run_dir, range(1, seeds + 1))
+    document = measured_losses(steps, seeds, measure)
     write_result(out, document)
     write_result(PACKAGE_FILE, package_table(document).model_dump())
     click.echo(quality_markdown(document, json.loads((RESULTS / "codecs.json").read_text())))
 
 
-@contextmanager
-def small_run(steps: int) -> Iterator[Path]:
-    """Yield the folder of a temporary run of the small model with `steps` steps."""
+Measure = Callable[[Manifest, Path, Sequence[int]], dict[str, Any]]
+"""Trains a run, given its manifest and the folder of its shards, with several seeds."""
+
+
+def measured_losses(steps: int, seeds: int, measure: Measure) -> dict[str, Any]:
+    """Return the result of `measure` for a temporary run of the small model."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        initialise_run(
+        manifest = initialise_run(
             run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
         )
-        yield run_dir
-
-
-def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest, data = opened(run_dir)
-    losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
-    began, load = time.monotonic(), os.getloadavg()[0]
-    for seed in seeds:
-        for pair in PAIRS:
-            losses[name_of(*pair)].append(final_loss(one_of(manifest, seed, *pair), data))
-            click.echo(
-                f"seed {seed} {name_of(*pair)}: {losses[name_of(*pair)][-1]:.4f} "
-                f"({time.monotonic() - began:.0f} s)",
-                err=True,
-            )
+        began = time.monotonic()
+        found = measure(manifest, RunFolder.open(run_dir).data, range(1, seeds + 1))
     return {
         **result_head(PACKAGES),
         "load_before": load,
         "seconds": time.monotonic() - began,
         "settings": SETTINGS,
         "stages": STAGES,
-        "steps": manifest.training.steps,
+        "steps": steps,
         "tokens_per_step": manifest.tokens_per_step,
-        "seeds": list(seeds),
-        **judged(losses, manifest),
+        "seeds": list(range(1, seeds + 1)),
+        **found,
     }
 
 
-def opened(run_dir: Path) -> tuple[Manifest, Path]:
-    """Return a run's manifest and the folder of its shards."""
-    return RunData(run_dir).manifest, RunFolder.open(run_dir).data
+def loss_benchmark(
+    name: str, help: str, measure: Measure, page: Callable[[Mapping[str, Any]], str]
+) -> click.Command:
+    """Return a command that writes the result of `measure` to NAME.json and prints its page."""
+
+    @click.command(help=help)
+    @click.option("--steps", type=click.IntRange(2), default=STEPS, show_default=True)
+    @click.option("--seeds", type=click.IntRange(2), default=SEEDS, show_default=True)
+    @click.option(
+        "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / f"{name}.json"
+    )
+    def command(steps: int, seeds: int, out: Path) -> None:
+        document = measured_losses(steps, seeds, measure)
+        write_result(out, document)
+        click.echo(page(document))
+
+    return command
+
+
+def measure(manifest: Manifest, data: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
+    for seed in seeds:
+        for pair in PAIRS:
+            losses[name_of(*pair)].append(final_loss(one_of(manifest, seed, *pair), data))
+            click.echo(f"seed {seed} {name_of(*pair)}: {losses[name_of(*pair)][-1]:.4f}", err=True)
+    return judged(losses, manifest)
 
 
 def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import History
 from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.sampler import Int64
 from swarm_shared.run.manifest import Manifest
@@ -39,8 +40,16 @@ class TimedStep:
     loss: float
     tokens: int
     seconds: float
-    ended_at: float = 0.0
-    """Unix seconds; 0 where it is not needed."""
+    ended_at: float
+    """Unix seconds."""
+
+
+def timed_steps(history: History) -> list[TimedStep]:
+    """Return the steps of a swarm's run."""
+    return [
+        TimedStep(one.step, one.loss, one.tokens, one.seconds, one.written_at)
+        for one in history.steps
+    ]
 
 
 class RunData:

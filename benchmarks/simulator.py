@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import json
 import math
 import os
 import random
@@ -22,6 +21,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import write_result
 from benchmarks.pictures import pyplot
 from benchmarks.simulator_scenarios import manifest_of
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
@@ -32,7 +32,6 @@ from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.report import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.volunteer import SwarmOptions
-from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import LimitsConfig, Manifest
@@ -184,7 +183,7 @@ def main(hours: float, largest: int) -> None:
         "decision_growth_over_nlogn": growth_over_nlogn(decisions, "seconds_median"),
         "simulation_growth_over_nlogn": growth_over_nlogn(growth, "cpu_seconds"),
     }
-    write_atomically(RESULTS, (json.dumps(document, indent=1) + "\n").encode())
+    write_result(RESULTS, document)
     draw(document, PICTURE)
     click.echo(f"written to {RESULTS} and {PICTURE}")
 

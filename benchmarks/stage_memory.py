@@ -19,8 +19,9 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.gpu_stage import MIDDLE, layers_memory, stage_manifest
+from benchmarks.gpu_stage import MIDDLE, layers_memory, random_payload, stage_manifest
 from benchmarks.live_bytes import LiveBytes
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.throttled_copies import throttled_processor
 from swarm_client.stage.worker.accelerator import processor
@@ -80,12 +81,7 @@ class BudgetedStage:
         self._runner.graphs.budget_bytes = (
             budget_bytes + streamed_bytes - DEVICE_BYTES_PER_PARAMETER * parameters
         )
-        sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
-        self._payload = memoryview(bytearray(sizes.input_bytes))
-        drawn = torch.randn(
-            sizes.input_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(1)
-        )
-        torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
+        self._payload = random_payload(self._runner)
         self._number = 0
         self._forward()
 
@@ -197,13 +193,11 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
         f"{stage['comfortable_bytes'] / 1e9:.2f} GB, and weights in host memory are copied at "
         f"{stage['copied_bytes_per_second'] / 1e6:.0f} MB/s:"
     )
-    lines = [
-        "| budget, GB | of the comfortable | weights in host memory, GB | peak, GB "
-        "| seconds a microbatch | share of full speed | predicted |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [f"| {' | '.join(cells)} |" for cells in _cells(stage)]
-    return "\n".join([head, "", *lines])
+    columns = (
+        "budget, GB", "of the comfortable", "weights in host memory, GB", "peak, GB",
+        "seconds a microbatch", "share of full speed", "predicted",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", _cells(stage))])
 
 
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:

@@ -14,7 +14,6 @@ benchmarks/results/strangers.json.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import exit_if, result_head, work_folder, write_result
 from benchmarks.strangers_page import strangers_markdown
 from kits.attack.strangers import (
     CHEATS,
@@ -244,9 +243,7 @@ def main(steps: int, out: Path) -> None:
     }  # fmt: skip
     write_result(out, document)
     click.echo(f"\n{strangers_markdown(document)}\n\nwritten to {out}")
-    if failures := failed(document):
-        click.echo("benchmark: " + "; ".join(failures), err=True)
-        sys.exit(1)
+    exit_if(failed(document))
 
 
 def failed(document: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,6 @@ machine meanwhile.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import refuse_other_losses, result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
 from benchmarks.tables import throughput_markdown
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -56,9 +55,7 @@ def main(
     path = out or RESULTS / f"throughput-{preset}.json"
     write_result(path, document)
     click.echo(f"\nwritten to {path}")
-    if disagreement := document["loss_disagreement"]:
-        click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
-        sys.exit(1)
+    refuse_other_losses([document["loss_disagreement"]])
 
 
 def _measure(

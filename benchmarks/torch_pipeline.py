@@ -26,8 +26,9 @@ import torch.nn.functional as F  # noqa: N812 (the field's own name)
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.pace import FORWARD_SHARE, Pace, pace_from_environment
+from benchmarks.pace import Pace, pace_from_environment
 from benchmarks.run_data import RunData, TimedStep, write_steps
+from swarm_shared.base.memory import FORWARD_SHARE
 from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,14 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
+from benchmarks.outcome import refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.run_data import (
+    PLAIN_BORDERS,
+    TimedStep,
+    loss_disagreement,
+    preset_sizes,
+    timed_steps,
+)
 from benchmarks.throughput import tokens_per_second
 from benchmarks.trust_page import overhead_markdown
 from benchmarks.wan.mixes import read_mixes
@@ -87,11 +92,7 @@ def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out:
             )
             write_result(out, document)
     click.echo(f"\n{overhead_markdown(document)}\n\nwritten to {out}")
-    if disagreement := "; ".join(
-        filter(None, (one["loss_disagreement"] for one in found.values()))
-    ):
-        click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
-        sys.exit(1)
+    refuse_other_losses([one["loss_disagreement"] for one in found.values()])
 
 
 def measure(line: str, preset: str, steps: int, repetitions: int, work: Path) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def train(run_dir: Path, prefixes: Sequence[tuple[str, ...]]) -> Sequence[TimedS
             swarm.start_volunteer(invite, stage=number % STAGES)
         finished = swarm.watch(lambda seen, status: None)
         swarm.wait_for_exit()
-    return [TimedStep(step.step, step.loss, step.tokens, step.seconds) for step in finished.steps]
+    return timed_steps(finished)
 
 
 def _audits_passed(run_dir: Path) -> int:

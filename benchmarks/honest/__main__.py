@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from benchmarks.honest.audits import Found, Stage, count_everywhere
 from benchmarks.honest.cells import STAGES, Setting, write_cells
 from benchmarks.honest.machine import Machine
 from benchmarks.honest.page import honest_markdown
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import exit_if, result_head, work_folder, write_result
 from benchmarks.run_data import RunData
 from swarm_coordinator.configuration.run_settings import TOLERANCES
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -154,9 +153,7 @@ def main(microbatches: int, only: int | None, out: Path) -> None:
     }  # fmt: skip
     write_result(out, document)
     click.echo(f"{honest_markdown(document)}\n\nwritten to {out}")
-    if failures := failed(rows):
-        click.echo("benchmark: " + "; ".join(failures), err=True)
-        sys.exit(1)
+    exit_if(failed(rows))
 
 
 def failed(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,6 @@ and before its gradient has gone back through them. Writes benchmarks/results/ro
 from __future__ import annotations
 
 import datetime
-import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import click
 
 from benchmarks.machine import describe_machine
 from benchmarks.markdown import markdown_table
+from benchmarks.outcome import write_result
 from benchmarks.routing.rules import RULES
 from benchmarks.simulator_scenarios import manifest_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
@@ -33,7 +33,6 @@ from swarm_coordinator.simulator.pipeline_peer import PART_OF_WORK
 from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
-from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.scheduling.placement import MovePolicy
 
 RESULTS = Path(__file__).parents[1] / "results" / "routing.json"
@@ -147,7 +146,7 @@ def main(seeds: int) -> None:
         shares = ", ".join(f"{rule} {_mean(found, 'share'):.3f}" for rule, found in rules.items())
         click.echo(f"{machines} machines, {per_peer} a peer: {shares}")
         cases.append({"machines": machines, "per_peer": per_peer, "rules": rules})
-        write_atomically(RESULTS, (json.dumps(document, indent=1) + "\n").encode())
+        write_result(RESULTS, document)
 
 
 if __name__ == "__main__":

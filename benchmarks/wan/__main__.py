@@ -12,13 +12,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.outcome import now, result_head, work_folder, write_result
+from benchmarks.outcome import (
+    exit_if,
+    now,
+    refuse_other_losses,
+    result_head,
+    work_folder,
+    write_result,
+)
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.kept import added, kept_mixes
 from benchmarks.wan.measure import STAGES, Plan, measure_mix
@@ -109,22 +115,14 @@ def main(
             write_result(out, document)
     click.echo(f"\n{wan_markdown(document)}")
     click.echo(f"\nwritten to {out}")
-    _refuse_other_losses(document)
-    if missing:
-        click.echo(f"benchmark: not measured: {', '.join(missing)}", err=True)
-        sys.exit(1)
-
-
-def _refuse_other_losses(document: dict[str, Any]) -> None:
-    """Exit with an error when a contender's losses differ."""
-    found = [
-        f"{name}: {mix['loss_disagreement']}"
-        for name, mix in document["mixes"].items()
-        if mix["loss_disagreement"]
-    ]
-    if found:
-        click.echo(f"benchmark: the losses disagree: {'; '.join(found)}", err=True)
-        sys.exit(1)
+    refuse_other_losses(
+        [
+            f"{name}: {mix['loss_disagreement']}"
+            for name, mix in found.items()
+            if mix["loss_disagreement"]
+        ]
+    )
+    exit_if([f"not measured: {', '.join(missing)}"] if missing else [])
 
 
 if __name__ == "__main__":

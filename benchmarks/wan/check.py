@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.wan.mixes import Link
@@ -62,11 +62,7 @@ class LinkCheck:
         return found
 
     def document(self) -> dict[str, Any]:
-        return {
-            "machine": self.machine, "asked": self.asked.model_dump(), "up_mbit": self.up_mbit,
-            "down_mbit": self.down_mbit, "rtt_ms": self.rtt_ms,
-            "rtt_deviation_ms": self.rtt_deviation_ms,
-        }  # fmt: skip
+        return {**asdict(self), "asked": self.asked.model_dump()}
 
 
 def check_links(network: Network, machines: Iterable[str] | None = None) -> list[LinkCheck]:

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.handicap import EQUAL_SHARES_VARIABLE, INSTRUMENT
 from benchmarks.inside import prefix_of
 from benchmarks.pace import PACE_VARIABLE
-from benchmarks.run_data import TimedStep, read_steps
+from benchmarks.run_data import TimedStep, read_steps, timed_steps
 from benchmarks.wan.borders import border_table
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -66,13 +66,9 @@ def swarm(
         local.wait_for_exit()
     # Byte counts of links are written last.
     told = local.history() or finished
-    steps = [
-        TimedStep(step.step, step.loss, step.tokens, step.seconds, step.written_at)
-        for step in finished.steps
-    ]
     # Volunteers are started and named in the order of the members.
     stage_of = {f"volunteer-{n}": one.stage for n, one in enumerate(field.members, 1)}
-    return Outcome(steps, {"borders": border_table(told, stage_of, field.sizes)})
+    return Outcome(timed_steps(finished), {"borders": border_table(told, stage_of, field.sizes)})
 
 
 def torch_single(field: Field, work: Path) -> Outcome:

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's own name)
 from torch import Tensor, nn
 
-from benchmarks.pace import FORWARD_SHARE, Pace, pace_from_environment
+from benchmarks.pace import Pace, pace_from_environment
 from benchmarks.run_data import RunData
+from swarm_shared.base.memory import FORWARD_SHARE
 from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.llama import Stage

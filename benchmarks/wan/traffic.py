@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Self
+
+import numpy as np
 
 from benchmarks.wan.network import Network, Sample
 
@@ -27,12 +27,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -46,41 +41,26 @@ def bytes_between(
     samples: Sequence[Sample], begin: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes (sent, received) of each machine between two Unix times."""
-    at = [(_sent(samples, moment), _received(samples, moment)) for moment in (begin, end)]
-    (sent_before, received_before), (sent_after, received_after) = at
+    at = [one.at for one in samples]
     return (
-        {name: sent_after[name] - sent_before[name] for name in sent_after},
-        {name: received_after[name] - received_before[name] for name in received_after},
+        {
+            name: _growth(at, [one.sent[name] for one in samples], begin, end)
+            for name in samples[0].sent
+        },
+        {
+            name: _growth(at, [one.received[name] for one in samples], begin, end)
+            for name in samples[0].received
+        },
     )
 
 
 def busy_cores(samples: Sequence[Sample], begin: float, end: float) -> float:
     """Return the mean number of busy cores of this computer, by any process."""
-    times = [one.at for one in samples]
-    counts = [{"busy": one.busy_seconds} for one in samples]
-    first, last = (_interpolated(times, counts, moment)["busy"] for moment in (begin, end))
-    return (last - first) / (end - begin)
+    at, busy = [one.at for one in samples], [one.busy_seconds for one in samples]
+    return _growth(at, busy, begin, end) / (end - begin)
 
 
-def _sent(samples: Sequence[Sample], moment: float) -> dict[str, float]:
-    return _interpolated([one.at for one in samples], [one.sent for one in samples], moment)
-
-
-def _received(samples: Sequence[Sample], moment: float) -> dict[str, float]:
-    return _interpolated([one.at for one in samples], [one.received for one in samples], moment)
-
-
-def _interpolated(
-    times: Sequence[float], counts: Sequence[Mapping[str, float]], moment: float
-) -> dict[str, float]:
-    """Interpolate between the two nearest samples; use the nearest one outside their range."""
-    after = bisect_left(times, moment)
-    if after == 0 or after == len(times):
-        nearest = counts[0] if after == 0 else counts[-1]
-        return {name: float(count) for name, count in nearest.items()}
-    span = times[after] - times[after - 1]
-    share = (moment - times[after - 1]) / span if span > 0 else 1.0
-    return {
-        name: counts[after - 1][name] + share * (count - counts[after - 1][name])
-        for name, count in counts[after].items()
-    }
+def _growth(at: Sequence[float], counts: Sequence[float], begin: float, end: float) -> float:
+    """Return how much a counter grew, interpolated between samples and constant beyond them."""
+    before, after = np.interp((begin, end), at, counts)
+    return float(after - before)

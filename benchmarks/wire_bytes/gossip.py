@@ -19,8 +19,7 @@ _SENT = re.compile(r"\bbytes_sent:(\d+)")
 class Gossip:
     """Samples during the run; `total_bytes` sums the last sample of each socket."""
 
-    def __init__(self, program: str = "p2pd") -> None:
-        self._program = program
+    def __init__(self) -> None:
         self._sockets: dict[tuple[str, ...], int] = {}
         self.measurable = shutil.which("ss") is not None
 
@@ -43,7 +42,7 @@ class Gossip:
         for line in text.splitlines():
             if not line[:1].isspace():
                 owner, ends = _OWNER.search(line), tuple(line.split()[3:5])
-            elif owner is not None and owner["name"] == self._program:
+            elif owner is not None and owner["name"] == "p2pd":
                 sent = _SENT.search(line)
                 if sent is not None and int(owner["pid"]) in processes:
                     self._sockets[(owner["pid"], *ends)] = int(sent[1])

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.inside import run_inside, wrapped
@@ -23,29 +22,6 @@ from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PRO
 from swarm_shared.protocol.framing import PREFIX_BYTES, payload_parts
 
 NAMES = {CONTROL_PROTOCOL: "control", STAGE_PROTOCOL: "stage", TRANSFER_PROTOCOL: "transfer"}
-
-
-@dataclass(frozen=True, slots=True)
-class FramesSent:
-    """Frames of one kind to one remote; `targets_bytes` is part of the payload."""
-
-    remote: str
-    protocol: str
-    kind: str
-    frames: int
-    header_bytes: int
-    payload_bytes: int
-    targets_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionSent:
-    """One connection's bytes at the socket, the muxer's bytes in it, and Noise messages."""
-
-    remote: str
-    socket_bytes: int
-    muxer_bytes: int
-    noise_messages: int
 
 
 class Instrument:
@@ -61,24 +37,24 @@ class Instrument:
         """Objects kept alive because counters are keyed by their address."""
 
     def document(self) -> dict[str, Any]:
-        frames = [
-            FramesSent(*key, *(count[name] for name in _COUNTS))
-            for key, count in self._frames.items()
-        ]
+        """Frames sent by remote and kind, and each connection's bytes at the socket, those of the
+        muxer in them, and its Noise messages."""
         return {
             "peer": self.peer,
-            "frames": [asdict(one) for one in frames],
-            "connections": [asdict(self._connection(one)) for one in self._connections],
+            "frames": [
+                {"remote": remote, "protocol": protocol, "kind": kind, **count}
+                for (remote, protocol, kind), count in self._frames.items()
+            ],
+            "connections": [
+                {
+                    "remote": one.peer_id.to_base58(),
+                    "socket_bytes": self._socket_bytes[id(_transport(one._channel))],
+                    "muxer_bytes": one.sent_bytes,
+                    "noise_messages": self._messages[id(one._channel)],
+                }
+                for one in self._connections
+            ],
         }
-
-    def _connection(self, connection: YamuxConnection) -> ConnectionSent:
-        channel = connection._channel
-        return ConnectionSent(
-            remote=connection.peer_id.to_base58(),
-            socket_bytes=self._socket_bytes[id(_transport(channel))],
-            muxer_bytes=connection.sent_bytes,
-            noise_messages=self._messages[id(channel)],
-        )
 
     def counting(self) -> AbstractContextManager[None]:
         """Count everything that this process sends; relayed connections have no own socket."""
@@ -124,13 +100,12 @@ class Instrument:
             protocol = NAMES.get(stream.protocol, stream.protocol)
             kind, targets = _stage_kind(header, size) if protocol == "stage" else ("", 0)
             count = self._frames.setdefault((stream.remote, protocol, kind), Counter())
-            sizes = (1, PREFIX_BYTES + len(header), size, targets)
-            count.update(dict(zip(_COUNTS, sizes, strict=True)))
+            count.update(
+                frames=1, header_bytes=PREFIX_BYTES + len(header), payload_bytes=size,
+                targets_bytes=targets,
+            )  # fmt: skip
 
         return counted
-
-
-_COUNTS = ("frames", "header_bytes", "payload_bytes", "targets_bytes")
 
 
 def _stage_kind(header: bytes, size: int) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,8 @@ def _profile(field: Field, place: Path, way: tuple[str, ActivationCodec, int]) -
         "borders": [
             {
                 **{
-                    name: sorted(getattr(travels(machines, stage, measured), name))
-                    for name in ("activation", "gradient")
+                    way: sorted(seconds)
+                    for way, seconds in asdict(travels(machines, stage, measured)).items()
                 },
                 "least_seconds": _least(field, stage, codec),
             }

@@ -161,11 +161,7 @@ def _place_for(system: bool) -> UnitPlace:
             f"services are not supported on {sys.platform}; under Windows, install inside WSL with "
             "installers/windows/install.ps1, which also creates a task that starts it"
         )
-    if system:
-        return systemd.system_place()
-    return systemd.user_place(
-        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
-    )
+    return systemd.system_place() if system else systemd.user_place()
 
 
 def _systemd_place(system: bool, start: bool) -> UnitPlace:

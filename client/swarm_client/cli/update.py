@@ -89,8 +89,7 @@ def _service_restart() -> tuple[RunCommand, ...]:
         ours = path.exists() and program in path.read_text() and launchd.is_loaded(os.getuid())
         words = ("launchctl", "kickstart", "-k", f"gui/{os.getuid()}/{launchd.LABEL}")
         return (RunCommand(words),) if ours else ()
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
-    place = systemd.user_place(config)
+    place = systemd.user_place()
     if not place.unit.exists() or systemd.quote_word(program) not in place.unit.read_text():
         return ()
     if systemd.shown(place).get("ActiveState") != "active":

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from swarm_client.control.status_document import API_VERSION
 from swarm_shared.base import errors
-from swarm_shared.base.errors import SwarmError, UsageError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.json_messages import first_error
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """Maximum size of an answer: a status with a large run's peers. A request has at most 64 KiB."""
@@ -138,11 +137,3 @@ def version_mismatch(asked: object) -> ErrorReport:
         "service, and start it again",
         exit_code=errors.VersionError.exit_code,
     )
-
-
-def read_request(line: dict[str, Any]) -> ControlRequest:
-    """The parsed request, or the error to answer with."""
-    try:
-        return ControlRequest.model_validate(line)
-    except ValidationError as error:
-        raise UsageError(f"this is not a valid request: {first_error(error)}") from error

@@ -19,12 +19,12 @@ from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import (
     MAX_ANSWER_BYTES,
     MAX_LOG_LINES,
+    ControlRequest,
     ErrorReport,
     LogArguments,
     NoArguments,
     Refusal,
     error_report_of,
-    read_request,
     version_mismatch,
 )
 from swarm_client.control.status_document import API_VERSION, Status
@@ -84,7 +84,7 @@ class ControlSocketServer:
             await _refuse(lines, version_mismatch(asked))
             return
         try:
-            request = read_request(line)
+            request = _read(ControlRequest, line, "this is not a valid request")
             if request.method == "follow":
                 _read(NoArguments, request.arguments)
                 await self._stream(lines, self._follow)
@@ -151,11 +151,13 @@ class ControlSocketServer:
         return (await self.status()).model_dump(mode="json")
 
 
-def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:
+def _read(
+    kind: type[ArgumentsT], found: dict[str, Any], refusal: str = "invalid arguments"
+) -> ArgumentsT:
     try:
-        return kind.model_validate(arguments)
+        return kind.model_validate(found)
     except ValidationError as error:
-        raise UsageError(f"invalid arguments: {first_error(error)}") from error
+        raise UsageError(f"{refusal}: {first_error(error)}") from error
 
 
 async def _send(lines: LocalServerConnection, answer: dict[str, Any]) -> None:

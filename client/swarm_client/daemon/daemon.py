@@ -115,7 +115,6 @@ class Daemon:
         foreground: bool = False,
         notifier: Notifier | None = None,
         wall_clock: Clock = wall,
-        clock: Clock = monotonic,
     ) -> None:
         self.home = home
         self.identity = Identity.load_or_create(home.identity_path)
@@ -126,7 +125,7 @@ class Daemon:
         self._report = report
         self._foreground = foreground
         self._notifier = notifier or Notifier()
-        self._wall, self._clock = wall_clock, clock
+        self._wall = wall_clock
         self._started_at = wall_clock()
         self._stored_runs = known_runs.read(home.runs_path)
         self._saved_contribution_log = read_document(home.contribution_path, ContributionLog())
@@ -385,7 +384,7 @@ class Daemon:
         return self._status_builder.status(
             self.device_group, governor,
             DaemonFacts(
-                now=self._wall(), moment=self._clock(), started_at=self._started_at,
+                now=self._wall(), moment=monotonic(), started_at=self._started_at,
                 peer=self.identity.peer_id,
                 name=None if self._target is None else self._target.name,
                 runs=self._stored_runs.listed(),

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from swarm_client.governor.probes.machine import ProcessTree
-from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.base.clock import monotonic
 
 REPEAT_SECONDS = 5.0
 """Seconds between two applications of an unchanged limit; a thread created during one is bound by
@@ -24,9 +24,8 @@ the next."""
 class ProcessBinding:
     """Applies cores and niceness to a process tree."""
 
-    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
+    def __init__(self, process_tree: ProcessTree) -> None:
         self._process_tree = process_tree
-        self._clock = clock
         self._available = affinity(os.getpid())
         """Cores that the system gave this process; limits choose from these."""
         self._bound = False
@@ -43,9 +42,9 @@ class ProcessBinding:
         """Bind and renice. Cheap when nothing has changed."""
         pids = [member.pid for member in self._process_tree.members()]
         wanted = (cores, nice, tuple(pids))
-        if wanted == self._last and self._clock() - self._at < REPEAT_SECONDS:
+        if wanted == self._last and monotonic() - self._at < REPEAT_SECONDS:
             return
-        self._last, self._at = wanted, self._clock()
+        self._last, self._at = wanted, monotonic()
         allowed = chosen_cores(self._available, cores)
         for pid in pids:
             if allowed is not None and (self._bound or allowed != self._available):

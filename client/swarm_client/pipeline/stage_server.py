@@ -33,6 +33,7 @@ from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.slots import Buffer, Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.network import FrameLimits
@@ -68,9 +69,6 @@ ANSWER_STALL_SECONDS = 30.0
 microbatches occupy queue slots."""
 
 PAUSED_DETAIL = "this peer is paused"
-
-TOKEN_BYTES = 4
-"""Bytes of a token id or target on the wire (uint32)."""
 
 
 def stage_limits(manifest: Manifest) -> FrameLimits:
@@ -213,7 +211,7 @@ class StageServer:
         manifest, holding = self.membership.now.manifest, self.holding
         if holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
-        if not _has_parameters_for(holding, message):
+        if not holding.account.works_on(message.step):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
         if not self.gate.may_send(stream.remote, message.stage):
             # Wrong step rather than not admitted: the newer roster may not have arrived yet.
@@ -241,7 +239,7 @@ class StageServer:
             await self._send_answer(stream, work, answer)
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             self._report_failure(stream.remote, holding, message, error)
-            over = not _has_parameters_for(holding, message)
+            over = not holding.account.works_on(message.step)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
         finally:
@@ -326,11 +324,6 @@ class StageServer:
                 f"{remote} sent {memoryview(data).nbytes} bytes for a microbatch of stage "
                 f"{message.stage}, announced as {announced}; it takes {expected}"
             )
-
-
-def _has_parameters_for(holding: Holding, message: Forward) -> bool:
-    """Whether this peer has the parameters with which the message has to be computed."""
-    return holding.account.works_on(message.step)
 
 
 @dataclass(frozen=True, slots=True)

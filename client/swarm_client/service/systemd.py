@@ -7,6 +7,7 @@ sent to the manager only where one is running.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,9 @@ class UnitPlace:
         return self.folder / f"{self.target}.wants" / UNIT
 
 
-def user_place(config_folder: Path) -> UnitPlace:
-    return UnitPlace(config_folder / "systemd" / "user", "default.target", ("systemctl", "--user"))
+def user_place() -> UnitPlace:
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
+    return UnitPlace(config / "systemd" / "user", "default.target", ("systemctl", "--user"))
 
 
 def system_place() -> UnitPlace:

@@ -46,8 +46,7 @@ def joined_ranges(manifest: Manifest, leaves: Sequence[LeafId]) -> list[WebRange
     for one in sorted(leaves):
         size = leaf_shape(manifest, one).size_bytes
         last = found[-1] if found else None
-        follows = last is not None and (last.shard, last.first_leaf + len(last.sizes)) == one
-        if last is not None and follows:
+        if last is not None and (last.shard, last.first_leaf + len(last.sizes)) == one:
             found[-1] = WebRange(last.shard, last.first_leaf, (*last.sizes, size))
         else:
             found.append(WebRange(one.shard, one.leaf, (size,)))

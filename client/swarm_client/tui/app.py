@@ -21,7 +21,7 @@ from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, val
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.dialogs import Choose, Confirm, Fill
+from swarm_shared.tui.dialogs import Choose, Fill
 from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, line
@@ -123,15 +123,18 @@ class ClientApp(_View):
         elif index == SETTINGS_PANE:
             self.load_settings()
 
+    @property
+    def _is_paused(self) -> bool:
+        return self.document is not None and self.document.state is DaemonState.PAUSED
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Hide keys that have no effect at present."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
-        paused = self.document is not None and self.document.state is DaemonState.PAUSED
         if action == "resume":
-            return paused
+            return self._is_paused
         if action == "pause":
-            return not paused
+            return not self._is_paused
         return True
 
     # -------------------------------------------------------------- requests
@@ -153,7 +156,7 @@ class ClientApp(_View):
 
     @work
     async def action_resume(self) -> None:
-        if await self._sure("Resume?", "This machine computes again.", "Yes, resume"):
+        if await self.sure("Resume?", "This machine computes again.", "Yes, resume"):
             self.ask("resume", {}, "Resumed.")
 
     @work
@@ -162,11 +165,8 @@ class ClientApp(_View):
             "It completes what it has in flight, hands its stage over, and stops. `swarm-client "
             "join` starts it again."
         )
-        if await self._sure("Finish and stop?", text, "Yes, finish and stop"):
+        if await self.sure("Finish and stop?", text, "Yes, finish and stop"):
             self.ask("finish", {}, "Finishing: what is in flight is completed first.")
-
-    async def _sure(self, title: str, text: str, yes: str) -> bool:
-        return await self.push_screen_wait(Confirm(title, text, yes)) == 1
 
     @work(exclusive=True, group="settings")
     async def load_settings(self) -> None:
@@ -217,8 +217,7 @@ class ClientApp(_View):
         self.query_one(LogPane).end_filter(keep=False)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        paused = self.document is not None and self.document.state is DaemonState.PAUSED
-        if paused:
+        if self._is_paused:
             yield SystemCommand("Resume", "Compute again", self.action_resume)
         else:
             yield SystemCommand("Pause", "For a time, or until resumed", self.action_pause)

@@ -18,7 +18,7 @@ from swarm_coordinator.tui.tables import BANS, CONTRIBUTORS, PEERS
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.dialogs import Confirm, Fill, Page
+from swarm_shared.tui.dialogs import Fill, Page
 from swarm_shared.tui.source import DocumentReceived, Event, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
 from swarm_shared.tui.terminal_style import Look
@@ -152,7 +152,7 @@ class RunApp(ViewApp[RunDocument]):
             f"{row.peer} is excluded from the run at once, in every admission mode, until it is "
             "unbanned."
         )
-        if await self._sure(f"Ban {row.name}?", text, "Yes, ban it"):
+        if await self.sure(f"Ban {row.name}?", text, "Yes, ban it"):
             await self._change("ban", {"peer": row.peer, "reason": printable(reason)})
 
     @work(exclusive=True, group="ban")
@@ -162,11 +162,8 @@ class RunApp(ViewApp[RunDocument]):
         if row is None:
             return
         text = f"The admission mode decides whether {row.peer} may join again."
-        if await self._sure(f"Lift the ban of {row.name}?", text, "Yes, unban it"):
+        if await self.sure(f"Lift the ban of {row.name}?", text, "Yes, unban it"):
             await self._change("unban", {"peer": row.peer})
-
-    async def _sure(self, title: str, text: str, yes: str) -> bool:
-        return await self.push_screen_wait(Confirm(title, text, yes)) == 1
 
     async def _change(self, method: str, arguments: dict[str, Any]) -> None:
         try:

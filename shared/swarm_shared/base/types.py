@@ -30,6 +30,8 @@ MAX_REDUCTION_MEMBERS: Final = 4096
 """Most members of one all-reduce."""
 MAX_EXACT_INTEGER: Final = 2**53 - 1
 """Largest whole number that JSON readers, SQLite and floats all hold exactly."""
+MAX_SENTENCE_CHARACTERS: Final = 500
+"""Characters of a sentence for people; program code cuts longer ones."""
 MAX_MAGNITUDE: Final = 1e100
 """Largest number accepted from a peer; sums and products over many peers stay finite."""
 
@@ -99,7 +101,7 @@ Credit = Magnitude
 
 # ---------------------------------------------------------------- texts
 
-Text = Annotated[str, Field(max_length=500)]
+Text = Annotated[str, Field(max_length=MAX_SENTENCE_CHARACTERS)]
 """A sentence for people: a reason, a device's name."""
 Address = Annotated[str, Field(max_length=300)]
 """A multiaddr."""

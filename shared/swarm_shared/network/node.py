@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 from libp2p.peer.id import ID
@@ -75,7 +76,7 @@ class Node:
         self._inbound = Inbound(max_inbound_streams_per_peer)
         self._watch = ChangeWatch(self._network_changed)
         self._links = links = Links(swarm, lambda: self._watch.interfaces)
-        self._relays = RelayClient(links, self._connect_to_relay)
+        self._relays = RelayClient(links, partial(self.connect, from_listening_port=True))
         self._own = OwnAddresses(links, self._relays)
         self._puncher = HolePuncher(links, self._own)
         self._dialer = Dialer(links, self._own, self._relays, self._puncher)
@@ -280,9 +281,6 @@ class Node:
             await listener.close()
 
     # Its own addresses
-
-    async def _connect_to_relay(self, relay: PeerId, addresses: Sequence[str]) -> None:
-        await self.connect(relay, addresses, from_listening_port=True)
 
     async def _ask_observed(self, peer: PeerId) -> None:
         best = self._links.best(peer)

@@ -21,7 +21,7 @@ from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.text import duration_text, printable
-from swarm_shared.tui.dialogs import Page
+from swarm_shared.tui.dialogs import Confirm, Page
 from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import (
     D,
@@ -217,6 +217,10 @@ class ViewApp(App[None], Generic[D]):
         self.handle_event(event)
         if not isinstance(event, LogReceived):
             self.show()
+
+    async def sure(self, title: str, text: str, yes: str) -> bool:
+        """Whether a person confirms; to be called in a worker."""
+        return await self.push_screen_wait(Confirm(title, text, yes)) == 1
 
     @work(group="act")
     async def ask(self, method: str, arguments: Mapping[str, Any], done: str) -> None:

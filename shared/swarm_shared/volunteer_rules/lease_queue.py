@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_shared.base.types import Step
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
 from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
-
-MAX_REASON_CHARACTERS = 500
-"""Characters of the reason of a hand-back; longer ones are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ def handed_back(lease: Lease, leased: LeasedMicrobatch, reason: str) -> LeaseRes
     """The message that returns a microbatch to the coordinator."""
     return LeaseResult(
         step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
-        ok=False, reason=reason[:MAX_REASON_CHARACTERS],
+        ok=False, reason=reason[:MAX_SENTENCE_CHARACTERS],
     )  # fmt: skip
 
 

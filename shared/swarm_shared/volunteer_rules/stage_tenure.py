@@ -30,7 +30,7 @@ from enum import Enum, auto
 from typing import NewType
 
 from swarm_shared.base.backoff import backoff_seconds
-from swarm_shared.base.types import StageIndex
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, StageIndex
 from swarm_shared.protocol import AssignStage, Ready, SyncFailed
 
 WORKER_BACKOFF_SECONDS = 2.0
@@ -38,9 +38,6 @@ WORKER_BACKOFF_SECONDS = 2.0
 
 MAX_WORKER_BACKOFF_SECONDS = 60.0
 """Longest of these pauses."""
-
-MAX_REASON_CHARACTERS = 500
-"""Characters of a failure's reason; longer ones are cut."""
 
 TenureNumber = NewType("TenureNumber", int)
 """Identifies one tenure; never reused."""
@@ -258,7 +255,7 @@ class StageTenures:
                 Send(
                     SyncFailed(
                         stage=assignment.stage, version=assignment.version,
-                        reason=reason[:MAX_REASON_CHARACTERS],
+                        reason=reason[:MAX_SENTENCE_CHARACTERS],
                     )
                 )
             )  # fmt: skip

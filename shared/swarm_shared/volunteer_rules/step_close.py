@@ -43,7 +43,14 @@ from enum import Enum, auto
 from typing import ClassVar, Generic, NewType
 
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import (
+    MAX_SENTENCE_CHARACTERS,
+    MicrobatchIndex,
+    PeerId,
+    StageIndex,
+    Step,
+    Version,
+)
 from swarm_shared.protocol import (
     AbortRound,
     Applied,
@@ -65,9 +72,6 @@ MAX_QUEUED_ORDERS = 256
 """Maximum number of orders that wait to be carried out; each takes a moment."""
 
 _NEXT_LOST = "the next stage was lost"
-MAX_REASON_CHARACTERS = 500
-"""Characters of a failure's reason in a report; longer ones are cut."""
-
 WorkNumber = NewType("WorkNumber", int)
 """Identifies one piece of work; never reused by the same object."""
 
@@ -464,7 +468,7 @@ class StepClose(Generic[ReceiptT]):
             case ApplyStep() as apply:
                 self._apply_failed(execution.session, apply, reason)
             case SaveState(request=asked):
-                why = reason[:MAX_REASON_CHARACTERS]
+                why = reason[:MAX_SENTENCE_CHARACTERS]
                 failure = SnapshotFailed(version=asked.version, stage=asked.stage, reason=why)
                 self._send(execution.session, failure)
 
@@ -554,7 +558,7 @@ class StepClose(Generic[ReceiptT]):
         order = work.order
         report = RoundReport(
             step=order.step, attempt=order.attempt, ok=False, reset=True,
-            reason=reason[:MAX_REASON_CHARACTERS],
+            reason=reason[:MAX_SENTENCE_CHARACTERS],
         )  # fmt: skip
         self._send(session, report)
         self._drop_prepared()
@@ -682,6 +686,6 @@ def _failure(
     not_finite: bool = False,
 ) -> RoundReport:
     return RoundReport(
-        step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_REASON_CHARACTERS],
+        step=close.step, attempt=close.attempt, ok=False, reason=reason[:MAX_SENTENCE_CHARACTERS],
         missing=missing, reset=reset, not_finite=not_finite,
     )  # fmt: skip

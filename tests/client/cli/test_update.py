@@ -45,7 +45,7 @@ class Machine:
         self.program(tool, then)
 
     def service(self, program: str) -> None:
-        unit = systemd.user_place(self.home / ".config").unit
+        unit = systemd.user_place().unit
         unit.parent.mkdir(parents=True)
         unit.write_text(systemd.unit_text((program, "daemon"), system=False))
 

@@ -82,7 +82,7 @@ from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId
 from swarm_shared.identity.linear_digest import DigestKey
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,6 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 P2PD_DIED_STATUS = 3
 """Exit status of this process when p2pd has ended."""
-MAX_REASON_CHARACTERS = 500
-"""Bound on an exception's text in an answer."""
 
 RequestT = TypeVar("RequestT", bound=Numbered)
 
@@ -246,7 +244,7 @@ class Worker:
             answer = await work(message)
         except Exception as error:  # a supervisor: hivemind's DHT raises any kind of exception
             logger.exception("a directory request failed")
-            answer = DirectoryRequestFailed(reason=f"{error!r}"[:MAX_REASON_CHARACTERS])
+            answer = DirectoryRequestFailed(reason=f"{error!r}"[:MAX_SENTENCE_CHARACTERS])
         self.link.send(answer.numbered(message.request))
 
 
@@ -256,7 +254,7 @@ def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
 
 
 def _stopped(reason: str) -> RoundFailureReport:
-    return RoundFailureReport(reason=reason[:MAX_REASON_CHARACTERS], failure=RoundFailure.STOPPED)
+    return RoundFailureReport(reason=reason[:MAX_SENTENCE_CHARACTERS], failure=RoundFailure.STOPPED)
 
 
 async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAveraging) -> int:

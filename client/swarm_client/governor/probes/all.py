@@ -8,6 +8,8 @@ from datetime import date
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
@@ -19,7 +21,6 @@ from swarm_client.governor.probes.machine import (
     CpuProbe,
     DiskProbe,
     ProcessTree,
-    machine_memory,
     on_batteries,
 )
 from swarm_client.governor.probes.readings import GpuReading, Readings
@@ -56,12 +57,12 @@ class SystemProbes:
 
     def read_system(self) -> Readings:
         """Processor shares are since the previous reading; None at the first."""
-        total_bytes, available_bytes = machine_memory()
+        memory = psutil.virtual_memory()
         self._last = replace(
             self._last,
             on_batteries=self._on_batteries(),
-            memory_total_bytes=total_bytes,
-            memory_available_bytes=available_bytes,
+            memory_total_bytes=memory.total,
+            memory_available_bytes=memory.available,
             own_memory_bytes=self._own_memory(),
             disk_free_bytes=self.disk.free_bytes(),
             disk_used_bytes=self.disk.used(),

@@ -112,15 +112,6 @@ class CachedReading(Generic[T]):
         self._asked_at = self._clock() - self._seconds
 
 
-def machine_memory() -> tuple[int | None, int | None]:
-    """Bytes in all, and bytes available."""
-    try:
-        memory = psutil.virtual_memory()
-    except (OSError, psutil.Error):
-        return None, None
-    return memory.total, memory.available
-
-
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files below; files that vanish meanwhile count nothing."""
     total = 0
