@@ -95,7 +95,7 @@ def _end_of_step(swarm: Swarm, steps: int) -> tuple[float, float]:
     """Simulate some steps; return the time, and the microbatches possible until then."""
     wanted = len(swarm.applied) + steps
     swarm.event_heap.run_until(END_SECONDS, lambda: len(swarm.applied) >= wanted)
-    swarm.meter.finish()
+    swarm.meter.account()
     return swarm.event_heap.now, swarm.meter.made
 
 

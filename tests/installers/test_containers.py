@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kits.installers.command_lines import PROGRAMS, parse
-from swarm_coordinator.dashboard.app import AppContext, build_app
+from swarm_coordinator.dashboard.app import build_app
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_shared import SOFTWARE_VERSION
 
@@ -136,7 +136,7 @@ def test_prometheus_reads_what_the_coordinator_serves_and_the_rules_that_exist()
     host, port = start["http"].rsplit(":", 1)
     assert host == "0.0.0.0", "at a loopback address other names are refused"
     assert job["static_configs"] == [{"targets": [f"coordinator:{port}"]}]
-    app = build_app(AppContext(cast(SnapshotLoop, None), "token", lambda snapshot: b""))
+    app = build_app(cast(SnapshotLoop, None), "token", lambda snapshot: b"")
     assert job["metrics_path"] in {getattr(route, "path", "") for route in app.routes}
     mounted = {v.split(":")[1] for v in SERVICES["prometheus"]["volumes"] if ":" in v}
     for name in settings["rule_files"]:

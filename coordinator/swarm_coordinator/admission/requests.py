@@ -9,12 +9,12 @@ itself). The command line is in `swarm_coordinator.cli.admission`, the rules in
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, assert_never
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from swarm_coordinator.admission.authority import WriteRecord
 from swarm_coordinator.admission.book import (
     AdmissionBook,
     AdmissionMode,
@@ -31,6 +31,7 @@ from swarm_coordinator.admission.book import (
 )
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.document import AdmissionStatus, BanRow
+from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import SignatureError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import first_error
@@ -63,36 +64,34 @@ class AdmissionChange:
     details: dict[str, Any] = field(default_factory=dict)
     warning: str = ""
 
+    def answer(self, effect: str) -> dict[str, Any]:
+        """The answer to the request, with a sentence about the effect."""
+        text = "; ".join(part for part in (self.text, effect) if part)
+        return {"ok": True, "text": text, "warning": self.warning, "details": self.details}
 
-@dataclass(slots=True)
-class Administration:
-    """Executes requests one after the other; `write` makes a record durable first."""
 
-    folder: RunFolder
-    mode: AdmissionMode
-    organiser: PeerId
-    book: AdmissionBook
-    write: Callable[[AdmissionRecord], Awaitable[None]]
-    clock: Callable[[], float]
+async def carry_out(
+    request: Request, folder: RunFolder, mode: AdmissionMode, organiser: PeerId,
+    book: AdmissionBook, write: WriteRecord, clock: Clock,
+) -> tuple[AdmissionChange, tuple[PeerId, ...]]:  # fmt: skip
+    """Execute a request, whose record `write` makes durable first; returns the change and the
+    peers whose right to take part may be affected."""
+    change = plan(book, mode, organiser, request, clock())
+    if change.record is None:
+        return change, ()
+    await write(change.record)
+    book.enter(change.record, clock())
+    if isinstance(change.record, TokenRevoked):
+        _forget_standing_token(folder, book, change.record.token)
+    return change, book.affected_by(change.record)
 
-    async def carry_out(self, request: Request) -> tuple[AdmissionChange, tuple[PeerId, ...]]:
-        """Execute a request; returns the change and the peers whose right to take part may be
-        affected."""
-        change = plan(self.book, self.mode, self.organiser, request, self.clock())
-        if change.record is None:
-            return change, ()
-        await self.write(change.record)
-        self.book.enter(change.record, self.clock())
-        if isinstance(change.record, TokenRevoked):
-            self._forget_standing_token(change.record.token)
-        return change, self.book.affected_by(change.record)
 
-    def _forget_standing_token(self, token: int) -> None:
-        """Delete a revoked standing token, which must not be printed in invites any more."""
-        if self.folder.token_file.exists():
-            found = self.book.token_of(self.folder.admission_token())
-            if found is not None and found.token == token:
-                self.folder.token_file.unlink(missing_ok=True)
+def _forget_standing_token(folder: RunFolder, book: AdmissionBook, token: int) -> None:
+    """Delete a revoked standing token, which must not be printed in invites any more."""
+    if folder.token_file.exists():
+        found = book.token_of(folder.admission_token())
+        if found is not None and found.token == token:
+            folder.token_file.unlink(missing_ok=True)
 
 
 def parse_request(question: dict[str, Any]) -> Request:

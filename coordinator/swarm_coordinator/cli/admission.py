@@ -27,13 +27,13 @@ from swarm_coordinator.admission.book import (
     TokenRevoked,
 )
 from swarm_coordinator.admission.requests import (
-    Administration,
     CreateToken,
     Request,
+    carry_out,
     requests,
     token_document,
 )
-from swarm_coordinator.cli.run import RUN_DIR, run_addresses
+from swarm_coordinator.cli.run import AS_JSON, RUN_DIR, run_addresses
 from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.durability.run_files import (
     database_location,
@@ -75,7 +75,6 @@ _ERRORS: dict[int, type[SwarmError]] = {
 
 PEER = click.argument("peer")
 REASON = click.option("--reason", default="", help="Reason sent to the peer and shown by `status`.")
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 # ---------------------------------------------------------------- executing a request
@@ -121,21 +120,14 @@ async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any
     settings, organiser = load_settings(folder), load_identity(folder).peer_id
     store = open_store(database_location(folder))
     try:
-        administration = Administration(
-            folder,
-            settings.admission.mode,
-            organiser,
-            store.read(read_admission),
-            store.write,
-            wall,
-        )
-        change, concerned = await administration.carry_out(request)
+        change, concerned = await carry_out(
+            request, folder, settings.admission.mode, organiser, store.read(read_admission),
+            store.write, wall,
+        )  # fmt: skip
     finally:
         store.close()
-    said = change.text
-    if concerned:
-        said += "; no coordinator is running, so it takes effect at the next start"
-    return {"ok": True, "text": said, "warning": change.warning, "details": change.details}
+    effect = "no coordinator is running, so it takes effect at the next start"
+    return change.answer(effect if concerned else "")
 
 
 def _change(run_dir: Path, peer: str, kind: Callable[..., Request], **values: str) -> None:

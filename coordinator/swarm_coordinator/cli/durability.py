@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.run import AS_JSON, RUN_DIR
 from swarm_coordinator.durability.backup import is_backup, make_backup, read_summary, verify_backup
 from swarm_coordinator.durability.integrity_check import (
     IntegrityFinding,
@@ -27,7 +27,7 @@ from swarm_shared.base.errors import UsageError
 
 @click.command("verify")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@AS_JSON
 @click.option(
     "--set-aside",
     "aside",

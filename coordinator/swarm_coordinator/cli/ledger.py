@@ -106,16 +106,10 @@ def _provable(run: RunId, one: VerdictRecord) -> Verdict | SumVerdict:
     """The verdict as the ledger carries it; ProtocolError if it does not follow from its
     evidence."""
     if one.evidence is None or one.microbatch is None:
-        of_sums = SumVerdict(
-            step=one.step, stage=one.stage, peer=one.peer, owner=one.owner,
-            void_after=one.void_after, statements=one.statements,
-        )  # fmt: skip
+        of_sums = SumVerdict.model_validate(one, from_attributes=True)
         check_sum_verdict(run, of_sums)
         return of_sums
-    verdict = Verdict(
-        step=one.step, microbatch=one.microbatch, stage=one.stage, peer=one.peer, owner=one.owner,
-        void_after=one.void_after, evidence=one.evidence,
-    )  # fmt: skip
+    verdict = Verdict.model_validate(one, from_attributes=True)
     check_verdict(run, verdict)
     return verdict
 

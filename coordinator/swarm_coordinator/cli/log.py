@@ -13,7 +13,7 @@ import click
 
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest
-from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted
 from swarm_coordinator.tracking.follow import follow
 from swarm_coordinator.tracking.metrics_reader import read_metrics
 from swarm_coordinator.tracking.targets import (
@@ -27,7 +27,7 @@ from swarm_coordinator.tracking.targets import (
     WeightsAndBiases,
 )
 from swarm_coordinator.tracking.trace_reader import StepTrace, read_traces
-from swarm_shared.base.atomic_file import make_folder, storage_error
+from swarm_shared.base.atomic_file import make_folder
 from swarm_shared.base.errors import UsageError
 from swarm_shared.identity.signed_manifest import run_id_of
 
@@ -108,10 +108,8 @@ def _traces(run: TrackedRun, endpoint: str | None) -> Target[StepTrace]:
 def _position_file(run: TrackedRun, target: str) -> Path | None:
     """Return the file that says where to continue; it counts only together with the output."""
     if target != JSON_LINES:
-        try:
+        with disk_errors(run.output):
             make_folder(run.output)
-        except OSError as error:
-            raise storage_error(run.output, error) from error
         return run.output / f"{run.id}.position"
     if run.output == STANDARD_OUTPUT:
         return None

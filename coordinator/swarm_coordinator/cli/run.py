@@ -62,6 +62,7 @@ LOG_BYTES = 10 * 2**20
 LOG_FILES = 3
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 _CHANGEABLE = (
     "[training] steps",
@@ -447,7 +448,7 @@ def _free_port(host: str) -> int:
 
 @click.command("status")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@AS_JSON
 def status_command(run_dir: Path, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
     folder = RunFolder.open(run_dir)
@@ -517,7 +518,7 @@ def dashboard_command(run_dir: Path) -> None:
 
 @click.command("history")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@AS_JSON
 def history_command(run_dir: Path, as_json: bool) -> None:
     """Print every applied step of the run in RUN_DIR; needs no running coordinator."""
     found = history(database_location(RunFolder.open(run_dir)))

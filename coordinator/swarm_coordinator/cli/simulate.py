@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.durability.run_files import load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -33,7 +34,7 @@ MAX_FOLLOWED_MACHINES = 200
 
 
 @click.command("simulate")
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@RUN_DIR
 @click.option(
     "--fleet",
     required=True,

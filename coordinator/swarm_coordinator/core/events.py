@@ -92,7 +92,6 @@ class AuditAnswered:
     statement: AuditStatement | None
     envelope: str
     """The signed statement in base64, as evidence; empty without one."""
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +468,6 @@ class CloseSession:
     """End a peer's session after its outbox has been sent."""
 
     peer: PeerId
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,7 +367,7 @@ def _drop_silent_peers(run: RunState, now: float) -> None:
     """Close the sessions of peers without a message for `dead_after_seconds`."""
     limit = run.manifest.limits.dead_after_seconds
     for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
-        run.commands.append(CloseSession(peer.peer, "silent for too long"))
+        run.commands.append(CloseSession(peer.peer))
         _drop(run, peer.peer, f"silent for more than {limit:g} s", now)
 
 
@@ -506,7 +506,7 @@ def _attach_after_end(run: RunState, event: PeerAttached) -> None:
 def _say_run_is_over(run: RunState, peer: PeerId) -> None:
     reason = f"the run has finished after {run.history.version} steps; nothing is left to compute"
     run.send(peer, Goodbye(finished=True, reason=reason))
-    run.commands.append(CloseSession(peer, "the run has finished"))
+    run.commands.append(CloseSession(peer))
 
 
 def _stop(run: RunState, requested_at: float, now: float) -> None:
@@ -525,6 +525,6 @@ def _stop(run: RunState, requested_at: float, now: float) -> None:
     enter_phase(run, RunPhase.STOPPING)
     for peer in run.peers.values():
         run.send(peer.peer, Goodbye(reason="the coordinator is stopping"))
-        run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
+        run.commands.append(CloseSession(peer.peer))
     run.note(f"stopped after step {run.history.version}")
     run.commands.append(ShutDown())

@@ -19,7 +19,7 @@ from pathlib import Path
 import anyio
 
 from swarm_coordinator.configuration.http_address import tls_context
-from swarm_coordinator.dashboard.app import AppContext, build_app
+from swarm_coordinator.dashboard.app import build_app
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.http_server import HttpServer
 from swarm_coordinator.dashboard.middleware import GuardMiddleware
@@ -47,9 +47,7 @@ class Dashboard:
         self.snapshot_loop = SnapshotLoop(
             folder, manifest, DatabaseReader(database_location(folder), shares)
         )
-        self.app = build_app(
-            AppContext(self.snapshot_loop, folder.dashboard_token(), self._metrics)
-        )
+        self.app = build_app(self.snapshot_loop, folder.dashboard_token(), self._metrics)
         http = load_settings(folder).http
         hosts = frozenset(name.lower() for name in http.hosts)
         self.guard = GuardMiddleware(self.app, hosts=hosts)

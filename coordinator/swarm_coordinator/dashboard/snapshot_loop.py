@@ -17,7 +17,7 @@ from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.status_file import read_status
-from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.manifest import Manifest
 
@@ -35,7 +35,6 @@ class SnapshotLoop:
     folder: RunFolder
     manifest: Manifest
     reader: DatabaseReader
-    clock: Clock = wall
     hub: EventHub = field(default_factory=EventHub)
     snapshot: Snapshot | None = None
     failures: int = 0
@@ -59,7 +58,7 @@ class SnapshotLoop:
             await anyio.sleep(READ_INTERVAL_SECONDS)
 
     async def refresh(self) -> None:
-        now = self.clock()
+        now = wall()
         status = await anyio.to_thread.run_sync(read_status, self.folder.status)
         if status is None:
             return

@@ -11,7 +11,6 @@ its name only when it is complete and has been read back. `durability.restore` r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,14 +24,14 @@ from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.journal_audit import StepShape, database_problems
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
-from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
+from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted, read_bytes
 from swarm_coordinator.run_dir.initial_states import initial_files
+from swarm_coordinator.run_dir.state_files import file_sha256
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import (
     PRIVATE_MODE,
     make_folder,
-    storage_error,
     sync_folder,
     sync_tree,
     write_atomically,
@@ -96,7 +95,7 @@ def make_backup(
         raise UsageError(f"{out} is there already; choose another name for the backup")
     manifest = load_manifest(folder)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
+    with disk_errors(out):
         make_folder(out.parent)
         partial.mkdir(mode=0o700)
         try:
@@ -107,11 +106,8 @@ def make_backup(
             verify_backup(partial)
             partial.rename(out)
             sync_folder(out.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise storage_error(out, error) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # does nothing after the rename
     _record_backup(folder, out)
     return summary
 
@@ -188,12 +184,7 @@ def _copy(path: Path, target: Path, private: bool = False) -> None:
 def _file_list(folder: Path) -> Iterator[SavedFile]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = str(PurePosixPath(path.relative_to(folder)))
-        yield SavedFile(path=name, bytes=path.stat().st_size, sha256=_hash(path))
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        yield SavedFile(path=name, bytes=path.stat().st_size, sha256=file_sha256(path))
 
 
 # ---------------------------------------------------------------- verifying one
@@ -225,7 +216,7 @@ def verify_backup(path: Path) -> BackupSummary:
             size = file.stat().st_size
             if size != saved.bytes:
                 problems.append(f"{saved.path} has {size} bytes and had {saved.bytes}")
-            elif _hash(file) != saved.sha256:
+            elif file_sha256(file) != saved.sha256:
                 problems.append(f"{saved.path} has another hash")
         except OSError as error:
             problems.append(f"{saved.path} cannot be read ({error.strerror})")

@@ -84,7 +84,7 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
     checkpoint = None
     for version in [v for v in checkpoints.versions() if Version(v) in known][:1]:
         with inspection.finding("checkpoint", version):
-            checkpoint = _checked(checkpoints, Version(version), known)
+            checkpoint = checkpoints.verify(version, known)
     if not known or manifest.model.has_adapters:
         inspection.check_initial_states(manifest)
     return checkpoint, inspection.result(manifest)
@@ -182,7 +182,7 @@ class _Inspection:
         for version in checkpoints.versions():
             with self.finding("checkpoint", version):
                 try:
-                    _checked(checkpoints, Version(version), known)
+                    checkpoints.verify(version, known)
                 except StorageError:
                     if version not in checkpoints.versions():
                         continue  # it was pruned meanwhile
@@ -195,17 +195,6 @@ class _Inspection:
             self._findings.append(
                 IntegrityFinding("checkpoint", f"the checkpoint {newest} is missing")
             )
-
-
-def _checked(
-    checkpoints: CheckpointFolder, version: Version, known: dict[Version, CheckpointRecord]
-) -> CheckpointRecord:
-    record = checkpoints.verify(version)
-    if version in known and record != known[version]:
-        raise StorageError(
-            f"the checkpoint {checkpoints.folder(version)} is not the one that the database lists"
-        )
-    return record
 
 
 # ---------------------------------------------------------------- what to continue from

@@ -24,7 +24,12 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.database import check_pages, open_for_reading
 from swarm_coordinator.storage.journal import JournalRecord, digest
-from swarm_coordinator.storage.records import float_or_nan, read_step, read_stored_stages
+from swarm_coordinator.storage.records import (
+    float_or_nan,
+    read_generation,
+    read_step,
+    read_stored_stages,
+)
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, Version
 from swarm_shared.run.manifest import Manifest
@@ -190,9 +195,7 @@ def _check_outcome(connection: Connection, replay: _Replay) -> Iterator[str]:
     for step in sorted(replay.live.keys() & counting.keys()):
         if replay.live[step] != counting[step]:
             yield f"table applied_steps: step {step} counts as it was before a roll-back"
-    highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
-        0
-    ]
+    highest = read_generation(connection)
     if highest != replay.generation:
         yield f"table generations: the last is {highest}, the journal's is {replay.generation}"
 

@@ -105,28 +105,28 @@ def refusals_explained(hub: ModuleType, repository: Repository) -> Iterator[None
         said = error.server_message or f"HTTP status {code}"
         if code in (401, 403):
             raise ConfigurationError(
-                f"{site} refuses access to {name} ({_line(said)}); log in with `hf auth "
+                f"{site} refuses access to {name} ({first_line(said)}); log in with `hf auth "
                 "login`, or set HF_TOKEN to a token that has the right"
             ) from error
         raise NetworkError(
-            f"{site} refuses the request for {name} ({_line(said)}); try again later"
+            f"{site} refuses the request for {name} ({first_line(said)}); try again later"
         ) from error
     except (errors.HTTPError, errors.LocalEntryNotFoundError, ConnectionError) as error:
         # A connection that failed, or that HF_HUB_OFFLINE forbids.
         reason = error.__cause__ or error  # the error itself tells of the cache
         raise NetworkError(
-            f"{site} cannot be reached for {name} ({_line(str(reason))}); check the "
+            f"{site} cannot be reached for {name} ({first_line(str(reason))}); check the "
             "connection and HF_ENDPOINT"
         ) from error
     except OSError as error:
         if error.errno is None:  # the package's own: a file without or of another size
             raise NetworkError(
-                f"{site} has not sent a file of {name} in full ({_line(str(error))}); try again "
-                "later"
+                f"{site} has not sent a file of {name} in full ({first_line(str(error))}); try "
+                "again later"
             ) from error
         raise storage_error(Path(error.filename or hub.constants.HF_HUB_CACHE), error) from error
 
 
-def _line(text: str) -> str:
+def first_line(text: str) -> str:
     """The first line of a remote's text, safe to print."""
     return printable((text.strip().splitlines() or [""])[0])[:200]

@@ -16,6 +16,7 @@ from swarm_coordinator.model_hub.access import (
     Repository,
     absence_explained,
     bars_on_terminals_only,
+    first_line,
     hub_package,
     is_name,
     refusals_explained,
@@ -145,10 +146,9 @@ def fetch_file(dataset: HubDataset, file: HubFile) -> Path:
                 )
             )
         except RuntimeError as error:  # what hf_xet raises for most of its failures
-            reason = printable((str(error).strip().splitlines() or [""])[0])[:200]
             raise NetworkError(
-                f"{file.path} of {dataset.name} cannot be fetched ({reason}); check the "
-                "connection and start again"
+                f"{file.path} of {dataset.name} cannot be fetched ({first_line(str(error))}); "
+                "check the connection and start again"
             ) from error
 
 

@@ -33,8 +33,6 @@ from swarm_shared.run.model_config import ModelConfig, RopeScaling
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _CONFIG_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
-_PEFT_PREFIX = "base_model.model."
-"""What peft puts before the names of a model's parameters."""
 MODEL_CARD = "README.md"
 _OTHER_FILES = (MODEL_CARD, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -70,11 +68,12 @@ def export_huggingface(
     check_range(merged, dtype)
     _make_unloadable(out_dir)
     write_weights(merged, out_dir, dtype, shard_bytes)
-    _write_tokenizer(out_dir, manifest, tokenizer)
-    generation = _generation_config(manifest.model, tokenizer.end_of_text)
+    length = manifest.model.sequence_length
+    generation: dict[str, object] = {
+        "do_sample": True, "eos_token_id": tokenizer.end_of_text, "max_length": length,
+    }  # fmt: skip
     _write_json(out_dir / "generation_config.json", generation)
-    if model_card is not None:
-        write_atomically(out_dir / MODEL_CARD, model_card.encode())
+    _write_descriptions(out_dir, manifest, tokenizer, model_card)
     _write_json(out_dir / CONFIG_FILE, config | {"dtype": dtype, "torch_dtype": dtype})
 
 
@@ -95,10 +94,8 @@ def export_adapters(
     check_range(adapters, dtype)
     _make_unloadable(out_dir)
     (out_dir / "generation_config.json").unlink(missing_ok=True)
-    write_adapters(adapters, out_dir, dtype, _PEFT_PREFIX)
-    _write_tokenizer(out_dir, manifest, tokenizer)
-    if model_card is not None:
-        write_atomically(out_dir / MODEL_CARD, model_card.encode())
+    write_adapters(adapters, out_dir, dtype)
+    _write_descriptions(out_dir, manifest, tokenizer, model_card)
     _write_json(out_dir / ADAPTER_CONFIG_FILE, _adapter_config(manifest))
 
 
@@ -267,22 +264,20 @@ def _tokenizer(manifest: Manifest, tokenizer_path: Path) -> _TokenizerFile:
     return _TokenizerFile(content, tokenizer.end_of_text, tokenizer.end_of_text_token)
 
 
-def _write_tokenizer(out_dir: Path, manifest: Manifest, tokenizer: _TokenizerFile) -> None:
-    write_atomically(out_dir / "tokenizer.json", tokenizer.content)
-    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest, tokenizer))
-
-
-def _tokenizer_config(manifest: Manifest, tokenizer: _TokenizerFile) -> dict[str, object]:
-    return {
+def _write_descriptions(
+    out_dir: Path, manifest: Manifest, tokenizer: _TokenizerFile, model_card: str | None
+) -> None:
+    """Write the tokenizer and the model card."""
+    config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.end_of_text_token,
         "model_max_length": manifest.model.sequence_length,
         "clean_up_tokenization_spaces": False,
     }
-
-
-def _generation_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
-    return {"do_sample": True, "eos_token_id": end_of_text, "max_length": config.sequence_length}
+    write_atomically(out_dir / "tokenizer.json", tokenizer.content)
+    _write_json(out_dir / "tokenizer_config.json", config)
+    if model_card is not None:
+        write_atomically(out_dir / MODEL_CARD, model_card.encode())
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -32,6 +32,8 @@ _DTYPES: Mapping[ExportDtype, torch.dtype] = {
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTERS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of a model's parameters."""
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
@@ -78,17 +80,16 @@ def write_weights(
         write_atomically(folder / _INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def write_adapters(adapters: MergedStages, folder: Path, dtype: ExportDtype, prefix: str) -> None:
-    """Write the file of the adapters in place of what an earlier export has left in the folder.
-    `prefix` begins the name of each tensor."""
+def write_adapters(adapters: MergedStages, folder: Path, dtype: ExportDtype) -> None:
+    """Write the file of the adapters in place of what an earlier export has left in the folder."""
     _remove_weights(folder)
     described = {
-        prefix + name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+        _PEFT_PREFIX + name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
         for name, shape in adapters.shapes.items()
     }
 
     def read(name: str) -> torch.Tensor:
-        return _converted(name, adapters.read(name.removeprefix(prefix)), _DTYPES[dtype])
+        return _converted(name, adapters.read(name.removeprefix(_PEFT_PREFIX)), _DTYPES[dtype])
 
     save_tensors(folder / _ADAPTERS, described, read, {"format": "pt"})
 

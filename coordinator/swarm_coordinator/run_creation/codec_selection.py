@@ -80,12 +80,11 @@ def measure_costs(
     elements: int,
     dtype: ComputeDtype,
     clock: Clock = time.perf_counter,
-    budget_seconds: float = MEASURING_SECONDS,
 ) -> dict[str, Cost]:
     """Measure each codec's time for a tensor of `elements`, in one thread of this machine.
 
-    Each codec gets an equal share of the budget and at least two repetitions, of which the first
-    warms up caches.
+    Each codec gets an equal share of MEASURING_SECONDS and at least two repetitions, of which the
+    first warms up caches.
     """
     sample = torch.randn(min(elements, SAMPLE_ELEMENTS), generator=torch.Generator().manual_seed(1))
     tensor_N = sample.to(DTYPES[dtype])
@@ -94,7 +93,7 @@ def measure_costs(
     with _one_thread():
         for name in names:
             slot = memoryview(bytearray(encoded_bytes(name, tensor_N.numel(), dtype)))
-            deadline = clock() + budget_seconds / len(names)
+            deadline = clock() + MEASURING_SECONDS / len(names)
             turns: list[float] = []
             while len(turns) < 2 or (len(turns) <= MAX_TURNS and clock() < deadline):
                 began = clock()

@@ -9,7 +9,6 @@ a time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -24,8 +23,9 @@ from safetensors import SafetensorError, safe_open
 
 from swarm_coordinator.offline.merged_stages import parameter_shapes
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
-from swarm_coordinator.run_dir.state_files import stage_file_name
+from swarm_coordinator.run_dir.state_files import file_sha256, stage_file_name
 from swarm_shared.base.errors import DataError
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.model.initialise import empty_stage
 from swarm_shared.model.llama import EMBEDDING_NAME
 from swarm_shared.model.state import save_state
@@ -116,9 +116,7 @@ def write_initial_states(
                 parameter.copy_(_tensor(model.files[name], name, tuple(parameter.shape)))
         path = folder.initial / stage_file_name(index)
         save_state(path, dict(stage.all_parameters()), {"stage": str(index), "version": "0"})
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        states.append(InitialState(bytes=path.stat().st_size, sha256=digest))
+        states.append(InitialState(bytes=path.stat().st_size, sha256=file_sha256(path)))
     return tuple(states)
 
 
@@ -281,11 +279,8 @@ def _model_config(folder: Path, sequence_length: int | None) -> ModelConfig:
             rope_scaling=read.rope_factors,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{path} describes no model that can be trained here: "
-            f"{place + ': ' if place else ''}{first['msg']}"
+            f"{path} describes no model that can be trained here: {first_error(error)}"
         ) from error
     if config.sequence_length > read.longest:
         raise DataError(

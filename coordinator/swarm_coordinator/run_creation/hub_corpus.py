@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swarm_coordinator.model_hub.data_files import FileChoice, choose_files
@@ -36,13 +36,7 @@ from swarm_shared.base.text import progress_text, size_text
 
 _TEXT = (".txt", ".txt.gz", ".txt.zst")
 """Text files of a repository; others without records are its README, licence and scripts."""
-
-
-def _holds_text(name: str) -> bool:
-    return name.endswith(_TEXT)
-
-
-_KINDS = (holds_records, _holds_text)
+_KINDS: tuple[Callable[[str], bool], ...] = (holds_records, lambda name: name.endswith(_TEXT))
 
 
 def pinned(dataset: HubDataset, progress: Progress) -> HubDataset:

@@ -61,9 +61,9 @@ from swarm_coordinator.run_creation.stage_plan import (
     with_microbatches_chosen,
 )
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
-from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
+from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, refuse_existing
 from swarm_coordinator.simulator.fleet import fleet_from
-from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, write_atomically
+from swarm_shared.base.atomic_file import make_folder, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.text import size_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES
@@ -110,16 +110,13 @@ def initialise_run(
         chosen = _with_model(model, chosen, preset, _corpus(source), progress)
     preset = preset or DEFAULT_PRESET
     chosen = _with_tokenizer_file(chosen)
+    if "data.tokenizer" not in chosen:
+        corpus = _corpus(source)
+        if isinstance(corpus, ReadyShards):
+            chosen["data.tokenizer"] = corpus.index.tokenizer
     settings = default_settings(
         preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
     )
-    if "data.tokenizer" not in chosen:
-        corpus = _corpus(settings.data.source)
-        if isinstance(corpus, ReadyShards):
-            chosen["data.tokenizer"] = corpus.index.tokenizer
-            settings = default_settings(
-                preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
-            )
     given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
     return _initialise(run_dir, settings, given, progress, fleet, model)
 
@@ -374,22 +371,18 @@ def _manifest(
 def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
     """Yield a locked folder next to `run_dir`, renamed to it when the block succeeds."""
     prefix = f".{run_dir.name[:64]}.initialising-"
-    try:
+    with disk_errors(run_dir):
         make_folder(run_dir.parent)
         _remove_abandoned(run_dir.parent, prefix)
         temporary = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=prefix))
-    except OSError as error:
-        raise storage_error(run_dir, error) from error
     try:
         folder = RunFolder.create(temporary)
         with folder.lock():
             yield folder
             sync_folder(temporary)
             refuse_existing(run_dir)
-            try:
+            with disk_errors(run_dir):
                 temporary.replace(run_dir)
-            except OSError as error:
-                raise storage_error(run_dir, error) from error
             sync_folder(run_dir.parent)
     finally:
         # Does nothing after the rename.

@@ -21,9 +21,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from swarm_coordinator.core.events import CheckpointRecord, StoredStage
-from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.folder import RunFolder, disk_errors
 from swarm_coordinator.run_dir.state_files import stage_file_name, verify_file
-from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.atomic_file import sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, StageIndex, Version
@@ -89,10 +89,8 @@ class CheckpointFolder:
     def partial_path(self, version: int, stage: int) -> Path:
         """Return the path to which a stage is fetched, and make its folder."""
         folder = self._partial(version)
-        try:
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(folder, error) from error
         return folder / stage_file_name(stage)
 
     def complete(
@@ -115,10 +113,8 @@ class CheckpointFolder:
         if final.exists():
             # It belongs to a history that was rolled back.
             self._discard(final)
-        try:
+        with disk_errors(final):
             partial.rename(final)
-        except OSError as error:
-            raise storage_error(final, error) from error
         sync_folder(self._root)
         for later in (there for there in self.versions() if there > version):
             self._discard(self.folder(later))
@@ -177,21 +173,16 @@ class CheckpointFolder:
             if known is not None and Version(version) not in known:
                 continue
             try:
-                record = self.verify(version)
+                return self.verify(version, known)
             except StorageError as error:
                 note(f"{error}; an older checkpoint is used instead")
-                continue
-            if known is not None and record != known[Version(version)]:
-                note(
-                    f"the checkpoint {self.folder(version)} is not the one that the database "
-                    f"lists; an older checkpoint is used instead"
-                )
-                continue
-            return record
         return None
 
-    def verify(self, version: int) -> CheckpointRecord:
-        """Read and hash every file of one checkpoint; StorageError names what is damaged."""
+    def verify(
+        self, version: int, known: Mapping[Version, CheckpointRecord] | None = None
+    ) -> CheckpointRecord:
+        """Read and hash every file of one checkpoint; StorageError names what is damaged, or that
+        `known` has another one of this version."""
         folder = self.folder(version)
         summary = self._read_summary(folder)
         if summary.version != version or summary.run != self._run:
@@ -200,7 +191,10 @@ class CheckpointFolder:
             raise StorageError(f"the checkpoint {folder} does not have every stage")
         for stage in summary.stages:
             verify_file(folder / stage.file, stage.bytes, stage.sha256)
-        return summary.record()
+        record = summary.record()
+        if (known or {}).get(Version(version), record) != record:
+            raise StorageError(f"the checkpoint {folder} is not the one that the database lists")
+        return record
 
     def set_aside(self, version: int) -> Path:
         """Rename a damaged checkpoint, so that an older one is used; return its new path."""
@@ -209,10 +203,8 @@ class CheckpointFolder:
             aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
             if not aside.exists():
                 break
-        try:
+        with disk_errors(folder):
             folder.rename(aside)
-        except OSError as error:
-            raise storage_error(folder, error) from error
         sync_folder(self._root)
         return aside
 
@@ -237,9 +229,7 @@ class CheckpointFolder:
     def _discard(self, folder: Path) -> None:
         # Renamed first: a half-deleted folder is not a checkpoint, and the next start deletes it.
         doomed = folder.with_name(f"{folder.name}.deleted{_PARTIAL}")
-        try:
+        with disk_errors(folder):
             folder.rename(doomed)
-        except OSError as error:
-            raise storage_error(folder, error) from error
         sync_folder(self._root)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -27,6 +27,15 @@ def quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Convert the system's refusal to write `path` to a StorageError with one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
 class _Part:
     """A file or folder in a run folder, by its name."""
 
@@ -69,14 +78,12 @@ class RunFolder:
         """Make a new folder with its subfolders; UsageError if something exists there."""
         refuse_existing(path)
         folder = cls(path)
-        try:
+        with disk_errors(path):
             # Private, because the log has names of volunteers; key and token are private files
             # anyway.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             for part in (folder.data, folder.checkpoints, folder.log):
                 part.mkdir()
-        except OSError as error:
-            raise storage_error(path, error) from error
         return folder
 
     @classmethod
@@ -107,10 +114,8 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the lock during the block; the system releases it when the process dies."""
-        try:
+        with disk_errors(self.lock_file):
             descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(self.lock_file, error) from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,10 +159,8 @@ class RunFolder:
         for path in beside:
             if path.exists():
                 target = aside.with_name(aside.name + path.name.removeprefix(self.database.name))
-                try:
+                with disk_errors(path):
                     path.rename(target)
-                except OSError as error:
-                    raise storage_error(path, error) from error
                 # In this order: without its log the database would pass for an older one.
                 sync_folder(self.path)
                 moved.append(target)
@@ -219,10 +222,8 @@ def refuse_existing(path: Path) -> None:
     """Raise UsageError unless `path` is free or an empty folder."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise UsageError(f"{path} exists and is not a folder; choose another name")
-    try:
+    with disk_errors(path):
         occupied = path.is_dir() and any(path.iterdir())
-    except OSError as error:
-        raise storage_error(path, error) from error
     if occupied:
         what = "holds a run already" if RunFolder(path).settings.exists() else "is not empty"
         raise UsageError(f"{path} {what}; choose another name, or delete that folder")

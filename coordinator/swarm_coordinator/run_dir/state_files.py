@@ -12,14 +12,18 @@ def stage_file_name(stage: int) -> str:
     return f"stage-{stage}.safetensors"
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def verify_file(path: Path, size_bytes: int, sha256: str) -> None:
     """StorageError if the file cannot be read, or is not the one of this size and hash."""
     try:
         if path.stat().st_size != size_bytes:
             raise StorageError(f"the file {path} is damaged (its size is wrong)")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
+        digest = file_sha256(path)
     except OSError as error:
         raise StorageError(f"the file {path} cannot be read ({error.strerror})") from error
-    if digest.hexdigest() != sha256:
+    if digest != sha256:
         raise StorageError(f"the file {path} is damaged (its hash is wrong)")

@@ -17,10 +17,10 @@ import trio
 from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuthority
 from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.requests import (
-    Administration,
     AdmissionChange,
     Request,
     admission_status,
+    carry_out,
     parse_request,
     standing_token,
 )
@@ -127,8 +127,7 @@ class AdmissionService:
             change, effect = await self._carry_out(parse_request(question))
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
-        text = "; ".join(part for part in (change.text, effect) if part)
-        return {"ok": True, "text": text, "warning": change.warning, "details": change.details}
+        return change.answer(effect)
 
     async def ban(self, owner: PeerId, reason: str, devices: Sequence[PeerId]) -> None:
         """Ban an owner by the run's own rules, with its attached devices."""
@@ -140,12 +139,11 @@ class AdmissionService:
         """Execute a request that concerns `others` too. Returns the change, and its effects as a
         sentence."""
         admission = self.admission
-        administration = Administration(
-            self.folder, admission.mode, admission.organiser.peer_id, admission.book,
-            self.store.write, admission.clock,
-        )  # fmt: skip
         async with self._lock:
-            change, concerned = await administration.carry_out(request)
+            change, concerned = await carry_out(
+                request, self.folder, admission.mode, admission.organiser.peer_id, admission.book,
+                self.store.write, admission.clock,
+            )  # fmt: skip
             return change, await self._apply_to_core(dict.fromkeys((*concerned, *others)))
 
     async def _apply_to_core(self, peers: Iterable[PeerId]) -> str:

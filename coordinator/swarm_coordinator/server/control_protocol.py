@@ -180,8 +180,8 @@ class ControlServer:
         session = self.sessions.open(stream.remote, stream, certified_at)
         session.place = self.proof.place(stream.remote_address)
         announced = self.proof.checked(hello.announced, session.place)
-        checked = hello.model_copy(update=announced.model_dump(exclude={"kind", "carrier"}))
-        checked = checked.model_copy(update={"carrier": announced.carrier})
+        proven = announced.model_dump(exclude={"kind", "carrier"}) | {"carrier": announced.carrier}
+        checked = hello.model_copy(update=proven)
         owner = self.admission.owners.of(session.peer)
         attached = PeerAttached(session.number, session.peer, checked, certificate, receipts, owner)
         try:
@@ -277,9 +277,8 @@ class ControlServer:
                     f"{statement.run[:12]}; it must sign its own, of this run"
                 )
         return AuditAnswered(
-            session.number, session.peer, message.audit, statement, message.statement or "",
-            message.reason,
-        )  # fmt: skip
+            session.number, session.peer, message.audit, statement, message.statement or ""
+        )
 
     def _stated(self, session: ClientSession, message: SumsChecked) -> SumsStated:
         """A member's sums; ProtocolError for a statement of another one or of another attempt."""

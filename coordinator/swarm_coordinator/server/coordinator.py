@@ -62,6 +62,7 @@ from swarm_coordinator.storage.admission_rows import read_admission, read_owners
 from swarm_coordinator.storage.contributions import read_contributions
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
+from swarm_shared.base.clock import wall
 from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
 from swarm_shared.base.text import printable
@@ -157,7 +158,7 @@ class Coordinator:
         self._admission = AdmissionAuthority(
             service.identity, self._run_id, Generation(restored.generation),
             service.settings.admission.mode, service.store.read(read_admission),
-            service.store.write, service.wall_clock, DeviceOwners(service.store.read(read_owners)),
+            service.store.write, wall, DeviceOwners(service.store.read(read_owners)),
         )  # fmt: skip
         self._admission_service = AdmissionService(
             service.folder, self._admission, service.store, self._sessions,
@@ -208,10 +209,7 @@ class Coordinator:
             LeafFiles(service.folder.data, service.manifest.data),
         )  # fmt: skip
         node.admit_only(lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay)
-        serve_probe(
-            node, probe_judge(admission, lambda: self._state, service.manifest),
-            wall_clock=service.wall_clock,
-        )  # fmt: skip
+        serve_probe(node, probe_judge(admission, lambda: self._state, service.manifest))
         node.serve(
             CONTROL_PROTOCOL, self.control.handle, control_limits(service.manifest), public=True,
             max_streams_per_peer=MAX_CONTROL_STREAMS,

@@ -58,7 +58,6 @@ class CoordinatorContext:
     report: Report
     port: int | None = None
     clock: Clock = monotonic
-    wall_clock: Clock = wall
     renew_after_seconds: float = RENEW_AFTER_SECONDS
     verified: CheckpointRecord | None = None
     """The newest checkpoint if its files have been verified already."""
@@ -76,7 +75,7 @@ async def restore(
     before = service.store.restore()
     known = service.store.read(read_checkpoints)
     lost = before.generation == 0 and bool(checkpoints.versions())
-    service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
+    service.store.next_generation(generation_floor(wall()) if lost else 0)
     restored = service.store.restore()
     await anyio.to_thread.run_sync(checkpoints.discard_all_partial)
     found = service.verified

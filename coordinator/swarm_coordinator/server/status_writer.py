@@ -16,6 +16,7 @@ from swarm_coordinator.server.startup import CoordinatorContext
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_coordinator.status.status_file import write_status
 from swarm_coordinator.storage.records import LinksReported, RowsPruned
+from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import StorageError
 
 STATUS_SECONDS = 1.0
@@ -56,7 +57,7 @@ class StatusWriter:
                 self.reports.paths(self.state.peers),
                 running=running,
                 pid=os.getpid(),
-                time=service.wall_clock(),
+                time=wall(),
                 addresses=self.addresses,
                 admission=self.admission_service.status(),
                 sessions=len(self.sessions),

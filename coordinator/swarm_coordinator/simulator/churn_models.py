@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.trace import TraceEvent, TraceEventKind
 from swarm_shared.base.errors import UsageError
 
 HOUR = 3600.0
@@ -77,8 +77,8 @@ class HomeChurn:
                 at += rng.expovariate(1 / self.on_hours)
                 if at >= hours:
                     break
-                kind = "crash" if rng.random() < self.crash else "leave"
-                found.append(TraceEvent(at * HOUR, "crash" if kind == "crash" else "leave", name))
+                kind: TraceEventKind = "crash" if rng.random() < self.crash else "leave"
+                found.append(TraceEvent(at * HOUR, kind, name))
                 at = self._return(at, off_hours, zone, rng)
         return sorted(found, key=lambda change: (change.seconds, change.name))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import (
+    COORDINATOR_UP_BYTES_PER_SECOND,
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
 )
@@ -37,13 +38,13 @@ class Downloads:
         for record in message.holders:
             if record.peer == swarm.coordinator:
                 self._from_coordinator += 1
-                offered += swarm.options.coordinator_up_bytes_per_second / self._from_coordinator
+                offered += COORDINATOR_UP_BYTES_PER_SECOND / self._from_coordinator
                 continue
             holder = swarm.volunteers.get(PeerId(record.peer))
             if holder is not None:
                 sources.append(holder)
                 holder.uploads += 1
-                swarm.changed(holder)
+                swarm.plane.changed(holder)
                 offered += (
                     SHARED_UPLINK_FRACTION * holder.hardware.up_bytes_per_second / holder.uploads
                 )
@@ -60,4 +61,4 @@ class Downloads:
             self._from_coordinator -= 1
         for holder in self._sources.pop(id(message)):
             holder.uploads -= 1
-            self._swarm.changed(holder)
+            self._swarm.plane.changed(holder)

@@ -80,14 +80,14 @@ class EfficiencyMeter:
         """Begin to integrate; training begins."""
         if self._since is None:
             self._since = self._swarm.event_heap.now
-            self._account()
+            self.account()
 
     def add_candidate(self, volunteer: SimulatedVolunteer) -> None:
         """Include a machine in the best placement, once it has had the time to download a stage."""
         if volunteer.alive and volunteer.peer not in self._holders:
             self._holders[volunteer.peer] = volunteer
             self._counts(volunteer, 1)
-            self._account()
+            self.account()
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         assert volunteer.stage is not None
@@ -96,12 +96,13 @@ class EfficiencyMeter:
         stage = volunteer.stage
         self._where[volunteer.peer] = stage
         self._serving[stage][volunteer.peer] = volunteer.steady_rate_at(stage)
-        self._changed(stage)
+        self._rates[stage] = math.fsum(self._serving[stage].values())
+        self.account()
 
     def stops(self, volunteer: SimulatedVolunteer) -> None:
         """The machine serves nothing for now, but could: it changes stage."""
         if self._forget(volunteer):
-            self._account()
+            self.account()
 
     def gone(self, volunteer: SimulatedVolunteer) -> None:
         served = self._forget(volunteer)
@@ -109,7 +110,7 @@ class EfficiencyMeter:
             self._counts(volunteer, -1)
             served = True
         if served:
-            self._account()
+            self.account()
 
     def _forget(self, volunteer: SimulatedVolunteer) -> bool:
         stage = self._where.pop(volunteer.peer, None)
@@ -130,15 +131,7 @@ class EfficiencyMeter:
         self._divided += sign / math.fsum(1 / rate for rate in rates)
         self._weighted += sign * max(w * r for w, r in zip(self._weights, rates, strict=True))
 
-    def _changed(self, stage: int) -> None:
-        self._rates[stage] = math.fsum(self._serving[stage].values())
-        self._account()
-
-    def finish(self) -> None:
-        """Account for the time until now."""
-        self._account()
-
-    def _account(self) -> None:
+    def account(self) -> None:
         """Integrate until now, and update the current rates."""
         now = self._swarm.event_heap.now
         if self._since is None:

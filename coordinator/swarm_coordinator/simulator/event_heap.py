@@ -14,7 +14,6 @@ class EventHeap:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.done = 0
         self._heap: list[tuple[float, int, Action]] = []
         self._order = itertools.count()
 
@@ -28,7 +27,6 @@ class EventHeap:
         """Run the actions up to and including `end_seconds`, or until `stopped`."""
         while self._heap and self._heap[0][0] <= end_seconds and not stopped():
             self.now, _, action = heapq.heappop(self._heap)
-            self.done += 1
             action()
         if not stopped():
             self.now = max(self.now, end_seconds)

@@ -109,7 +109,6 @@ class FluidPlane:
         self._settled_at = 0.0
         self._plan = 0
         self._reporting = False
-        self.completed = 0
 
     # ---- serving peers
 
@@ -255,7 +254,6 @@ class FluidPlane:
                 if peer is not None and stage in leased.accumulate:
                     leased.counted_by.append(self._serving[peer])
             self._completed[microbatch] = leased
-            self.completed += 1
 
     def _drained(self, plan: int) -> None:
         """The last microbatch has entered the pipeline; its gradient returns after the latency."""

@@ -31,6 +31,7 @@ from swarm_coordinator.simulator.pipeline_peer import (
 from swarm_coordinator.simulator.stage_holder import LoadedStage
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.simulator.volunteer import (
+    COORDINATOR_LATENCY_SECONDS,
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
 )
@@ -171,7 +172,6 @@ class _Node(PipelinePeer[Receipt]):
 
     def resolve(self, result: LeaseResult, receipts: tuple[Receipt, ...] = ()) -> None:
         volunteer = self.volunteer
-        self._plane.completed += result.ok
         event = LeaseResolved(
             volunteer.session, volunteer.peer, result.step, result.microbatch, result.lease,
             result.ok, result.reason, receipts, result.owing,
@@ -191,8 +191,7 @@ class _Node(PipelinePeer[Receipt]):
         return number
 
     def to_coordinator(self, event: Event) -> None:
-        latency = self.volunteer.hardware.latency_seconds
-        seconds = latency + self._plane.swarm.options.coordinator_latency_seconds
+        seconds = self.volunteer.hardware.latency_seconds + COORDINATOR_LATENCY_SECONDS
         self.later(seconds, lambda: self.volunteer.deliver(event))
 
 
@@ -206,7 +205,6 @@ class MicrobatchPlane:
         self.swarm = swarm
         self.members = Members()
         """The newest roster's; all nodes have it by its latency."""
-        self.completed = 0
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
         self._masks_requested = 0
@@ -342,8 +340,7 @@ class MicrobatchPlane:
         self, volunteer: SimulatedVolunteer, order: Audit, statement: AuditStatement | None
     ) -> None:
         answer = AuditAnswered(volunteer.session, volunteer.peer, order.audit, statement, "")
-        latency = volunteer.hardware.latency_seconds
-        seconds = latency + self.swarm.options.coordinator_latency_seconds
+        seconds = volunteer.hardware.latency_seconds + COORDINATOR_LATENCY_SECONDS
         volunteer.later(seconds, lambda: volunteer.deliver(answer))
 
     # ---- from peer to peer

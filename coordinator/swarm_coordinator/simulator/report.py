@@ -14,7 +14,7 @@ SERIES_POINTS = 600
 
 def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
     """All figures of a simulation; `inputs` are its parameters, which are included."""
-    swarm.meter.finish()
+    swarm.meter.account()
     meter, moves = swarm.meter, swarm.run.rebalancing
     policy: MovePolicy = swarm.options.moves.policy
     manifest = swarm.manifest

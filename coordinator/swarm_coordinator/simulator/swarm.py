@@ -41,7 +41,13 @@ from swarm_coordinator.simulator.efficiency import EfficiencyMeter
 from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import Hardware
 from swarm_coordinator.simulator.trace import TraceEvent
-from swarm_coordinator.simulator.volunteer import DataPlane, SimulatedVolunteer, SwarmOptions
+from swarm_coordinator.simulator.volunteer import (
+    COORDINATOR_LATENCY_SECONDS,
+    COORDINATOR_UP_BYTES_PER_SECOND,
+    DataPlane,
+    SimulatedVolunteer,
+    SwarmOptions,
+)
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -209,9 +215,6 @@ class Swarm:
         self.plane.stops(volunteer)
         self.meter.stops(volunteer)
 
-    def changed(self, volunteer: SimulatedVolunteer) -> None:
-        self.plane.changed(volunteer)
-
     # ---- the coordinator's shell
 
     def _tick(self) -> None:
@@ -277,7 +280,7 @@ class Swarm:
         if isinstance(message, Lease):
             self.meter.start()
         self.counts["refused"] += isinstance(message, Refused)
-        latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds
+        latency = volunteer.hardware.latency_seconds + COORDINATOR_LATENCY_SECONDS
         self.event_heap.later(latency, partial(volunteer.receive, message))
 
     def _closed(self, volunteer: SimulatedVolunteer) -> None:
@@ -296,9 +299,7 @@ class Swarm:
                 1.0, lambda: self.deliver(CheckpointFailed(command.version, "its holders are gone"))
             )
             return
-        seconds = command.bytes / min(
-            sum(uplinks) / 2, self.options.coordinator_up_bytes_per_second
-        )
+        seconds = command.bytes / min(sum(uplinks) / 2, COORDINATOR_UP_BYTES_PER_SECOND)
         item = f"checkpoint/{command.version}/{command.stage}"
         stored = StoredStage(command.stage, item, command.bytes, command.sha256)
         self.event_heap.later(seconds, lambda: self._stored(command.version, stored))

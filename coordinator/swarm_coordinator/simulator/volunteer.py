@@ -81,6 +81,13 @@ DISK_BYTES_PER_SECOND = 200e6
 """Rate of writing and hashing a snapshot."""
 
 
+MEASUREMENT_NOISE = 0.03
+"""Standard deviation of the logarithm of a measured rate."""
+
+COORDINATOR_UP_BYTES_PER_SECOND = 1000 * MEGABIT_BYTES
+COORDINATOR_LATENCY_SECONDS = 0.005
+
+
 class DataPlane(Protocol):
     """The path of leased microbatches."""
 
@@ -88,8 +95,6 @@ class DataPlane(Protocol):
     """Interval of the coordinator's ticks at this level, in seconds."""
     FOLLOWS_ROSTERS: ClassVar[bool]
     """Whether this level depends on each peer's own roster."""
-    completed: int
-    """Number of completed microbatches, repeated ones included."""
 
     def __init__(self, swarm: Swarm) -> None: ...
 
@@ -115,12 +120,8 @@ class SwarmOptions:
     heartbeat_seconds: float = 30.0
     """Seconds between two reports of a volunteer's rate; that it is alive is reported
     separately."""
-    measurement_noise: float = 0.03
-    """Standard deviation of the logarithm of a measured rate."""
     wanted_stages: Mapping[str, int] = field(default_factory=dict)
     """Stages chosen by volunteers, by name; all others take the most under-served one."""
-    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
-    coordinator_latency_seconds: float = 0.005
     audits: AuditSettings | None = None
     """Settings of audits, which only the fine level simulates; None: no cell is drawn."""
     routing: Callable[[random.Random, int], StageRouting] = StageRouting
@@ -202,14 +203,12 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         if self.attached:
             rate = up = 0.0
             if stage is not None:
-                noise = swarm.options.measurement_noise
                 rate = 1 / self.computing_seconds(stage)
-                rate *= swarm.rng.lognormvariate(0.0, noise)
+                rate *= swarm.rng.lognormvariate(0.0, MEASUREMENT_NOISE)
                 if self._uplink_is_limit(stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
-                    self._measured_up = (
-                        self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
-                    )
+                    noise = swarm.rng.lognormvariate(0.0, MEASUREMENT_NOISE)
+                    self._measured_up = self.hardware.up_bytes_per_second * noise
                 up = self._measured_up
             self.send(swarm.plane.heartbeat(self, rate, up))
         self.later(swarm.heartbeat_seconds, self.send_heartbeat)
@@ -313,7 +312,7 @@ class SimulatedVolunteer(StageHolder[Receipt]):
             self._swarm.deliver(event)
 
     def _round_trip(self) -> float:
-        return 2 * (self.hardware.latency_seconds + self._swarm.options.coordinator_latency_seconds)
+        return 2 * (self.hardware.latency_seconds + COORDINATOR_LATENCY_SECONDS)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         self._swarm.event_heap.later(seconds, lambda: self.alive and action())

@@ -23,10 +23,10 @@ from swarm_coordinator.storage.schema import (
     SCHEMA,
     SCHEMA_VERSION,
     TABLES,
+    check_version,
     for_postgresql,
-    version_problem,
 )
-from swarm_shared.base.errors import StorageError, UsageError, VersionError
+from swarm_shared.base.errors import StorageError, UsageError
 
 CONNECT_SECONDS = 10
 """Seconds to wait for a connection to the server."""
@@ -123,7 +123,7 @@ def create_schema(raw: psycopg.Connection[tuple[Any, ...]], location: Postgresql
         version = _version(raw)
         if version:
             # Another coordinator may have made the tables since the first look.
-            _check_version(version, location)
+            check_version(version, location)
             return
         raw.execute(_OWN_TABLES)
         raw.execute(for_postgresql(SCHEMA).encode())
@@ -139,11 +139,6 @@ def _version(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
     return 0 if row is None else int(row[0])
 
 
-def _check_version(version: int, location: PostgresqlLocation) -> None:
-    if version != SCHEMA_VERSION:
-        raise VersionError(f"the run's database {location} {version_problem(version)}")
-
-
 # ---------------------------------------------------------------- reading and copying
 
 
@@ -154,7 +149,7 @@ def open_for_reading(location: PostgresqlLocation) -> Iterator[Connection]:
         version = _version(raw)
         if version == 0:
             raise StorageError(f"{location} is empty; the run has not been started yet")
-        _check_version(version, location)
+        check_version(version, location)
         raw.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         yield PostgresqlConnection(raw)
 

@@ -97,10 +97,7 @@ def generation_floor(unix_seconds: float) -> int:
 
 def insert_generation(connection: Connection, now: float, above: int = 0) -> int:
     """Write and return the generation of this start, above all earlier ones and above `above`."""
-    highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
-        0
-    ]
-    generation = max(int(highest), above) + 1
+    generation = max(read_generation(connection), above) + 1
     connection.execute(
         "INSERT INTO generations (generation, started_at) VALUES (?, ?)", (generation, now)
     )
@@ -326,11 +323,14 @@ def _insert_links(connection: Connection, record: LinksReported, now: float) -> 
 # ---------------------------------------------------------------- reading back
 
 
+def read_generation(connection: Connection) -> int:
+    """Return the generation of the newest start; 0 before the first one."""
+    row = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()
+    return int(row[0])
+
+
 def read_restored(connection: Connection) -> Restored:
     """Rebuild the run's progress from the rows that count."""
-    generation = connection.execute(
-        "SELECT coalesce(max(generation), 0) FROM generations"
-    ).fetchone()[0]
     last = _last_applied(connection)
     # A run whose database was lost continues from a checkpoint; the rollback row is then its base.
     base = connection.execute("SELECT version FROM rollbacks ORDER BY id DESC LIMIT 1").fetchone()
@@ -353,7 +353,7 @@ def read_restored(connection: Connection) -> Restored:
         (max(base[0], version - _ON_BRANCH_STEPS) if base else version,),
     ).fetchall()
     return Restored(
-        generation=int(generation),
+        generation=read_generation(connection),
         version=Version(version),
         last_applied=last,
         checkpoint=next(iter(read_checkpoints(connection).values()), None),

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import re
 
+from swarm_shared.base.errors import VersionError
+
 SCHEMA_VERSION = 12
 """Version of the schema below; a database of another version is refused. To be raised with every
 change of the tables. SQLite keeps it in `user_version`, PostgreSQL in the table `swarm_format`."""
@@ -268,9 +270,11 @@ def for_postgresql(script: str) -> str:
     return script
 
 
-def version_problem(found: int) -> str:
-    """Describe, as the end of a sentence, a database of another schema version."""
-    return (
-        f"has schema version {found} and this swarm-coordinator needs {SCHEMA_VERSION}; use the "
-        "release that wrote it, or make a new run with `swarm-coordinator init`"
-    )
+def check_version(found: int, database: object) -> None:
+    """VersionError for a database of another schema version."""
+    if found != SCHEMA_VERSION:
+        raise VersionError(
+            f"the run's database {database} has schema version {found} and this swarm-coordinator "
+            f"needs {SCHEMA_VERSION}; use the release that wrote it, or make a new run with "
+            "`swarm-coordinator init`"
+        )

@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from swarm_coordinator.run_dir.folder import quoted
-from swarm_coordinator.storage.schema import SCHEMA, SCHEMA_VERSION, version_problem
-from swarm_shared.base.errors import StorageError, VersionError
+from swarm_coordinator.storage.schema import SCHEMA, SCHEMA_VERSION, check_version
+from swarm_shared.base.errors import StorageError
 
 BUSY_TIMEOUT_SECONDS = 10.0
 """Seconds to wait for a lock. A command that reads holds its lock for milliseconds, so a longer
@@ -68,7 +68,7 @@ def _open_reader(path: Path, mode: str) -> sqlite3.Connection:
         version = schema_version(connection)
         if version == 0:
             raise StorageError(f"{path} is empty; the run has not been started yet")
-        _check_version(version, path)
+        check_version(version, path)
     except BaseException:
         connection.close()
         raise
@@ -88,12 +88,7 @@ def create_schema(connection: sqlite3.Connection, path: Path) -> None:
             f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
     else:
-        _check_version(version, path)
-
-
-def _check_version(version: int, path: Path) -> None:
-    if version != SCHEMA_VERSION:
-        raise VersionError(f"the run's database {path} {version_problem(version)}")
+        check_version(version, path)
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:

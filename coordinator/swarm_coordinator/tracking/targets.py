@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
 
+from swarm_coordinator.run_dir.folder import disk_errors
 from swarm_coordinator.tracking.metrics_reader import Metrics, Rollback
-from swarm_shared.base.atomic_file import storage_error
 from swarm_shared.base.errors import ConfigurationError
 
 STANDARD_OUTPUT = Path("-")
@@ -52,7 +52,7 @@ class Target(Protocol[Taken]):
 
 
 class MetricsTarget(ABC):
-    """A tracker of numbers by step."""
+    """A tracker of numbers by step, which by default stores and sends them by itself."""
 
     def put(self, record: Metrics | Rollback) -> None:
         if isinstance(record, Rollback):
@@ -66,8 +66,7 @@ class MetricsTarget(ABC):
     @abstractmethod
     def roll_back(self, rollback: Rollback) -> None: ...
 
-    @abstractmethod
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Return when a kill of this process loses no record."""
 
     @abstractmethod
@@ -94,10 +93,8 @@ class JsonLines(MetricsTarget):
     def __init__(self, run: TrackedRun) -> None:
         self._file: IO[str] = sys.stdout
         if run.output != STANDARD_OUTPUT:
-            try:
+            with disk_errors(run.output):
                 self._file = run.output.open("a", encoding="utf-8")
-            except OSError as error:
-                raise storage_error(run.output, error) from error
 
     def write(self, metrics: Metrics) -> None:
         values = {
@@ -194,9 +191,6 @@ class WeightsAndBiases(MetricsTarget):
     def roll_back(self, rollback: Rollback) -> None:
         """wandb keeps what it has; the curve goes back to the step that is computed again."""
 
-    def flush(self) -> None:
-        """wandb sends by itself."""
-
     def close(self) -> None:
         self._run.finish()
 
@@ -222,9 +216,6 @@ class Trackio(MetricsTarget):
 
     def roll_back(self, rollback: Rollback) -> None:
         """trackio keeps what it has, and shows both values of a step that is computed again."""
-
-    def flush(self) -> None:
-        """trackio writes by itself."""
 
     def close(self) -> None:
         self._run.finish()

@@ -21,7 +21,7 @@ from swarm_coordinator.status.document import (
     RunDocument,
     current_health,
 )
-from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.clock import monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.tui.recording import Sleep
@@ -47,8 +47,6 @@ class RunFolderReader:
     """Reads a run folder; blocking. Keeps what need not be read again."""
 
     run_dir: Path
-    clock: Clock = monotonic
-    cpu_clock: Clock = time.thread_time
     _steps: tuple[AppliedStepRow, ...] = ()
     _notes: tuple[NoteRow, ...] = ()
     _contributors: tuple[ContributorRow, ...] = ()
@@ -68,9 +66,9 @@ class RunFolderReader:
 
         SwarmError when nothing could be read.
         """
-        start = self.cpu_clock()
+        start = time.thread_time()
         document, trouble = self._read()
-        return document, trouble, self.cpu_clock() - start
+        return document, trouble, time.thread_time() - start
 
     def _read(self) -> tuple[RunDocument, str]:
         import psutil
@@ -98,7 +96,7 @@ class RunFolderReader:
         from swarm_coordinator.durability.run_files import read_database
         from swarm_coordinator.storage.history import read_recent
 
-        now = self.clock()
+        now = monotonic()
         if moment == self._read_for and now < self._history_due:
             return
         self._read_for, self._history_due = moment, now + HISTORY_SECONDS
@@ -109,7 +107,7 @@ class RunFolderReader:
             self._steps, self._notes = recent
             if now >= self._contributors_due:
                 self._contributors = read_database(folder, contributors) or ()
-                took = self.clock() - now
+                took = monotonic() - now
                 self._contributors_due = now + max(CONTRIBUTORS_SECONDS, REST_FACTOR * took)
             self._trouble = ""
         except SwarmError as error:

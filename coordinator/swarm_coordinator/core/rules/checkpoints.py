@@ -71,9 +71,7 @@ def request(run: RunState, now: float) -> bool:
     if failed is not None and failures and now < failed.retry_at:
         return True
     # After a failure the next holders are asked: the failure may be due to the holders.
-    holders = {
-        StageIndex(stage): _holders(run, StageIndex(stage), failures) for stage in run.stage_indices
-    }
+    holders = {stage: _holders(run, stage, failures) for stage in run.stage_indices}
     if not all(holders.values()):
         return False
     version = run.history.version

@@ -95,9 +95,8 @@ def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) 
 
 def at_odds_since(run: RunState, one: PeerState, other: PeerState, now: float) -> float | None:
     """When an average has last failed between the owners of two peers, within an hour."""
-    account = run.held_time.accounts.get(_keys(one)[-1])
-    key = _keys(other)[-1]
-    return account.at_odds_with[key] if account and key in account.parties(now) else None
+    account, key = run.held_time.of(_keys(one)[-1]), _keys(other)[-1]
+    return account.at_odds_with[key] if key in account.parties(now) else None
 
 
 def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
@@ -110,8 +109,7 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
         return False
     own = _keys(peer)[-1]
     others = {_keys(other)[-1] for other in run.peers.at(peer.stage)} - {own}
-    account = run.held_time.accounts.get(own)
-    found = set() if account is None else account.parties(now) & others
+    found = run.held_time.of(own).parties(now) & others
     return len(others) > 1 and 2 * len(found) > len(others)
 
 
@@ -130,8 +128,7 @@ def record_alone(
 
 def was_alone(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether a peer has held up a step alone within an hour."""
-    account = run.held_time.accounts.get(peer.peer)
-    return account is not None and account.times_alone(now) > 0
+    return run.held_time.of(peer.peer).times_alone(now) > 0
 
 
 def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
@@ -164,19 +161,13 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
 
     One of two that keep naming each other is at fault, and together they end no step.
     """
-    account = run.held_time.accounts.get(peer.peer)
-    if account is None:
-        return False
-    for other, seconds in account.disputes.items():
-        holder = run.peers.get(other)
-        if (
-            holder is not None
-            and holder.stage == stage
-            and run.peers.holds_current(holder)
-            and seconds.at(now) > KEPT_APART_SECONDS
-        ):
-            return True
-    return False
+    return any(
+        seconds.at(now) > KEPT_APART_SECONDS
+        and (holder := run.peers.get(other)) is not None
+        and holder.stage == stage
+        and run.peers.holds_current(holder)
+        for other, seconds in run.held_time.of(peer.peer).disputes.items()
+    )
 
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
@@ -257,7 +248,7 @@ def _is_last_holder(run: RunState, peer: PeerState) -> bool:
 def refused_seconds(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> float | None:
     """Seconds for which a peer may not take part; None if it may."""
     keys = (peer,) if owner is None else (peer, owner)
-    seconds = max(run.held_time.refused_until(key) for key in keys) - now
+    seconds = max(run.held_time.of(key).refused_until for key in keys) - now
     return seconds if seconds > 0 else None
 
 
@@ -268,7 +259,7 @@ def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> st
     if seconds is None:
         return None
     device = "this volunteer" if owner is None else "a device of this owner"
-    because = next((text for key in keys if (text := run.held_time.refused_because(key))), "")
+    because = next((text for key in keys if (text := run.held_time.of(key).refused_because)), "")
     if because:
         return f"{device} was expelled: {because}"
     return (
@@ -291,7 +282,7 @@ def refuse_until(
 def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     """Whether a passed self-test ends all that a peer is refused for now."""
     refused = run.held_time.refused((peer, owner or peer), now)
-    return bool(refused) and all(run.held_time.accounts[key].ends_with_self_test for key in refused)
+    return bool(refused) and all(run.held_time.of(key).ends_with_self_test for key in refused)
 
 
 def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
@@ -328,5 +319,5 @@ def refuse_for_now(
         peer,
         Refused(code="protocol", reason=reason, retry_seconds=retry_seconds, self_test=self_test),
     )
-    run.commands.append(CloseSession(peer, reason))
+    run.commands.append(CloseSession(peer))
     run.note(f"{short(peer)} was refused: {reason}", peer)

@@ -18,7 +18,6 @@ from swarm_coordinator.core.rules import (
 )
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
-    PeerContact,
     PeerProfile,
     PeerState,
     StageTransfer,
@@ -61,7 +60,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         peer=event.peer,
         session=event.session,
         profile=PeerProfile.of(hello, event.owner),
-        contact=PeerContact.of(hello.announced),
+        contact=hello.announced,
         certificate=event.certificate,
         last_heard=now,
     )
@@ -253,7 +252,7 @@ def _deserted(run: RunState, rows: Sequence[StageRow], memory: MemoryOffer) -> l
 def refuse(run: RunState, peer: PeerState, reason: str) -> None:
     """Refuse a client and end its session."""
     run.send(peer.peer, Refused(code="capacity", reason=reason))
-    run.commands.append(CloseSession(peer.peer, reason))
+    run.commands.append(CloseSession(peer.peer))
     run.note(f"{display(peer)} was refused: {reason}", peer.peer)
     del run.peers[peer.peer]
 
@@ -297,7 +296,7 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
     The state of the last one has no replacement: the caller clears what it counted, and it retries.
     """
     run.flag(peer, Rejection.NOT_FINITE, reason)
-    if peer.stage is None or all(p is peer for p in run.peers.ready(peer.stage)):
+    if not run.peers.has_others(peer):
         return False
     resync(run, peer, reason, now)
     return True
@@ -339,13 +338,12 @@ def _exclude_sender(run: RunState, sender: PeerState, now: float) -> None:
     if sender.stage is None or sender.peer in run.peers.excluded:
         return
     run.flag(sender, Rejection.NOT_FINITE, "what others computed from its outputs was not finite")
-    others = any(p is not sender for p in run.peers.ready(sender.stage))
-    if others and run.steps.round_of(sender.stage) is None:
+    if run.peers.has_others(sender) and run.steps.round_of(sender.stage) is None:
         release(run, sender, Release.STEP, now)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     """Release a peer with a Goodbye and remove it."""
     run.send(peer.peer, Goodbye(reason=reason))
-    run.commands.append(CloseSession(peer.peer, reason))
+    run.commands.append(CloseSession(peer.peer))
     dismiss(run, peer, reason, now)

@@ -107,9 +107,7 @@ def begin_step(run: RunState, now: float) -> None:
     step = run.steps.ahead or _new_step(run, Step(run.history.version + 1), now)
     step.previous_applied_at = now
     run.steps.current, run.steps.ahead, run.steps.began = step, None, True
-    for peer in run.peers.values():
-        commit_early_receipts(run, peer, now)
-    lease_open_microbatches(run, step, now)
+    _start(run, step, now)
 
 
 def begin_ahead(run: RunState, step: StepState, now: float) -> None:
@@ -129,9 +127,7 @@ def begin_ahead(run: RunState, step: StepState, now: float) -> None:
     ):
         return
     run.steps.ahead = _new_step(run, Step(step.step + 1), now)
-    for peer in run.peers.values():
-        commit_early_receipts(run, peer, now)
-    lease_open_microbatches(run, run.steps.ahead, now)
+    _start(run, run.steps.ahead, now)
 
 
 def commit_early_receipts(run: RunState, peer: PeerState, now: float) -> None:
@@ -150,14 +146,19 @@ def begin_evaluation(run: RunState, now: float) -> None:
     # The step that is computed with the newest parameters.
     number = Step(run.history.version + 1 + run.manifest.training.staleness)
     run.steps.current = _new_step(run, number, now)
-    for peer in run.peers.values():
-        commit_early_receipts(run, peer, now)
-    lease_open_microbatches(run, run.steps.current, now)
+    _start(run, run.steps.current, now)
 
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
     microbatches = {MicrobatchIndex(index) for index in numbers(run)}
     return StepState(step=step, began_at=now, previous_applied_at=now, unsettled=microbatches)
+
+
+def _start(run: RunState, step: StepState, now: float) -> None:
+    """Enter what has been reported of a step already, and lease the rest."""
+    for peer in run.peers.values():
+        commit_early_receipts(run, peer, now)
+    lease_open_microbatches(run, step, now)
 
 
 def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
@@ -187,11 +188,7 @@ def missing_stages(
     table = step.table
     if table.filled(microbatch) == run.manifest.stage_count:
         return ()
-    return tuple(
-        StageIndex(stage)
-        for stage in run.stage_indices
-        if (microbatch, StageIndex(stage)) not in table
-    )
+    return tuple(stage for stage in run.stage_indices if (microbatch, stage) not in table)
 
 
 def complete(run: RunState, step: StepState) -> bool:

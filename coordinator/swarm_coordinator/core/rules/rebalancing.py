@@ -43,6 +43,8 @@ from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 MOVE_TIMEOUT_SECONDS = 900.0
 """Seconds after which an unfinished move is abandoned; the fleet has changed since the decision."""
 
+ASSUMED_DOWNLOAD_BYTES_PER_SECOND = 6.25e6
+"""Download rate assumed for a peer without a measured download: 50 Mbit/s."""
 
 PEERS_PER_LOSS = 256
 """Number of peers per lost stage holder that triggers an early decision; fewer losses change the
@@ -144,13 +146,13 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
     rebalancing = run.rebalancing
     largest_bytes = max(stage.state_bytes for stage in rebalancing.stages)
     assumed_download = max(
-        rebalancing.settings.assumed_download_bytes_per_second,
+        ASSUMED_DOWNLOAD_BYTES_PER_SECOND,
         largest_bytes / policy.longest_download_seconds,
     )
     counted = [
-        (peer, StageIndex(stage))
+        (peer, stage)
         for stage in run.stage_indices
-        for peer in run.peers.bound_for(StageIndex(stage))
+        for peer in run.peers.bound_for(stage)
         if not peer.leaving and not peer.paused
     ]
     rates = [
@@ -190,7 +192,9 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     peer = run.peers[move.peer]
     if membership.is_full(run, move.destination):
         return
-    release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
+    # At both ends of a tied model, one peer would join an all-reduce twice.
+    at_tied_ends = {move.source, move.destination} == run.tied_stages()
+    release_first = move.release_first or at_tied_ends
     if release_first and move.partner is not None:
         return  # the exchange would leave a stage without both of them
     run.peers.begin_transfer(
@@ -202,11 +206,6 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     text = move.sentence(display(peer))
     rebalancing.decisions.append(DecisionNote(now, peer.peer, text))
     run.note(text, peer.peer)
-
-
-def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
-    """Whether the stages are both ends of a tied model: one peer would join an all-reduce twice."""
-    return run.manifest.model.trains_tied_table and {one, other} == {StageIndex(0), run.last_stage}
 
 
 # ---------------------------------------------------------------- carrying it out

@@ -17,7 +17,7 @@ from swarm_coordinator.core.events import (
     PeersRevoked,
     Send,
 )
-from swarm_coordinator.core.state.peers import PeerContact, PeerState, short
+from swarm_coordinator.core.state.peers import PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.types import PeerId
@@ -60,11 +60,9 @@ MAXIMUM_REVOKED = 65_536
 
 def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now: float) -> None:
     """Update a peer's addresses and reachability."""
-    contact = PeerContact.of(message)
-    if contact == peer.contact:
-        return
-    run.peers.set_contact(peer, contact)
-    _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
+    if message != peer.contact:
+        run.peers.set_contact(peer, message)
+        _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
 
 
 def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
@@ -91,7 +89,7 @@ def revoke(run: RunState, event: PeersRevoked) -> None:
         run.roster.revoked[peer] = event.until  # appended: a roster carries the newest if too many
         if peer in run.peers:
             run.send(peer, Refused(code="admission", reason=event.reason[:500]))
-            run.commands.append(CloseSession(peer, event.reason))
+            run.commands.append(CloseSession(peer))
     if absent:
         who = short(absent[0]) if len(absent) == 1 else f"{len(absent)} peers"
         run.note(f"{who}, not attached now, may no longer take part: {event.reason}")

@@ -119,7 +119,7 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     needed = run.manifest.stages[stage].memory
     donors: list[tuple[int, bool, str, PeerState]] = []
     for other in run.stage_indices:
-        there = [p for p in run.peers.at(StageIndex(other)) if not p.leaving and not p.paused]
+        there = [p for p in run.peers.at(other) if not p.leaving and not p.paused]
         holders = [p for p in there if _holds(run, p)]
         donors.extend(
             (len(there), not _holds(run, peer), peer.peer, peer)

@@ -58,7 +58,7 @@ _OTHER_STATE = "it does not hold the state that it claims"
 
 def start_close(run: RunState, step: StepState, now: float) -> None:
     """Open rounds for the stages without one, and send each member its group and commit set."""
-    opened = [StageIndex(s) for s in run.stage_indices if run.steps.round_of(StageIndex(s)) is None]
+    opened = [stage for stage in run.stage_indices if run.steps.round_of(stage) is None]
     run.steps.last_attempt += 1
     step.attempt = run.steps.last_attempt
     step.closes += 1
@@ -556,7 +556,7 @@ def _applied_step(
     tokens = sum(cell.tokens for cell in losses)
     shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
     per_microbatch = run.manifest.tokens_per_microbatch
-    attempts = tuple(closing.rounds[StageIndex(s)].attempt for s in run.stage_indices)
+    attempts = tuple(closing.rounds[stage].attempt for stage in run.stage_indices)
     return AppliedStep(
         step=step.step,
         attempt=step.attempt,

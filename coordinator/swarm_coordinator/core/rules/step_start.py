@@ -37,7 +37,7 @@ def peers_wanted(run: RunState, now: float) -> int:
     """Number of peers that every stage needs before a step begins."""
     if run.steps.began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
-    fullest = min(membership.stage_limit(run, StageIndex(s)) for s in run.stage_indices)
+    fullest = min(membership.stage_limit(run, stage) for stage in run.stage_indices)
     return min(run.manifest.limits.starting_peers_per_stage, fullest)
 
 
@@ -51,8 +51,7 @@ def _grace_left(run: RunState, now: float) -> float:
 
 
 def _stages_below(run: RunState, wanted: int) -> list[StageIndex]:
-    stages = (StageIndex(stage) for stage in run.stage_indices)
-    return [stage for stage in stages if len(run.peers.working(stage)) < wanted]
+    return [stage for stage in run.stage_indices if len(run.peers.working(stage)) < wanted]
 
 
 def balance_stages(run: RunState, now: float) -> None:

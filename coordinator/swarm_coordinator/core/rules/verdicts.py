@@ -10,6 +10,7 @@ before they count. Values and decisions are in `swarm_coordinator.core.trust`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from swarm_coordinator.core.events import (
@@ -491,7 +492,7 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
     What else is found before it takes part again belongs to the same verdict.
     """
     owner, reason = found.owner, found.reason
-    if run.held_time.refused_until(owner) > now:
+    if run.held_time.of(owner).refused_until > now:
         return
     standing = run.audits.standings.change(owner)
     record = replace(found, void_after=standing.vested_step)
@@ -546,11 +547,7 @@ def take_withholding(run: RunState) -> list[PeerState]:
     releases them."""
     found, run.audits.withholding = run.audits.withholding, set()
     peers = [run.peers[peer] for peer in sorted(found) if peer in run.peers]
-    return [
-        peer
-        for peer in peers
-        if peer.stage is not None and any(p is not peer for p in run.peers.ready(peer.stage))
-    ]
+    return [peer for peer in peers if run.peers.has_others(peer)]
 
 
 # ---------------------------------------------------------------- cleared cells
@@ -579,7 +576,7 @@ def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, 
         f"{broken[0]} and {broken[1]} contradict each other"
     )
     for stage in run.stage_indices:
-        clear_cell(run, step, (microbatch, StageIndex(stage)))
+        clear_cell(run, step, (microbatch, stage))
 
 
 def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
@@ -634,15 +631,24 @@ def advance(run: RunState, now: float) -> None:
         if not step.audits.open:
             continue
         limit = max(AUDIT_SECONDS, held_up.pace(step))
-        for cell, audit in list(step.audits.open.items()):
-            if audit is not step.audits.open.get(cell):
-                continue
-            if not _current(step, cell, audit):
-                del step.audits.open[cell]
-                _settle_broken(run, step, audit.microbatch, now)
-            elif audit.order is None or _is_overdue(run, audit.order, limit, now):
+        for _, audit in _current_audits(run, step, now):
+            if audit.order is None or _is_overdue(run, audit.order, limit, now):
                 audit.order = None
                 _proceed(run, step, audit, now)
+
+
+def _current_audits(
+    run: RunState, step: StepState, now: float
+) -> Iterator[tuple[CellKey, OpenAudit]]:
+    """Yield the open audits, and end those whose cell the peer does not hold any more."""
+    for cell, audit in list(step.audits.open.items()):
+        if audit is not step.audits.open.get(cell):
+            continue
+        if _current(step, cell, audit):
+            yield cell, audit
+        else:
+            del step.audits.open[cell]
+            _settle_broken(run, step, audit.microbatch, now)
 
 
 def _is_overdue(run: RunState, order: Order, limit: float, now: float) -> bool:
@@ -655,13 +661,7 @@ def delay_close(run: RunState, step: StepState, now: float) -> bool:
         return False
     wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
     waiting = False
-    for cell, audit in list(step.audits.open.items()):
-        if audit is not step.audits.open.get(cell):
-            continue
-        if not _current(step, cell, audit):
-            del step.audits.open[cell]
-            _settle_broken(run, step, audit.microbatch, now)
-            continue
+    for cell, audit in _current_audits(run, step, now):
         disputed = audit.disputed or audit.microbatch in step.audits.broken
         since = max(step.complete_at, audit.opened_at)
         if now < since + wait * (DISPUTE_FACTOR if disputed else 1.0):

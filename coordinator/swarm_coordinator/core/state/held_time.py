@@ -167,26 +167,16 @@ class HeldTime:
             found = self.accounts[key] = HeldAccount()
         return found
 
+    def of(self, key: PeerId) -> HeldAccount:
+        """An account to be read; that of an unknown peer is new and not remembered."""
+        return self.accounts.get(key) or HeldAccount()
+
     def seconds(self, key: PeerId, now: float) -> float:
-        found = self.accounts.get(key)
-        return 0.0 if found is None else found.held.at(now)
-
-    def disputed_seconds(self, one: PeerId, other: PeerId, now: float) -> float:
-        found = self.accounts.get(one)
-        known = None if found is None else found.disputes.get(other)
-        return 0.0 if known is None else known.at(now)
-
-    def refused_because(self, key: PeerId) -> str:
-        found = self.accounts.get(key)
-        return "" if found is None else found.refused_because
-
-    def refused_until(self, key: PeerId) -> float:
-        found = self.accounts.get(key)
-        return -math.inf if found is None else found.refused_until
+        return self.of(key).held.at(now)
 
     def refused(self, keys: Iterable[PeerId], now: float) -> list[PeerId]:
         """Those of these accounts that are refused now."""
-        return [key for key in keys if self.refused_until(key) > now]
+        return [key for key in keys if self.of(key).refused_until > now]
 
     def take_changed(self, now: float) -> tuple[HeldAccountRecord, ...]:
         """The accounts to be stored, in the order of their keys; most charges are of no seconds."""

@@ -23,7 +23,7 @@ class LeaseState:
 
 
 class LeaseBook(dict[MicrobatchIndex, LeaseState]):
-    """Leases by microbatch, indexed by trainer. Changed only through `[]=`, `del` and `clear`."""
+    """Leases by microbatch, indexed by trainer. Changed only through `[]=` and `del`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,3 @@ class LeaseBook(dict[MicrobatchIndex, LeaseState]):
         self._of[lease.trainer].discard(microbatch)
         if lease.resolved_at is None:
             self._driven[lease.trainer].discard(microbatch)
-
-    def clear(self) -> None:
-        super().clear()
-        self._of.clear()
-        self._driven.clear()

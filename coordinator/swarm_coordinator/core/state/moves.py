@@ -50,8 +50,6 @@ class RebalancingSettings:
 
     rule: RebalancingRule = RebalancingRule.NONE
     policy: MovePolicy = field(default_factory=MovePolicy)
-    assumed_download_bytes_per_second: float = 6.25e6
-    """Download rate assumed for a peer without a measured download: 50 Mbit/s."""
     loss_reaction_seconds: float = 2.0
     """Seconds from a loss to the decision. Peers lost together are noticed within a second or
     two."""

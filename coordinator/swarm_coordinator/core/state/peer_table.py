@@ -15,14 +15,13 @@ from typing import TypeVar
 from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.peers import (
     NO_VERSION,
-    PeerContact,
     PeerPhase,
     PeerState,
     StageTransfer,
     rates_alike,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Version
-from swarm_shared.protocol import PeerRecord, StageRow
+from swarm_shared.protocol import AddressUpdate, PeerRecord, StageRow
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
@@ -78,12 +77,12 @@ class PeerTable(dict[PeerId, PeerState]):
         """Peers that have not been sent a roster yet; cleared by the sender of the roster."""
         self._ranges = manifest.stages
         self._sizes = stage_sizes(manifest)
-        self._stages = tuple(StageIndex(stage) for stage in range(manifest.stage_count))
+        self.stages = tuple(StageIndex(stage) for stage in range(manifest.stage_count))
         self._history = history
         self._version = NO_VERSION
         """The version that the views are of."""
-        self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self._stages}
-        self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self._stages}
+        self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self.stages}
+        self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self.stages}
         self._views: dict[StageIndex, StagePeers] = {}
         self._records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
         """Roster records of each stage's ready peers, while they are valid."""
@@ -117,9 +116,13 @@ class PeerTable(dict[PeerId, PeerState]):
         """
         return self._view(StageIndex(stage)).working
 
+    def has_others(self, peer: PeerState) -> bool:
+        """Whether another peer takes part with the stage of this one."""
+        return peer.stage is not None and any(p is not peer for p in self.ready(peer.stage))
+
     def trainers(self) -> list[PeerState]:
         """Peers that may be leased microbatches, by stage."""
-        return [peer for stage in self._stages for peer in self._view(stage).trainers]
+        return [peer for stage in self.stages for peer in self._view(stage).trainers]
 
     def unheld(self) -> frozenset[StageIndex]:
         """Stages without a holder that takes part."""
@@ -135,12 +138,12 @@ class PeerTable(dict[PeerId, PeerState]):
 
     def has_complete_pipeline(self) -> bool:
         """Whether microbatches can pass: every stage has a working peer, and there is a trainer."""
-        return not self.idle() and any(self._view(stage).trainers for stage in self._stages)
+        return not self.idle() and any(self._view(stage).trainers for stage in self.stages)
 
     def _stages_lacking(self) -> tuple[frozenset[StageIndex], frozenset[StageIndex]]:
         self._follow_version()
         if self._lacking is None:
-            views = {stage: self._view(stage) for stage in self._stages}
+            views = {stage: self._view(stage) for stage in self.stages}
             self._lacking = (
                 frozenset(stage for stage, view in views.items() if not view.ready),
                 frozenset(stage for stage, view in views.items() if not view.working),
@@ -185,12 +188,12 @@ class PeerTable(dict[PeerId, PeerState]):
 
     def stage_rows(self) -> tuple[StageRow, ...]:
         """The capacity of each stage; a peer without a reported rate counts with the mean."""
-        capacities = [self._capacity(stage) for stage in self._stages]
+        capacities = [self._capacity(stage) for stage in self.stages]
         measured = sum(capacity.measured for capacity in capacities)
         mean = sum(t.flops_per_second for t in capacities) / measured if measured else 0.0
         return tuple(
             self._row(stage, capacity, mean)
-            for stage, capacity in zip(self._stages, capacities, strict=True)
+            for stage, capacity in zip(self.stages, capacities, strict=True)
         )
 
     def _row(self, index: StageIndex, capacity: StageCapacity, mean: float) -> StageRow:
@@ -228,7 +231,7 @@ class PeerTable(dict[PeerId, PeerState]):
 
         The tuple of an unchanged stage is the same object as before.
         """
-        return tuple(self._stage_records(stage) for stage in self._stages)
+        return tuple(self._stage_records(stage) for stage in self.stages)
 
     def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
         view = self._view(stage)
@@ -314,7 +317,7 @@ class PeerTable(dict[PeerId, PeerState]):
         peer.leaving, peer.leaving_since = True, now
         self._index(peer)
 
-    def set_contact(self, peer: PeerState, contact: PeerContact) -> None:
+    def set_contact(self, peer: PeerState, contact: AddressUpdate) -> None:
         peer.contact, peer.record = contact, None
         self._index(peer)
 

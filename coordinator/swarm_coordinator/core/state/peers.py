@@ -16,7 +16,7 @@ from swarm_coordinator.core.state.utilisation import LastHeartbeat
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
-from swarm_shared.protocol import AddressUpdate, CarrierAddress, Hello, PeerRecord, Reachability
+from swarm_shared.protocol import AddressUpdate, Hello, PeerRecord
 
 NO_VERSION = Version(0)
 
@@ -58,26 +58,6 @@ class PeerProfile:
         return cls(
             hello.name, hello.device, hello.memory, hello.wanted_stage, owner,
             hello.owner or "" if owner is not None else "",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class PeerContact:
-    """How other peers reach a peer."""
-
-    addresses: tuple[str, ...]
-    carrier: CarrierAddress | None
-    reachability: Reachability = Reachability.UNKNOWN
-    offers_relay: bool = False
-    local: tuple[str, ...] = ()
-    """Private addresses, for peers of the same site."""
-    site: str = ""
-
-    @classmethod
-    def of(cls, announced: AddressUpdate) -> PeerContact:
-        return cls(
-            announced.addresses, announced.carrier, announced.reachability,
-            announced.offers_relay, announced.local, announced.site,
         )  # fmt: skip
 
 
@@ -151,7 +131,8 @@ class PeerState:
     peer: PeerId
     session: SessionNumber
     profile: PeerProfile
-    contact: PeerContact
+    contact: AddressUpdate
+    """How other peers reach it."""
     certificate: str
     last_heard: float
     phase: PeerPhase = PeerPhase.ADMITTED

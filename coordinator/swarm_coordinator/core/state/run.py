@@ -84,8 +84,8 @@ class RunState:
         return StageIndex(self.manifest.stage_count - 1)
 
     @property
-    def stage_indices(self) -> range:
-        return range(self.manifest.stage_count)
+    def stage_indices(self) -> tuple[StageIndex, ...]:
+        return self.peers.stages
 
     @property
     def checks_sums(self) -> bool:

@@ -40,12 +40,7 @@ class EvaluatorProcess:
         async def evaluate() -> None:
             before = await anyio.to_thread.run_sync(store.read, read_newest_evaluation)
             if before is not None:
-                self.newest = Evaluation(
-                    version=before.version,
-                    heldout_loss=before.heldout_loss,
-                    tokens=before.tokens,
-                    sample=before.sample or "",
-                )
+                self.newest = Evaluation.model_validate(before, from_attributes=True)
             command = [sys.executable, "-m", "swarm_coordinator.evaluation", str(self.folder.path)]
             await self.supervisor.keep_running(
                 command,

@@ -12,14 +12,13 @@ from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.peer_table import PeerTable
 from swarm_coordinator.core.state.peers import (
-    PeerContact,
     PeerPhase,
     PeerProfile,
     PeerState,
     StageTransfer,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Version
-from swarm_shared.protocol import CarrierAddress
+from swarm_shared.protocol import AddressUpdate, CarrierAddress, Reachability
 
 STAGES = 2
 NAMES = ("a", "b", "c", "d")
@@ -37,12 +36,18 @@ changes = st.lists(
 )  # fmt: skip
 
 
+def contact(addresses: tuple[str, ...], carrier: CarrierAddress | None) -> AddressUpdate:
+    return AddressUpdate(
+        addresses=addresses, carrier=carrier, reachability=Reachability.UNKNOWN, offers_relay=False
+    )
+
+
 def peer(name: str, carrier: str) -> PeerState:
     address = CarrierAddress(peer=carrier, addresses=("a",), binding="b")
     return PeerState(
         peer=PeerId(name), session=SessionNumber(1),
         profile=PeerProfile(name, "cpu", 10, None, None),
-        contact=PeerContact((), address), certificate="", last_heard=0.0,
+        contact=contact((), address), certificate="", last_heard=0.0,
     )  # fmt: skip
 
 
@@ -82,7 +87,7 @@ def change(table: PeerTable, history: RunHistory, kind: str, name: str, stage: S
     elif kind == "readmit":
         table.readmit(found)
     elif kind == "address":
-        table.set_contact(found, PeerContact((f"address-{stage}",), None))
+        table.set_contact(found, contact((f"address-{stage}",), None))
     elif kind == "rate":
         table.record_rates(found, 1.0, 0, 1.0 + stage, 2.0 + stage, math.inf, math.inf)
 

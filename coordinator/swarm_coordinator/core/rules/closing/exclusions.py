@@ -82,9 +82,7 @@ def exclude_alone(run: RunState, step: StepState, peer: PeerState, now: float) -
 def exclude(run: RunState, step: StepState, peer_id: PeerId, now: float) -> bool:
     """Let the step close without this peer; False if it is the last of its stage."""
     peer = run.peers.get(peer_id)
-    if peer is None or peer.stage is None or peer_id in run.peers.excluded:
-        return False
-    if all(p is peer for p in run.peers.ready(peer.stage)):
+    if peer is None or peer_id in run.peers.excluded or not run.peers.has_others(peer):
         return False
     # What failed cannot fail again: the others need no long pause.
     step.close_not_before = min(step.close_not_before, now + ABORT_BACKOFF_SECONDS)
