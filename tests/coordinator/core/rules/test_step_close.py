@@ -483,8 +483,10 @@ def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_no_member(
     bench = closing(limits={"lease_seconds": 20.0})
     bench.averaged("a0")
     bench.averaged("b0")
-    bench.tick(21.0)
-    closed_again(bench, 1.0)
+    commands = bench.tick(21.0)
+    assert {peer for peer in ALL if bench.sent(peer, AbortRound, commands)} == {"a1", "b1"}
+    commands += closed_again(bench, 1.0)
+    assert {peer for peer in ALL if bench.sent(peer, Close, commands)} == {"a1", "b1"}
     assert bench.closing() == ["a0", "b0", "a1", "b1"]
     bench.tick(30.0)
     assert bench.run.phase is RunPhase.CLOSING
