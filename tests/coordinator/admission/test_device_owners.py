@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kits.coordinator import run as run_kit
-from kits.coordinator.shell_world import client, hello_for, make_run, served
-from kits.swarm_world.event_bench import Bench
+from kits.coordinator.shell_world import client, served
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_coordinator.core.events import AppliedStep, StageShare
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.run_news import Leaderboard
 from swarm_coordinator.storage.admission_rows import read_owners
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.contributions import read_contributions
@@ -36,7 +34,7 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.owners import effective_bindings
 from swarm_shared.identity.signing import sign_message
-from swarm_shared.protocol import Refused, Welcome
+from swarm_shared.protocol import Refused
 
 VICTIM, FIRST, SECOND, ATTACKER = (
     Identity.from_seed(name * 32) for name in (b"v", b"1", b"2", b"x")
@@ -163,34 +161,13 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
     store.close()
 
 
-def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
-    board = Leaderboard(Bench().manifest)
-    board.add_step(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
-    board.describe(VICTIM.peer_id, "vera", None, None)
-    board.describe(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
-    first, second = board.rows()
-    assert (first.peer, first.devices, first.name, first.team) == (
-        VICTIM.peer_id, (FIRST.peer_id,), "vera", None,
-    )  # fmt: skip
-    assert (first.tokens, second.tokens, second.devices) == (20, 15, ())
-    board.describe(FIRST.peer_id, "vera's other", "Vs", None)
-    assert [row.tokens for row in board.rows()] == [15, 10, 10]
-
-
 # ---------------------------------------------------------------- over the network
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "a run")
 
 
 async def hello(invite: Invite, who: Identity, **changes: object) -> str:
     """Attach and leave: "welcome", or the reason of the refusal."""
     async with client(invite, who) as one:
-        await one.send(hello_for(invite, **changes))
-        answer = await one.receive()
-    assert isinstance(answer, Welcome | Refused)
+        answer = await one.hello(**changes)
     return answer.reason if isinstance(answer, Refused) else "welcome"
 
 
