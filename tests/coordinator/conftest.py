@@ -1,7 +1,5 @@
-"""Places for a run's database: a file, or a database on a server that the tests start.
-
-And a receiver of traces.
-"""
+"""Run folders, places for a run's database (a file, or a server that the tests start), and a
+receiver of traces."""
 
 from __future__ import annotations
 
@@ -13,7 +11,22 @@ import pytest
 
 from kits.coordinator import postgresql as postgresql_kit
 from kits.coordinator.otlp_receiver import OtlpReceiver, otlp_receiver
+from kits.coordinator.shell_world import make_run
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.connection import DatabaseLocation
+from swarm_coordinator.storage.store import Store, open_store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run that was never started."""
+    return make_run(tmp_path / "a run")
+
+
+@pytest.fixture
+def token_run(tmp_path: Path) -> RunFolder:
+    """One that admits bearers of a token."""
+    return make_run(tmp_path / "a run", admission__mode="token")
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +48,15 @@ def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Da
 @pytest.fixture
 def place(new_place: Callable[[], DatabaseLocation]) -> DatabaseLocation:
     return new_place()
+
+
+@pytest.fixture
+def store(place: DatabaseLocation) -> Iterator[Store]:
+    """The store of a coordinator that has started."""
+    opened = open_store(place)
+    opened.next_generation()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import ssl
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kits.certificate import write_certificate
+from kits.coordinator.commands import Started
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import run
-from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.status_file import read_status
 
@@ -25,32 +22,6 @@ from swarm_coordinator.status.status_file import read_status
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_run(tmp_path_factory.mktemp("cli") / "a run")
-
-
-class Started:
-    """`swarm-coordinator start` as a process, ended in order."""
-
-    def __init__(self, folder: RunFolder, *words: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    def __enter__(self) -> Started:
-        return self
-
-    def line(self, beginning: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if beginning in line:
-                return line
-        raise AssertionError(f"it ended and never said {beginning!r}")
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.stdout is not None
-        self.process.stdout.read()
-        assert self.process.wait() == 0
 
 
 def link(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> str:
@@ -68,7 +39,7 @@ def test_the_link_opens_the_organisers_page(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Started(folder) as started:
-        url = started.line("dashboard at").split("dashboard at ")[1].split()[0]
+        url = started.until("dashboard at").split("dashboard at ")[1].split()[0]
         found = link(folder, capsys)
         assert found == f"{url}#token={folder.dashboard_token()}"
         request = urllib.request.Request(
@@ -92,21 +63,12 @@ def test_without_a_coordinator_it_says_how_to_start_one(
 
 def test_a_run_may_have_no_pages(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with Started(folder, "--http", "") as started:
-        started.line("swarm1")
+        started.until("swarm1")
         assert run(["dashboard", str(folder.path)]) == 8
         assert "no dashboard" in capsys.readouterr().err
         status = read_status(folder.status)
         assert status is not None
         assert status.http.url is None
-
-
-def test_a_port_that_is_taken_does_not_keep_the_run_from_starting(folder: RunFolder) -> None:
-    other = listen(HttpAddress("127.0.0.1", 0))
-    try:
-        with Started(folder, "--http", str(address_of(other))) as started:
-            assert "the run continues without the dashboard" in started.line("cannot be served")
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize("words", ["8080", "here:there"])
@@ -132,7 +94,7 @@ def test_with_a_certificate_the_link_is_https(
     folder: RunFolder, with_tls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Started(folder) as started:
-        url = started.line("dashboard at").split("dashboard at ")[1].split()[0]
+        url = started.until("dashboard at").split("dashboard at ")[1].split()[0]
         assert url.startswith("https://127.0.0.1:")
         assert link(folder, capsys).startswith(url)
         context = ssl.create_default_context(cafile=str(with_tls))

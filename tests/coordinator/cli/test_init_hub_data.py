@@ -18,6 +18,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from kits.coordinator.commands import complaint
 from kits.hub.fake_hub import TOKEN, FakeHub, FakeRepository, fake_hub
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.durability.run_files import changed_settings, load_manifest, load_settings
@@ -38,8 +39,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def texts(name: str, count: int = 20) -> list[str]:
-    return [f"{name}, text {n}: " + "the quick brown fox "[n % 9 :] * 3 for n in range(count)]
+def texts(name: str) -> list[str]:
+    return [f"{name}, text {n}: " + "the quick brown fox "[n % 9 :] * 3 for n in range(20)]
 
 
 def table(name: str, column: str = "text") -> bytes:
@@ -83,14 +84,6 @@ def init(run: Path, data: str | Path, *options: str) -> int:
     return run_command(
         ["init", str(run), f"--data={data}", "--tokenizer=bytes", "--stages=2", *SMALL, *options]
     )
-
-
-def complaint(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence on stderr."""
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("swarm-coordinator: error: ")
-    assert error.count("\n") == 0, error
-    return error
 
 
 def shards(run: Path) -> dict[str, bytes]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -14,47 +12,23 @@ import time
 from pathlib import Path
 
 import pytest
-import trio
-from click.testing import CliRunner
 
-from kits.coordinator.shell_world import make_run
-from swarm_coordinator.cli.main import cli, run
+from kits.coordinator.commands import Started, complains
+from kits.coordinator.run import one_start
+from kits.runs.stage_files import put_model
+from swarm_coordinator.cli.main import run
 from swarm_coordinator.cli.model import compare_losses
 from swarm_coordinator.core.events import (
     AppliedStep,
-    CheckpointRecord,
     EvaluationRecord,
     RunFinished,
 )
 from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import HistoryStep
-from swarm_coordinator.storage.store import SqliteStore
-from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.base.types import Step, Version
 from swarm_shared.identity.invite import Invite
-from swarm_shared.identity.signed_manifest import run_id_of
-from swarm_shared.model.initialise import build_stage
-from swarm_shared.model.optimizer import make_optimizer
-from swarm_shared.model.state import save_state, state_to_tensors
 from swarm_shared.run.manifest import CodecsConfig
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "a run")
-
-
-def write(folder: RunFolder, *records: object) -> None:
-    store = SqliteStore.open(folder.database)
-    store.next_generation()
-
-    async def main() -> None:
-        for record in records:
-            await store.write(record)  # type: ignore[arg-type]
-
-    trio.run(main)
-    store.close()
 
 
 def applied(number: int) -> AppliedStep:
@@ -62,48 +36,10 @@ def applied(number: int) -> AppliedStep:
 
 
 def finish(folder: RunFolder) -> None:
-    write(
+    one_start(
         folder, *(applied(number) for number in range(1, 5)),
         EvaluationRecord(Version(4), 1.5, 100), RunFinished(Version(4)),
     )  # fmt: skip
-
-
-def store_checkpoint(folder: RunFolder, version: int) -> CheckpointRecord:
-    """A real model's state as a checkpoint in the run folder."""
-    manifest = load_manifest(folder)
-    checkpoints = CheckpointFolder(folder.checkpoints, run_id_of(manifest), 2, keep=3)
-    files = {}
-    for index in range(2):
-        stage = build_stage(manifest, index)
-        path = checkpoints.partial_path(version, index)
-        tensors = state_to_tensors(stage, make_optimizer(stage, manifest.optimizer))
-        save_state(path, tensors, {"stage": str(index)})
-        content = path.read_bytes()
-        files[StageIndex(index)] = (len(content), hashlib.sha256(content).hexdigest())
-    return checkpoints.complete(Version(version), files)
-
-
-def complains(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
-    """Exit code and the one sentence on stderr."""
-    code = run([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("swarm-coordinator: error: ")
-    assert "Traceback" not in captured.err + captured.out
-    return code, lines[0]
-
-
-def test_the_commands_are_those_that_people_have_learnt() -> None:
-    result = CliRunner().invoke(cli, ["--help"])
-    for name in (
-        "init", "start", "invite", "status", "history", "export", "reference", "demo",
-    ):  # fmt: skip
-        assert f"\n  {name} " in result.output, name
-    assert "refresh" not in result.output
-    init = CliRunner().invoke(cli, ["init", "--help"]).output
-    for option in ("--preset", "--data", "--stages", "--steps", "--seed", "--tokenizer"):
-        assert option in init, option
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,15 +90,6 @@ def test_bad_input_is_one_sentence_with_its_exit_code(
     assert (seen, reason in sentence) == (code, True), sentence
 
 
-def test_empty_data_is_refused_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    code, _ = complains(capsys, "init", tmp_path / "run", "--data", tmp_path / "empty.txt")
-    assert code == 5
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_port_in_use_exits_with_8(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -201,7 +128,7 @@ def test_ctrl_c_in_a_command_exits_with_130(
 def test_history_prints_the_steps_while_the_coordinator_is_down(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder, applied(1), applied(2))
+    one_start(folder, applied(1), applied(2))
     assert run(["history", str(folder.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "version": 1,
@@ -270,8 +197,8 @@ def test_export_without_a_checkpoint_says_what_to_do(
 def test_export_takes_the_newest_checkpoint_that_is_whole(
     folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = [store_checkpoint(folder, version) for version in (2, 4)]
-    write(folder, *(applied(number) for number in range(1, 5)), *records)
+    records = [put_model(folder, version) for version in (2, 4)]
+    one_start(folder, *(applied(number) for number in range(1, 5)), *records)
     with (folder.checkpoints / "step-00000004" / "stage-1.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
@@ -280,15 +207,6 @@ def test_export_takes_the_newest_checkpoint_that_is_whole(
     assert "after step 2" in captured.out
     assert "step-00000004" in captured.err
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_export_does_not_write_among_other_things(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "thesis.txt").write_text("precious")
-    code, sentence = complains(capsys, "export", folder.path, tmp_path)
-    assert code == 2
-    assert "holds files other than" in sentence
 
 
 def test_status_before_the_first_start(
@@ -304,16 +222,15 @@ def test_a_finished_run_says_so_and_what_can_be_done_until_it_is_stopped(
     folder: RunFolder,
 ) -> None:
     finish(folder)
-    write(folder, store_checkpoint(folder, 4))
-    started = Started(folder)
-    started.until("serving the model to members at /ip4/127.0.0.1/tcp/")
+    one_start(folder, put_model(folder, 4))
+    with Started(folder) as started:
+        started.until("serving the model to members at /ip4/127.0.0.1/tcp/")
     assert started.lines[0] == (
         "the run has finished after 4 steps, held-out loss 1.5000; the model is in "
         f"{folder.checkpoints}, as safetensors files\n"
     )
     assert "swarm-coordinator export" in started.lines[1]
     assert "raise [training] steps" in started.lines[2]
-    assert started.stop() == 0
     assert "stopping" not in started.lines[-1], "no step is in progress"
 
 
@@ -330,42 +247,12 @@ def edit(folder: RunFolder, old: str, new: str) -> None:
 def test_what_decides_the_model_cannot_be_changed_after_the_first_step(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder, applied(1))
+    one_start(folder, applied(1))
     edit(folder, "seed = 1", "seed = 2")
     code, sentence = complains(capsys, "start", folder.path)
     assert code == 3
     assert "[run] seed is 2" in sentence
     assert "change it back" in sentence
-
-
-class Started:
-    """`swarm-coordinator start` as a process, up to its invite."""
-
-    def __init__(self, folder: RunFolder, code: str | None = None) -> None:
-        words = ["-c", code, str(folder.path)] if code else [
-            "-m", "swarm_coordinator", "start", str(folder.path)
-        ]  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.lines: list[str] = []
-
-    def invite(self) -> str:
-        return self.until("swarm1")
-
-    def until(self, start: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if line.startswith(start):
-                return line.strip()
-        raise AssertionError("".join(self.lines))
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.stdout is not None
-        self.lines.append(self.process.stdout.read())
-        return self.process.wait()
 
 
 def test_a_run_whose_steps_were_raised_goes_on_and_keeps_its_invite(
@@ -375,9 +262,8 @@ def test_a_run_whose_steps_were_raised_goes_on_and_keeps_its_invite(
     before = capsys.readouterr().out.strip()
     finish(folder)
     edit(folder, "steps = 4", "steps = 6")
-    started = Started(folder)
-    assert started.invite() == before
-    assert started.stop() == 0
+    with Started(folder) as started:
+        assert started.invite() == before
     assert "following run.toml: [training] steps" in started.lines[0]
     assert load_manifest(folder).training.steps == 6
     assert json.loads(folder.status.read_text())["phase"] == "stopping"
@@ -386,9 +272,8 @@ def test_a_run_whose_steps_were_raised_goes_on_and_keeps_its_invite(
 def test_edits_before_the_first_step_are_followed(folder: RunFolder) -> None:
     text = folder.settings.read_text()
     folder.settings.write_text(re.sub(r"(?m)^learning_rate = .*$", "learning_rate = 0.002", text))
-    started = Started(folder)
-    started.invite()
-    assert started.stop() == 0
+    with Started(folder) as started:
+        started.invite()
     assert load_manifest(folder).optimizer.learning_rate == 0.002
 
 
@@ -405,20 +290,19 @@ sys.exit(code)
 def test_the_service_runs_without_heavy_libraries_and_status_follows_it(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = Started(folder, _WITHOUT_TORCH)
-    invite = started.invite()
-    assert Invite.decode(invite).addresses == (
-        f"/ip4/127.0.0.1/tcp/{folder.remembered_port()}",
-    )  # fmt: skip
-    assert run(["invite", str(folder.path)]) == 0
-    assert capsys.readouterr().out.strip() == invite
-    assert run(["status", str(folder.path)]) == 0
-    out = capsys.readouterr().out
-    assert "a run: running, waiting for peers" in out
-    assert "stage 1: 0 peer(s)" in out
-    code, sentence = complains(capsys, "start", folder.path)
-    assert (code, "another coordinator" in sentence) == (2, True)
-    assert started.stop() == 0
+    with Started(folder, program=_WITHOUT_TORCH) as started:
+        invite = started.invite()
+        assert Invite.decode(invite).addresses == (
+            f"/ip4/127.0.0.1/tcp/{folder.remembered_port()}",
+        )  # fmt: skip
+        assert run(["invite", str(folder.path)]) == 0
+        assert capsys.readouterr().out.strip() == invite
+        assert run(["status", str(folder.path)]) == 0
+        out = capsys.readouterr().out
+        assert "a run: running, waiting for peers" in out
+        assert "stage 1: 0 peer(s)" in out
+        code, sentence = complains(capsys, "start", folder.path)
+        assert (code, "another coordinator" in sentence) == (2, True)
     assert "heavy: []" in started.lines[-1]
     assert "stopping" in started.lines[-1]
     assert run(["status", str(folder.path)]) == 0
@@ -427,7 +311,7 @@ def test_the_service_runs_without_heavy_libraries_and_status_follows_it(
 
 
 def test_a_pipe_that_closes_early_is_no_error(folder: RunFolder) -> None:
-    write(folder, *(applied(number) for number in range(1, 400)))
+    one_start(folder, *(applied(number) for number in range(1, 400)))
     done = subprocess.run(
         f"'{sys.executable}' -m swarm_coordinator history '{folder.path}' | head -1",
         shell=True, capture_output=True, text=True, check=True,
@@ -440,7 +324,7 @@ def test_a_database_in_use_by_a_stranger_is_named(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm_coordinator.storage.sqlite.BUSY_TIMEOUT_SECONDS", 0.1)
-    write(folder, applied(1))
+    one_start(folder, applied(1))
     stranger = sqlite3.connect(folder.database)
     stranger.execute("PRAGMA locking_mode = EXCLUSIVE")
     stranger.execute("BEGIN EXCLUSIVE")

@@ -233,11 +233,11 @@ class Stage:
         members = [peer for peer in peers if peer in bench.run.peers]
         for peer in members:
             # They may have lost their stages: a peer that is silent for long misses a step.
-            if bench.run.peers[PeerId(peer)].phase is PeerPhase.SYNCING:
+            if bench.peer(peer).phase is PeerPhase.SYNCING:
                 bench.ready(peer)
         if bench.run.phase is RunPhase.COLLECT:
             for peer in members:
-                if bench.run.peers[PeerId(peer)].stage is not None:
+                if bench.peer(peer).stage is not None:
                     self.record(tuple(bench.receipt(peer, m) for m in range(MICROBATCHES)))
                     bench.report(peer, *range(MICROBATCHES))
         elif bench.run.phase is RunPhase.CLOSING:

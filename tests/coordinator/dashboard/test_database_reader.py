@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,10 +38,11 @@ NOW = 2e9
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> SqliteStore:
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
     made = SqliteStore.open(tmp_path / "run.sqlite")
     made.next_generation()
-    return made
+    yield made
+    made.close()
 
 
 def place(store: SqliteStore) -> Path:
@@ -73,7 +74,6 @@ def test_steps_that_come_later_are_added_and_none_is_counted_twice(store: Sqlite
         assert read.step_count == number
         assert said(read) == said(look_afresh(store))
     assert read.tokens == 5 * 32
-    store.close()
 
 
 def test_long_histories_are_read_in_parts(
@@ -83,7 +83,6 @@ def test_long_histories_are_read_in_parts(
     whole = said(look_afresh(store))
     monkeypatch.setattr(database_reader, "STEPS_PER_QUERY", 2)
     assert said(look_afresh(store)) == whole
-    store.close()
 
 
 def test_what_a_rollback_took_back_is_forgotten(store: SqliteStore) -> None:
@@ -96,7 +95,6 @@ def test_what_a_rollback_took_back_is_forgotten(store: SqliteStore) -> None:
     assert after.rollbacks == 1
     assert said(after) == said(look_afresh(store))
     assert before.step_count == 4, "what was handed out before has not changed"
-    store.close()
 
 
 def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_share(
@@ -115,7 +113,6 @@ def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_shar
     told = history(place(store)).contributions
     assert sum(one.tokens for one in told) == bert.tokens + anna.tokens
     assert sum(one.microbatches for one in told) == bert.microbatches + anna.microbatches
-    store.close()
 
 
 def test_a_verdict_voids_credit_of_steps_that_were_read_before(store: SqliteStore) -> None:
@@ -134,7 +131,6 @@ def test_a_verdict_voids_credit_of_steps_that_were_read_before(store: SqliteStor
     assert before["KooWBert"] == after["KooWBert"] == 9
     told = history(place(store)).contributions
     assert sum(one.microbatches for one in told) == sum(after.values())
-    store.close()
 
 
 def test_both_kinds_of_database_give_the_same(new_place: Callable[[], DatabaseLocation]) -> None:
@@ -158,7 +154,6 @@ def test_a_new_name_is_seen(store: SqliteStore) -> None:
     assert reader.refresh(NOW).contributions[0].name is None
     run_kit.write(store, PeerSeen(run_kit.BERT, "bert"))
     assert reader.refresh(NOW).contributions[0].name == "bert"
-    store.close()
 
 
 def test_a_team_has_its_present_members_with_their_whole_contributions(store: SqliteStore) -> None:
@@ -178,7 +173,6 @@ def test_a_team_has_its_present_members_with_their_whole_contributions(store: Sq
     assert reader.refresh(NOW).teams[0].members == 2
     run_kit.write(store, PeerSeen(run_kit.ANNA, "anna", ""))
     assert reader.refresh(NOW).teams[0].members == 1
-    store.close()
 
 
 def test_only_the_newest_notes_are_kept(store: SqliteStore) -> None:
@@ -191,7 +185,6 @@ def test_only_the_newest_notes_are_kept(store: SqliteStore) -> None:
     assert [one.text for one in noted[-4:]] == [
         f"note {EVENTS_KEPT - 1}", "later 0", "later 1", "later 2",
     ]  # fmt: skip
-    store.close()
 
 
 def test_durations_are_cumulative_counts_as_a_histogram_wants_them(store: SqliteStore) -> None:
@@ -204,7 +197,6 @@ def test_durations_are_cumulative_counts_as_a_histogram_wants_them(store: Sqlite
     at_most = dict(zip(STEP_SECONDS, read.durations, strict=False))
     assert (at_most[0.1], at_most[1.0], at_most[3.0], at_most[1000.0]) == (1, 1, 2, 2)
     assert read.durations[-1] == 3
-    store.close()
 
 
 steps = st.lists(

@@ -27,21 +27,13 @@ spelt = st.one_of(
 )
 
 
-@given(words, four, words)
-def test_no_ipv4_address_survives(before: str, address: str, after: str) -> None:
-    assert address not in without_addresses(f"{before}{address}{after}")
-
-
-@given(words, six, words)
-def test_no_ipv6_address_survives(before: str, address: str, after: str) -> None:
-    assert address not in without_addresses(f"{before}{address}{after}")
-
-
-@given(words, st.lists(spelt, min_size=1, max_size=3), st.sampled_from([" ", ", ", "; ", "\t"]))
+@given(
+    words, st.lists(spelt, min_size=1, max_size=3), st.sampled_from([" ", ", ", "; ", "\t"]), words
+)
 def test_addresses_in_a_sentence_are_replaced_however_they_are_spelt(
-    before: str, addresses: list[str], between: str
+    before: str, addresses: list[str], between: str, after: str
 ) -> None:
-    shown = without_addresses(before + between.join(addresses))
+    shown = without_addresses(before + between.join(addresses) + after)
     assert REPLACEMENT in shown
     for address in addresses:
         assert address not in shown

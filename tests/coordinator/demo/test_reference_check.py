@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import sqlite3
-from pathlib import Path
 
 import pytest
-import trio
 
-from kits.coordinator.shell_world import make_run
-from swarm_coordinator.core.events import AppliedStep
+from kits.coordinator import run as run_kit
 from swarm_coordinator.demo.churn import Kill
 from swarm_coordinator.demo.reference_check import (
     COMPARED_STEPS,
@@ -29,29 +26,9 @@ from swarm_coordinator.demo.reference_check import (
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.types import Step
 
 KILL = Kill("volunteer-3", 4242, "was ended by SIGKILL", 13, "volunteer-5")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "a run")
-
-
-def record(folder: RunFolder, losses: list[float]) -> None:
-    """Write steps with these losses into the run's database, as its coordinator does."""
-    store = SqliteStore.open(folder.database)
-    store.next_generation()
-
-    async def main() -> None:
-        for number, loss in enumerate(losses, 1):
-            await store.write(AppliedStep(Step(number), 1, loss, 128, 0.5, 1.0, 1e-3, ()))
-
-    trio.run(main)
-    store.close()
 
 
 def compare(folder: RunFolder) -> list[ComparedStep]:
@@ -65,7 +42,7 @@ def compare(folder: RunFolder) -> list[ComparedStep]:
 def test_losses_that_one_process_has_too_are_equal_and_one_other_bit_is_an_error(
     folder: RunFolder,
 ) -> None:
-    record(folder, [1.0, 2.0])
+    run_kit.one_start(folder, run_kit.step(1), run_kit.step(2))
     alone = [one.alone for one in compare(folder)]
     with contextlib.closing(sqlite3.connect(folder.database)) as connection:
         for step, loss in enumerate(alone, 1):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kits.coordinator.run import MICROBATCHES, STAGES, step, write
+from kits.coordinator.run import MICROBATCHES, STAGES, one_start_at, step, write
 from swarm_coordinator.core.events import (
     CheckpointRecord,
     EvaluationRecord,
@@ -36,7 +35,6 @@ def checkpoint(version: int) -> CheckpointRecord:
 
 def a_past(path: Path) -> sqlite3.Connection:
     """Three starts, a roll-back in the middle, and an end."""
-    store = SqliteStore.open(path)
     for records in (
         (step(1), step(2), checkpoint(2), step(3), step(4)),
         (RolledBack(Version(2), "every peer of stage 1 is gone"), step(3, 9, loss=float("nan"))),
@@ -48,9 +46,7 @@ def a_past(path: Path) -> sqlite3.Connection:
             RunFinished(Version(4)),
         ),
     ):
-        store.next_generation()
-        write(store, *records)
-    store.close()
+        one_start_at(path, *records)
     return sqlite3.connect(path, isolation_level=None)
 
 
@@ -197,10 +193,7 @@ def test_a_row_that_was_changed_lost_or_invented_is_named(tmp_path: Path, damage
 
 
 def test_a_thousand_wrong_rows_are_not_a_thousand_lines(tmp_path: Path) -> None:
-    store = SqliteStore.open(tmp_path / "run.sqlite3")
-    store.next_generation()
-    write(store, *(step(number) for number in range(1, 200)))
-    store.close()
+    one_start_at(tmp_path / "run.sqlite3", *(step(number) for number in range(1, 200)))
     connection = sqlite3.connect(tmp_path / "run.sqlite3")
     connection.execute("UPDATE applied_steps SET loss = 1.0")
     findings = check_database(connection, SHAPE)
@@ -209,15 +202,11 @@ def test_a_thousand_wrong_rows_are_not_a_thousand_lines(tmp_path: Path) -> None:
     assert findings[-1] == "and more"
 
 
-def recent(number: int) -> Callable[[sqlite3.Connection], list[str]]:
-    return lambda connection: check_database(connection, SHAPE, newest=number)
-
-
 def test_a_start_reads_only_the_last_decisions_again(tmp_path: Path) -> None:
     connection = a_past(tmp_path / "run.sqlite3")
     connection.execute("UPDATE applied_steps SET loss = 9.0 WHERE id = 1")
-    assert recent(5)(connection) == []
-    assert recent(100)(connection) != []
+    assert check_database(connection, SHAPE, newest=5) == []
+    assert check_database(connection, SHAPE, newest=100) != []
     connection.execute("UPDATE applied_steps SET loss = 9.0 WHERE id = 6")
-    assert recent(5)(connection) != []
+    assert check_database(connection, SHAPE, newest=5) != []
     connection.close()

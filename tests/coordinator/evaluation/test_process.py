@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import make_run
-from kits.runs.stage_files import write_stage_files
-from swarm_coordinator.core.events import CheckpointRecord, EvaluationRecord, RolledBack
-from swarm_coordinator.durability.run_files import load_manifest
+from kits.runs.stage_files import put_model
+from swarm_coordinator.core.events import EvaluationRecord, RolledBack
 from swarm_coordinator.evaluation import process
 from swarm_coordinator.evaluation.process import Evaluator, due
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -59,12 +58,6 @@ def folder(tmp_path: Path) -> RunFolder:
     return make_run(tmp_path / "run", STEPS, evaluation__every_steps=10)
 
 
-def put(folder: RunFolder, version: int, scale: float) -> CheckpointRecord:
-    """A checkpoint in the folder whose parameters follow from `scale`; its record."""
-    files = write_stage_files(load_manifest(folder), folder.path.parent / "states", scale)
-    return run_kit.put_checkpoint(folder, version, states=[file.read_bytes() for file in files])
-
-
 def stored(found: Evaluation | None) -> EvaluationRecord:
     """What the coordinator makes of a result."""
     assert found is not None
@@ -78,7 +71,7 @@ def test_each_checkpoint_is_evaluated_once_and_by_no_second_process_again(
 ) -> None:
     evaluator = Evaluator(folder)
     assert evaluator.next() is None, "there is no database yet"
-    run_kit.one_start(folder, put(folder, 10, 0.05))
+    run_kit.one_start(folder, put_model(folder, 10, 0.05))
     first = stored(evaluator.next())
     assert (first.version, math.isfinite(first.heldout_loss)) == (10, True)
     assert first.sample
@@ -91,7 +84,7 @@ def test_what_is_computed_again_after_a_roll_back_is_evaluated_again(folder: Run
     evaluator = Evaluator(folder)
     losses = {}
     for version in (10, 20, 30):
-        run_kit.one_start(folder, put(folder, version, 0.01 * version))
+        run_kit.one_start(folder, put_model(folder, version, 0.01 * version))
         found = stored(evaluator.next())
         run_kit.one_start(folder, found)
         losses[version] = found.heldout_loss
@@ -99,7 +92,7 @@ def test_what_is_computed_again_after_a_roll_back_is_evaluated_again(folder: Run
     # The folder still has the checkpoints of the steps that do not count any more.
     assert evaluator.next() is None
     assert Evaluator(folder).next() is None
-    run_kit.one_start(folder, put(folder, 20, 0.5))
+    run_kit.one_start(folder, put_model(folder, 20, 0.5))
     again = stored(evaluator.next())
     assert again.version == 20
     assert again.heldout_loss != losses[20]
@@ -108,7 +101,7 @@ def test_what_is_computed_again_after_a_roll_back_is_evaluated_again(folder: Run
 def test_a_checkpoint_that_is_left_during_its_evaluation_has_no_result(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_kit.one_start(folder, put(folder, 10, 0.05), put(folder, 20, 0.05))
+    run_kit.one_start(folder, put_model(folder, 10, 0.05), put_model(folder, 20, 0.05))
     evaluate = process.heldout_loss
 
     def and_roll_back(*arguments: object) -> object:
@@ -123,7 +116,7 @@ def test_a_checkpoint_that_is_left_during_its_evaluation_has_no_result(
 def test_a_checkpoint_that_is_deleted_is_passed_over_and_a_damaged_one_is_not(
     folder: RunFolder,
 ) -> None:
-    run_kit.one_start(folder, put(folder, 10, 0.05))
+    run_kit.one_start(folder, put_model(folder, 10, 0.05))
     checkpoints = run_kit.checkpoints_of(folder)
     (damaged, _) = checkpoints.stage_files(10)
     damaged.write_bytes(b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -14,17 +13,17 @@ import torch
 from safetensors.torch import load
 
 from kits.coordinator import run as run_kit
+from kits.coordinator.commands import complaint
 from kits.coordinator.shell_world import make_run
 from kits.hub.fake_hub import TOKEN, FakeHub, FakeRepository, fake_hub
-from kits.runs.stage_files import write_stage_files
+from kits.runs.stage_files import put_model
 from swarm_coordinator.cli.main import run
-from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest, load_settings
 from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.initialise import refresh_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.initial_states import initial_files
-from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
 NAME = "ada/tiny-swarm"
@@ -44,15 +43,7 @@ def folder(tmp_path: Path) -> RunFolder:
         tmp_path / "run", model__layers=2, model__hidden_size=32, model__intermediate_size=48,
         model__heads=2, model__key_value_heads=1,
     )  # fmt: skip
-    checkpoints = run_kit.checkpoints_of(folder)
-    files: dict[StageIndex, tuple[int, str]] = {}
-    for index, path in enumerate(write_stage_files(load_manifest(folder), tmp_path / "stages")):
-        content = path.read_bytes()
-        checkpoints.partial_path(2, index).write_bytes(content)
-        files[StageIndex(index)] = (len(content), hashlib.sha256(content).hexdigest())
-    run_kit.one_start(
-        folder, run_kit.step(1), run_kit.step(2), checkpoints.complete(Version(2), files)
-    )
+    run_kit.one_start(folder, run_kit.step(1), run_kit.step(2), put_model(folder, 2))
     return folder
 
 
@@ -62,22 +53,14 @@ def push(folder: RunFolder, *options: str) -> int:
 
 
 def begin(folder: RunFolder, given: str, name: str = "next") -> int:
-    text = str(folder.path.parent / "text")
+    text = load_settings(folder).data.source
     return run(
         ["init", str(folder.path.parent / name), "--from", given, "--data", text, "--stages=2"]
     )
 
 
-def complaint(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence on stderr."""
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("swarm-coordinator: error: ")
-    assert error.count("\n") == 0
-    return error
-
-
 def trained(folder: RunFolder) -> dict[str, torch.Tensor]:
-    stages = sorted((folder.path.parent / "stages").iterdir())
+    stages = sorted((folder.path.parent / "states").iterdir())
     return merge_stages(load_manifest(folder).model, stages)
 
 

@@ -14,24 +14,19 @@ from pathlib import Path
 
 import trio
 
-from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
+from kits.coordinator.shell_world import Client, client, make_run, served
 from kits.peer_names import named
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import NetworkError
-from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.identity.invite import Invite
+from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AddressUpdate,
-    AssignStage,
     CarrierAddress,
     PeerRecord,
     Reachability,
-    Ready,
     Roster,
     RosterChange,
-    StageRequest,
-    Welcome,
 )
 
 
@@ -71,18 +66,6 @@ async def foreign_machine() -> AsyncIterator[Foreign]:
         nursery.cancel_scope.cancel()
 
 
-async def attach(one: Client, invite: Invite, stage: int, **changes: object) -> Welcome:
-    """Say hello and hold a stage."""
-    await one.send(hello_for(invite, **changes))
-    welcome = await one.receive()
-    assert isinstance(welcome, Welcome)
-    await one.send(StageRequest(stage=StageIndex(stage)))
-    while not isinstance(await one.receive(), AssignStage):
-        pass
-    await one.send(Ready(stage=StageIndex(stage), version=0, digest="d"))
-    return welcome
-
-
 async def record_of(one: Client, view: RosterView, peer: PeerId) -> PeerRecord:
     """The peer's record in the rosters that the coordinator sends."""
     while (record := view.get(peer)) is None:
@@ -104,14 +87,14 @@ async def test_no_member_is_sent_to_a_machine_that_another_one_names(tmp_path: P
     ):
         lies = foreign.announced()
         carrier = CarrierAddress(peer=named("carrier"), addresses=lies, binding="", local=lies)
-        await attach(attacker, run.invite, 0, addresses=lies, carrier=carrier, local=lies, site="x")
+        await attacker.hold(0, addresses=lies, carrier=carrier, local=lies, site="x")
         await attacker.send(
             AddressUpdate(
                 addresses=lies, carrier=carrier, reachability=Reachability.PUBLIC,
                 offers_relay=True, local=lies,
             )
         )  # fmt: skip
-        welcome = await attach(honest, run.invite, 1)
+        welcome = await honest.hold(1)
         assert not [address for address in welcome.directory if "127.0.0.2" in address]
         view = RosterView()
         view.site = welcome.site
@@ -132,8 +115,8 @@ async def test_members_of_one_machine_find_each_other(tmp_path: Path) -> None:
         client(run.invite) as second,
     ):
         await first.node.listen(["/ip4/127.0.0.1/tcp/0"])
-        await attach(first, run.invite, 0, addresses=first.node.addresses)
-        welcome = await attach(second, run.invite, 1)
+        await first.hold(0, addresses=first.node.addresses)
+        welcome = await second.hold(1)
         view = RosterView()
         view.site = welcome.site
         record = await record_of(second, view, first.node.peer_id)
@@ -150,8 +133,8 @@ async def test_a_member_of_another_site_gets_no_private_address(tmp_path: Path) 
         client(run.invite) as second,
     ):
         await first.node.listen(["/ip4/127.0.0.1/tcp/0"])
-        await attach(first, run.invite, 0, addresses=first.node.addresses)
-        await attach(second, run.invite, 1)
+        await first.hold(0, addresses=first.node.addresses)
+        await second.hold(1)
         view = RosterView()
         view.site = "another household"
         record = await record_of(second, view, first.node.peer_id)

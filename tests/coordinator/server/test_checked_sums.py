@@ -7,23 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 from kits.coordinator.shell_world import (
     Volunteer,
     client,
     crew_of,
-    hello_for,
     make_run,
     served,
-    train_to_the_end,
 )
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.types import Generation, StageIndex, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
-from swarm_shared.protocol import Refused, SumsChecked, Welcome
+from swarm_shared.protocol import Refused, SumsChecked
 
 SEED = "5eed" * 8
 
@@ -37,8 +34,7 @@ async def test_two_members_of_a_stage_sign_their_sums_in_every_close(tmp_path: P
         home = folder.path / "second"
         home.mkdir()
         second = Volunteer(run.invite, run.manifest, home, StageIndex(0), crew)
-        await train_to_the_end([*volunteers, second])
-        await run.ended.wait()
+        await run.train(*volunteers, second)
     assert history(folder.database).restored.finished
     assert second.seen.count("sum_check") == volunteers[0].seen.count("sum_check") > 0
     assert second.seen.count("sum_check") == second.seen.count("apply")
@@ -53,11 +49,6 @@ def statement(signer: Identity, run: str, **changes: Any) -> str:
     }  # fmt: skip
     signed = SumStatement(**{**values, **changes}).sign(signer)
     return base64.b64encode(signed).decode()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -81,28 +72,21 @@ async def test_a_statement_that_is_not_the_senders_own_ends_its_session(
             signer, **{"run": run.invite.run_id, **changes}
         )
         async with client(run.invite, one) as volunteer:
-            await volunteer.send(hello_for(run.invite))
-            assert isinstance(await volunteer.receive(), Welcome)
+            await volunteer.join()
             await volunteer.send(
                 SumsChecked(step=Step(1), attempt=5, details=False, statement=envelope)
             )
-            with trio.fail_after(10):
-                while not isinstance(answer := await volunteer.receive(), Refused):
-                    pass
-            assert reason in answer.reason
+            assert reason in (await volunteer.until(Refused)).reason
 
 
 async def test_a_statement_that_was_not_asked_for_changes_nothing(folder: RunFolder) -> None:
     async with served(folder) as run:
         one = Identity.generate()
         async with client(run.invite, one) as volunteer:
-            await volunteer.send(hello_for(run.invite))
-            assert isinstance(await volunteer.receive(), Welcome)
+            await volunteer.join()
             envelope = statement(one, run.invite.run_id)
             await volunteer.send(
                 SumsChecked(step=Step(1), attempt=5, details=False, statement=envelope)
             )
-        volunteers = crew_of(run.invite, run.manifest, folder.path)
-        await train_to_the_end(volunteers)
-        await run.ended.wait()
+        await run.train()
     assert history(folder.database).restored.finished

@@ -6,14 +6,13 @@ import base64
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import trio
 
+from kits.coordinator.commands import Started
 from kits.coordinator.coordinator_lab import lasting_crew
 from kits.coordinator.leaves import fetch_leaf
 from kits.coordinator.shell_world import (
@@ -46,8 +45,8 @@ from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.history import history
-from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, UsageError
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError
+from swarm_shared.base.types import Generation, MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId
 from swarm_shared.identity.credentials import Receipt, check_certificate
@@ -63,11 +62,6 @@ from swarm_shared.transfer.transfer import fetch
 BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "a run")
-
-
 def let_checkpoints_keep_up(folder: RunFolder, volunteers: list[Volunteer]) -> None:
     """These volunteers train a step in milliseconds; a newer checkpoint replaces one under way."""
 
@@ -80,18 +74,14 @@ def let_checkpoints_keep_up(folder: RunFolder, volunteers: list[Volunteer]) -> N
 
 async def welcomed(invite: Invite, **changes: object) -> Welcome | Refused:
     async with client(invite) as one:
-        await one.send(hello_for(invite, **changes))
-        answer = await one.receive()
-        assert isinstance(answer, Welcome | Refused)
-        return answer
+        return await one.hello(**changes)
 
 
 async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: RunFolder) -> None:
     async with served(folder) as run:
         volunteers = crew_of(run.invite, run.manifest, folder.path)
         let_checkpoints_keep_up(folder, volunteers)
-        await train_to_the_end(volunteers)
-        await run.ended.wait()
+        await run.train(*volunteers)
     assert all(v.goodbyes[0].finished for v in volunteers)
     found = history(folder.database)
     assert [(s.step, s.loss) for s in found.steps] == [(n, loss_of(n)) for n in range(1, 5)]
@@ -121,9 +111,7 @@ async def test_a_welcome_carries_a_certificate_and_the_manifest_that_hold(
 ) -> None:
     identity = Identity.generate()
     async with served(folder) as run, client(run.invite, identity) as one:
-        await one.send(hello_for(run.invite))
-        answer = await one.receive()
-    assert isinstance(answer, Welcome)
+        answer = await one.join()
     certificate = check_certificate(
         base64.b64decode(answer.certificate), run.invite.run_id, run.invite.organiser,
         time.time(), identity.peer_id,
@@ -163,9 +151,7 @@ async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path)
 async def test_the_first_message_must_be_hello(folder: RunFolder) -> None:
     async with served(folder) as run, client(run.invite) as one:
         await one.send(BEAT)
-        answer = await one.receive()
-        assert isinstance(answer, Refused)
-        assert "must be hello" in answer.reason
+        assert "must be hello" in (await one.until(Refused)).reason
 
 
 async def test_a_silent_connection_is_closed(
@@ -176,17 +162,18 @@ async def test_a_silent_connection_is_closed(
         await one.until_closed()
 
 
-def forged_receipt(run: str, manifest_tokens: int) -> str:
+def receipt_of(signer: Identity, run: str) -> str:
+    cell = Step(1), MicrobatchIndex(0), StageIndex(0)
     receipt = Receipt(
-        run=run, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
-        stage=StageIndex(0), peer=PeerId("x"), samples=1, tokens=manifest_tokens,
-        transcript=simulated_transcript(
-            Step(1), MicrobatchIndex(0), StageIndex(0), StageIndex(1)
-        ),
+        run=run, generation=Generation(1), step=cell[0], microbatch=cell[1], stage=cell[2],
+        peer=signer.peer_id, samples=1, tokens=1,
+        transcript=simulated_transcript(*cell, StageIndex(1)),
     )  # fmt: skip
-    signer = Identity.generate()
-    content = receipt_for(signer, receipt.model_copy(update={"peer": signer.peer_id}))
-    raw = bytearray(base64.b64decode(content))
+    return receipt_for(signer, receipt)
+
+
+def forged_receipt(run: str) -> str:
+    raw = bytearray(base64.b64decode(receipt_of(Identity.generate(), run)))
     raw[-1] ^= 1  # in the signature
     return base64.b64encode(bytes(raw)).decode()
 
@@ -199,11 +186,9 @@ async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> 
         client(run.invite) as babbler,
     ):
         for one in (honest, forger, babbler):
-            await one.send(hello_for(run.invite))
-            assert isinstance(await one.receive(), Welcome)
-        await forger.send(Receipts(receipts=(forged_receipt(run.invite.run_id, 128),)))
-        answer = await forger.receive()
-        assert isinstance(answer, Refused)
+            await one.join()
+        await forger.send(Receipts(receipts=(forged_receipt(run.invite.run_id),)))
+        answer = await forger.until(Refused)
         assert (answer.code, "signature" in answer.reason) == ("protocol", True)
         await forger.until_closed()
         await babbler.stream.send(b'{"kind": "nonsense"}')
@@ -255,17 +240,7 @@ async def test_a_peer_on_whose_message_the_core_fails_is_banned_and_the_run_ends
 
 
 async def test_a_receipt_of_another_run_is_refused(folder: RunFolder) -> None:
-    identity = Identity.generate()
-    other = receipt_for(
-        identity,
-        Receipt(
-            run="cd" * 32, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
-            stage=StageIndex(0), peer=identity.peer_id, samples=1, tokens=1,
-            transcript=simulated_transcript(
-                Step(1), MicrobatchIndex(0), StageIndex(0), StageIndex(1)
-            ),
-        ),
-    )  # fmt: skip
+    other = receipt_of(Identity.generate(), "cd" * 32)
     async with served(folder) as run:
         answer = await welcomed(run.invite, receipts=(other,))
         assert isinstance(answer, Refused)
@@ -275,11 +250,9 @@ async def test_a_receipt_of_another_run_is_refused(folder: RunFolder) -> None:
 async def test_a_peer_that_attaches_again_closes_its_older_session(folder: RunFolder) -> None:
     identity = Identity.generate()
     async with served(folder) as run, client(run.invite, identity) as older:
-        await older.send(hello_for(run.invite, name="twice"))
-        assert isinstance(await older.receive(), Welcome)
+        await older.join(name="twice")
         async with client(run.invite, identity) as newer:
-            await newer.send(hello_for(run.invite, name="twice"))
-            assert isinstance(await newer.receive(), Welcome)
+            await newer.join(name="twice")
             await older.until_closed()
             await newer.send(BEAT)
             while True:
@@ -322,16 +295,12 @@ async def test_a_finished_run_is_served_again_until_it_is_stopped(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     async with served(folder) as run:
-        await train_to_the_end(crew_of(run.invite, run.manifest, folder.path))
-        await run.ended.wait()
+        await run.train()
     identity = Identity.generate()
     async with served(folder) as run, client(run.invite, identity) as one:
-        await one.send(hello_for(run.invite))
-        welcome, goodbye = await one.receive(), await one.receive()
-        assert isinstance(welcome, Welcome)
+        welcome = await one.join()
         assert welcome.finished
-        assert isinstance(goodbye, Goodbye)
-        assert goodbye.finished
+        assert (await one.until(Goodbye)).finished
         await one.until_closed()
         record = history(folder.database).restored.checkpoint
         assert record is not None
@@ -352,9 +321,7 @@ async def test_a_finished_run_is_served_again_until_it_is_stopped(
 async def test_data_is_served_to_members_only(folder: RunFolder, tmp_path: Path) -> None:
     identity = Identity.generate()
     async with served(folder) as run, client(run.invite, identity) as one:
-        await one.send(hello_for(run.invite))
-        welcome = await one.receive()
-        assert isinstance(welcome, Welcome)
+        welcome = await one.join()
         shard = run.manifest.data.shards[0]
         source = TransferSource(run.invite.coordinator, run.invite.addresses)
         first = LeafId(0, 0)
@@ -400,9 +367,7 @@ async def test_a_checkpoint_that_cannot_be_stored_does_not_stop_the_training(
     # A file where the checkpoint's folder has to go: no disk takes it, not even as root.
     (folder.checkpoints / "step-00000002.partial").write_text("in the way")
     async with served(folder) as run:
-        volunteers = crew_of(run.invite, run.manifest, folder.path)
-        await train_to_the_end(volunteers)
-        await run.ended.wait()
+        await run.train()
     notes = [n.text for n in history(folder.database).notes]
     failed = [n for n in notes if "checkpoint of step 2 could not be stored" in n]
     assert len(failed) == 1
@@ -421,17 +386,14 @@ async def test_the_run_goes_on_after_ctrl_c_where_it_stopped(folder: RunFolder) 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stop_after_three_steps)
-            await train_to_the_end(volunteers)
-        await run.ended.wait()
+            await run.train(*volunteers)
     stopped_at = history(folder.database).restored
     assert stopped_at.version >= 3
     assert stopped_at.checkpoint is not None
     assert stopped_at.checkpoint.version == stopped_at.version
     assert not volunteers[0].goodbyes[0].finished
     async with served(folder) as run:
-        newcomers = crew_of(run.invite, run.manifest, folder.path)
-        await train_to_the_end(newcomers)
-        await run.ended.wait()
+        await run.train()
     found = history(folder.database)
     assert found.restored.finished
     assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
@@ -469,8 +431,7 @@ async def test_a_restarted_coordinator_knows_the_states_digests_and_who_is_refus
             assert isinstance(answer, Welcome)
             assert answer.keep is kept
         async with client(run.invite, refused) as one:
-            await one.send(hello_for(run.invite))
-            answer = await one.receive()
+            answer = await one.hello()
         assert isinstance(answer, Refused)
         assert "it lost an audit" in answer.reason
         assert 1700.0 < (answer.retry_seconds or 0.0) <= 1800.0
@@ -504,8 +465,7 @@ async def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder: RunFo
     async with served(folder) as run:
         volunteers = crew_of(run.invite, run.manifest, folder.path)
         let_checkpoints_keep_up(folder, volunteers)
-        await train_to_the_end(volunteers)
-        await run.ended.wait()
+        await run.train(*volunteers)
     checkpoints = CheckpointFolder(folder.checkpoints, run.invite.run_id, 2, keep=3)
     with checkpoints.stage_files(4)[0].open("r+b") as file:
         file.write(b"damage")
@@ -527,9 +487,8 @@ async def test_text_from_volunteers_cannot_control_the_organisers_terminal(
 
 @pytest.mark.process
 async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
-    process = start_coordinator(folder)
-    try:
-        invite = await trio.to_thread.run_sync(invite_from, process)
+    with Started(folder) as started:
+        invite = Invite.decode(await trio.to_thread.run_sync(started.invite))
         volunteers = crew_of(invite, load_manifest(folder), folder.path)
         in_close = trio.Event()
 
@@ -542,70 +501,8 @@ async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(train_to_the_end, volunteers)
             await in_close.wait()
-            process.send_signal(signal.SIGINT)
-            assert process.stdout is not None
-            while "stopping" not in await trio.to_thread.run_sync(process.stdout.readline):
-                pass
-            process.send_signal(signal.SIGINT)
-            assert await trio.to_thread.run_sync(process.wait) == 130
+            started.process.send_signal(signal.SIGINT)
+            await trio.to_thread.run_sync(started.until, "stopping")
+            assert await trio.to_thread.run_sync(started.stop) == 130
             nursery.cancel_scope.cancel()
-    finally:
-        process.kill()
-        process.wait()
     assert history(folder.database).restored.version == 2
-
-
-def start_coordinator(folder: RunFolder) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
-def invite_from(process: subprocess.Popen[str]) -> Invite:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("swarm1"):
-            return Invite.decode(line)
-    raise AssertionError("no invite: " + "".join(seen))
-
-
-@pytest.mark.process
-async def test_kill_9_loses_no_applied_step_and_the_run_goes_on(folder: RunFolder) -> None:
-    manifest = load_manifest(folder)
-    process = start_coordinator(folder)
-    try:
-        invite = await trio.to_thread.run_sync(invite_from, process)
-        volunteers = crew_of(invite, manifest, folder.path)
-
-        async def kill_when_three_are_applied() -> None:
-            while volunteers[0].version is None or volunteers[0].version < 3:
-                await trio.sleep(0.01)
-            process.kill()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(kill_when_three_are_applied)
-            await train_to_the_end(volunteers)
-        process.wait()
-        told = max(v.version or 0 for v in volunteers)
-        assert history(folder.database).restored.version >= told
-        process = start_coordinator(folder)
-        again = await trio.to_thread.run_sync(invite_from, process)
-        assert again == invite
-        await train_to_the_end(volunteers)
-        assert await trio.to_thread.run_sync(process.wait) == 0
-    finally:
-        process.kill()
-        process.wait()
-    found = history(folder.database)
-    assert found.restored.finished
-    assert found.restored.generation == 2
-    assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
-    assert volunteers[0].welcomes[-1].generation == 2
-
-
-def test_a_second_coordinator_is_kept_off_the_run_folder(folder: RunFolder) -> None:
-    with folder.lock(), pytest.raises(UsageError, match="another coordinator"), folder.lock():
-        pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from kits.coordinator.coordinator_lab import (
     check_nothing_forgotten,
     coordinators,
     lasting_crew,
-    run_words,
 )
 from kits.coordinator.kill_lab import BOUNDARIES
 from kits.coordinator.shell_world import make_run
@@ -29,15 +27,9 @@ from swarm_coordinator.storage.history import history
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("template") / "a run", steps=100_000).path
-
-
 @pytest.fixture
-def folder(template: Path, tmp_path: Path) -> RunFolder:
-    shutil.copytree(template, tmp_path / "a run")
-    return RunFolder.open(tmp_path / "a run")
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "a run", steps=100_000)
 
 
 async def killed_again_and_again(
@@ -49,7 +41,7 @@ async def killed_again_and_again(
     version = 0
     async with trio.open_nursery() as nursery:
         for boundary, passing, seconds in deaths:
-            process = await lab.start(*run_words(folder), boundary=boundary, passing=passing)
+            process = await lab.start(folder, boundary=boundary, passing=passing)
             if not crew:
                 process = await until_it_serves(folder, lab, process)
                 crew += lasting_crew(await process.serves(), manifest, folder.path)
@@ -60,7 +52,7 @@ async def killed_again_and_again(
                 process.kill()
             assert await process.ended() == -signal.SIGKILL, process.text()
             version = check_nothing_forgotten(folder.database, manifest, crew)
-        process = await lab.start(*run_words(folder))
+        process = await lab.start(folder)
         await process.serves()
         while history(folder.database).restored.version < version + 2:
             await trio.sleep(0.05)
@@ -76,7 +68,7 @@ async def until_it_serves(folder: RunFolder, lab: Lab, process: Process) -> Proc
         await process.serves()
     except AssertionError:
         assert await process.ended() == -signal.SIGKILL
-        process = await lab.start(*run_words(folder))
+        process = await lab.start(folder)
         await process.serves()
         process.kill()
     return process

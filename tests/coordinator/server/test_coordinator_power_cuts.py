@@ -20,7 +20,6 @@ from kits.coordinator.coordinator_lab import (
     check_nothing_forgotten,
     coordinators,
     lasting_crew,
-    run_words,
 )
 from kits.coordinator.power_cut_world import Cut, RandomCuts
 from kits.coordinator.shell_world import loss_of, make_run
@@ -67,7 +66,7 @@ async def lose_power(
 ) -> bool:
     """One start that ends with a cut, unless the run ends first; whether it goes on."""
     manifest = load_manifest(folder)
-    process = await lab.start(*run_words(folder))
+    process = await lab.start(folder)
     disk.arm(cut.after, [process.pid], cut.seed)
     code = await process.ended()
     found = disk.recover()
@@ -90,7 +89,7 @@ async def run_under_cuts(
     count = 0
     with coordinators(starts) as lab:
         async with trio.open_nursery() as nursery:
-            process = await lab.start(*run_words(folder))
+            process = await lab.start(folder)
             crew = lasting_crew(await process.serves(), manifest, starts)
             process.kill()
             await process.ended()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kits.coordinator.shell_world import client, hello_for, make_run, served
+from kits.coordinator.shell_world import client, make_run, served
 from kits.swarm_world.facts import COORDINATOR, Options, manifest_of
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.admission.book import (
@@ -40,7 +40,6 @@ from swarm_shared.protocol import (
     DoctorHello,
     DoctorWelcome,
     Reachability,
-    Welcome,
 )
 from swarm_shared.protocol.versions import VersionRange
 
@@ -48,11 +47,6 @@ NOW = 1_800_000_000.0
 RUN = RunId("ab" * 32)
 ORGANISER, VISITOR = Identity.from_seed(b"o" * 32), Identity.from_seed(b"v" * 32)
 HELLO = DoctorHello(run=RUN, software=SOFTWARE_VERSION)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "a run")
 
 
 async def look(invite: Invite, **changes: object) -> DoctorWelcome:
@@ -74,11 +68,7 @@ async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
     here = Interfaces(hosts=frozenset(map(ipaddress.ip_address, ("127.0.0.1", "1.2.3.4"))))
     monkeypatch.setattr(Interfaces, "of_this_machine", lambda: here)
     manifest = load_manifest(folder)
-    volunteers = {
-        Identity.generate(): reachability
-        for reachability in (Reachability.PUBLIC, Reachability.BEHIND_NAT)
-    }
-    public = next(iter(volunteers))
+    public = Identity.generate()
     async with served(folder) as run:
         alone = await look(run.invite)
         assert alone.neighbours == ()
@@ -88,19 +78,9 @@ async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
             client(run.invite) as other,
             client(run.invite) as liar,
         ):
-            for volunteer, reachability in zip(
-                (one, other), volunteers.values(), strict=True
-            ):  # fmt: skip
-                await volunteer.send(
-                    hello_for(
-                        run.invite, addresses=(*public_address, foreign), reachability=reachability
-                    )
-                )
-                assert isinstance(await volunteer.receive(), Welcome)
-            await liar.send(
-                hello_for(run.invite, addresses=(foreign,), reachability=Reachability.PUBLIC)
-            )
-            assert isinstance(await liar.receive(), Welcome)
+            for volunteer, reach in ((one, Reachability.PUBLIC), (other, Reachability.BEHIND_NAT)):
+                await volunteer.join(addresses=(*public_address, foreign), reachability=reach)
+            await liar.join(addresses=(foreign,), reachability=Reachability.PUBLIC)
             welcome = await look(run.invite)
     assert [neighbour.peer for neighbour in welcome.neighbours] == [public.peer_id]
     assert welcome.neighbours[0].addresses == public_address
@@ -124,8 +104,7 @@ async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None
         with pytest.raises(AdmissionError, match="ask the organiser for a new invite"):
             await look(run.invite, run="cd" * 32)
         async with client(run.invite) as one:
-            await one.send(hello_for(run.invite))
-            assert isinstance(await one.receive(), Welcome)
+            await one.join()
 
 
 def judge_with(mode: AdmissionMode, *records: AdmissionRecord) -> AnswerHello:

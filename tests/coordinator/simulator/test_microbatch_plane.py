@@ -5,12 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
-
 from benchmarks.routing.rules import RULES
-from kits.coordinator.shell_world import make_run
-from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
@@ -32,13 +27,6 @@ UNEQUAL = FleetFile(
     )
 )  # fmt: skip
 HOURS = 0.03
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    path = tmp_path_factory.mktemp("simulated") / "run"
-    make_run(path)
-    return load_manifest(RunFolder(path))
 
 
 def simulated(

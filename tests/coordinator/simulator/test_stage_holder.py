@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-
-from kits.coordinator.shell_world import make_run
-from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.stage_holder import LoadedStage, StageHolder
 from swarm_coordinator.simulator.transcripts import simulated_sums
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
@@ -81,13 +75,6 @@ class Holder(StageHolder[Receipt]):
 
     def rejoin(self) -> None:
         self.done.append("rejoin")
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    path: Path = tmp_path_factory.mktemp("simulated") / "run"
-    make_run(path)
-    return load_manifest(RunFolder(path))
 
 
 def assigned(holder: Holder, stage: int, *, prepare: bool = False) -> None:

@@ -6,10 +6,7 @@ import random
 
 import pytest
 
-from kits.coordinator.shell_world import make_run
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.durability.run_files import load_manifest
-from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
@@ -28,13 +25,6 @@ SLOW_LINES = FleetFile(
 )  # fmt: skip
 """A stage's state takes these machines minutes: they download for most of their life."""
 HOURS = 0.3
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    path = tmp_path_factory.mktemp("simulated") / "run"
-    make_run(path)
-    return load_manifest(RunFolder(path))
 
 
 def simulated(

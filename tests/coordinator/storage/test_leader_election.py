@@ -20,7 +20,6 @@ from kits.coordinator.coordinator_lab import (
     check_nothing_forgotten,
     coordinators,
     lasting_crew,
-    run_words,
 )
 from kits.coordinator.postgresql import Server
 from kits.coordinator.shell_world import crew_of, make_run, train_to_the_end
@@ -122,7 +121,7 @@ async def test_a_standby_takes_over_when_the_leader_is_killed(
     place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
         manifest = load_manifest(two.folders[0])
-        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        leader = await two.labs[0].start(two.folders[0])
         invite = await leader.serves()
         crew = lasting_crew(invite, manifest, tmp_path)
         progress = Progress(crew)
@@ -132,9 +131,7 @@ async def test_a_standby_takes_over_when_the_leader_is_killed(
             await progress.of_generation(1)
             for generation in (2, 3, 4):
                 turn = generation % 2
-                standby = await two.labs[1 - turn].start(
-                    *run_words(two.folders[1 - turn], "--standby")
-                )
+                standby = await two.labs[1 - turn].start(two.folders[1 - turn], "--standby")
                 await until_standing_by(standby.text)
                 await progress.steps(2)
                 killed_at = time.monotonic()
@@ -165,14 +162,14 @@ async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_no
     place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
         manifest = load_manifest(two.folders[0])
-        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        leader = await two.labs[0].start(two.folders[0])
         crew = lasting_crew(await leader.serves(), manifest, tmp_path)
         progress = Progress(crew)
         async with trio.open_nursery() as nursery:
             for volunteer in crew:
                 nursery.start_soon(volunteer.come_back)
             await progress.of_generation(1)
-            standby = await two.labs[1].start(*run_words(two.folders[1], "--standby"))
+            standby = await two.labs[1].start(two.folders[1], "--standby")
             await until_standing_by(standby.text)
             await progress.steps(2)
             frozen_at = time.monotonic()
@@ -278,14 +275,14 @@ async def test_a_second_start_is_refused_while_the_first_one_lives(
 ) -> None:
     place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
-        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        leader = await two.labs[0].start(two.folders[0])
         await leader.serves()
-        second = await two.labs[1].start(*run_words(two.folders[1]))
+        second = await two.labs[1].start(two.folders[1])
         assert await second.ended() == 12
         assert "--standby" in second.text()
         leader.kill()
         await leader.ended()
-        again = await two.labs[0].start(*run_words(two.folders[0]))
+        again = await two.labs[0].start(two.folders[0])
         await again.serves()
         again.kill(signal.SIGINT)
         assert await again.ended() == 0
@@ -294,16 +291,16 @@ async def test_a_second_start_is_refused_while_the_first_one_lives(
 async def test_a_standby_ends_with_the_run(tmp_path: Path, postgresql: Server) -> None:
     place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(make_run(tmp_path / "run").path, tmp_path, place) as two:
-        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        leader = await two.labs[0].start(two.folders[0])
         invite = await leader.serves()
-        standby = await two.labs[1].start(*run_words(two.folders[1], "--standby"))
+        standby = await two.labs[1].start(two.folders[1], "--standby")
         await until_standing_by(standby.text)
         await train_to_the_end(crew_of(invite, load_manifest(two.folders[0]), tmp_path))
         assert await leader.ended() == 0
         assert await standby.ended() == 0, standby.text()
         assert "finished after 4 steps" in standby.text()
         assert "the model is on the machine whose coordinator finished it" in standby.text()
-        again = await two.labs[0].start(*run_words(two.folders[0]))
+        again = await two.labs[0].start(two.folders[0])
         while "telling volunteers that the run is over" not in again.text():
             await trio.sleep(0.01)
         again.kill(signal.SIGINT)
@@ -313,6 +310,6 @@ async def test_a_standby_ends_with_the_run(tmp_path: Path, postgresql: Server) -
 async def test_standing_by_needs_a_database_that_both_reach(template: Path, tmp_path: Path) -> None:
     shutil.copytree(template, tmp_path / "run")
     with coordinators(tmp_path / "a") as lab:
-        process = await lab.start("start", str(tmp_path / "run"), "--standby")
+        process = await lab.start(RunFolder(tmp_path / "run"), "--standby")
         assert await process.ended() == 2
         assert "PostgreSQL" in process.text()

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from kits.coordinator.postgresql import Server
-from kits.coordinator.run import put_checkpoint, step, write
+from kits.coordinator.run import one_start_at, put_checkpoint, step, write
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.cli.main import run as cli
@@ -248,12 +248,8 @@ async def test_a_standby_waits_as_long_as_it_takes_and_says_for_whom(
 def test_the_tables_of_a_server_are_made_once_and_keep_what_is_there(
     run: PostgresqlLocation,
 ) -> None:
-    for _ in range(2):
-        open_store(run).close()
-    store = open_store(run)
-    store.next_generation()
-    trio.run(store.write, step(1))
-    store.close()
+    one_start_at(run)
+    one_start_at(run, step(1))
     connection = open_for_writing(run)
     create_schema(connection.raw, run)
     connection.close()
@@ -286,16 +282,7 @@ def test_a_server_of_another_schema_version_is_refused(run: PostgresqlLocation) 
 def test_a_run_moves_to_a_file_and_back_without_a_difference(
     run: PostgresqlLocation, postgresql: Server, tmp_path
 ) -> None:
-    store = open_store(run)
-    store.next_generation()
-
-    async def main() -> None:
-        for number in (1, 2, 3):
-            await store.write(step(number))
-        await store.write(PeerBanned(PeerId("12D3KooWBert"), "noise"))
-
-    trio.run(main)
-    store.close()
+    one_start_at(run, step(1), step(2), step(3), PeerBanned(PeerId("12D3KooWBert"), "noise"))
     copy = tmp_path / "copy.sqlite3"
     copy_database(run, copy)
     assert history(copy) == history(run)
@@ -344,16 +331,6 @@ def test_a_database_that_is_not_there_says_how_to_make_it(postgresql: Server) ->
         open_store(PostgresqlLocation(postgresql.url("nowhere")))
 
 
-def test_a_refused_row_is_a_sentence_and_the_writer_lives_on(run: PostgresqlLocation) -> None:
-    store = open_store(run)
-    store.next_generation()
-    trio.run(store.write, step(1))
-    with pytest.raises(StorageError, match="refused a change"):
-        trio.run(store.write, step(1))
-    trio.run(store.write, step(2))
-    store.close()
-
-
 def test_every_commit_waits_for_the_disk_whatever_the_server_prefers(
     postgresql: Server,
 ) -> None:
@@ -372,10 +349,7 @@ def test_every_commit_waits_for_the_disk_whatever_the_server_prefers(
 def folder(run: PostgresqlLocation, tmp_path: Path) -> RunFolder:
     """A run whose database is on the server, with checkpoints in its folder."""
     made = make_run(tmp_path / "a run", steps=50, coordinator__store=run.url)
-    store = open_store(run)
-    store.next_generation()
-    write(store, step(1), step(2), put_checkpoint(made, 2), step(3))
-    store.close()
+    one_start_at(run, step(1), step(2), put_checkpoint(made, 2), step(3))
     return made
 
 
@@ -399,10 +373,7 @@ def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
     assert (restored.version, restored.generation) == (2, done.generation)
     assert not folder.database.exists()
     assert cli(["verify", str(folder.path)]) == 0
-    store = open_store(run)
-    assert store.next_generation() == done.generation + 1
-    write(store, step(3, attempt=9))
-    store.close()
+    assert one_start_at(run, step(3, attempt=9)) == done.generation + 1
 
 
 def test_a_folder_for_a_standby_is_made_without_touching_the_database(

@@ -5,30 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import trio
 
+from kits.coordinator.run import ANNA, one_start_at, step, write
 from kits.peer_names import named
 from swarm_coordinator.core.events import (
-    AppliedStep,
     HeldAccountRecord,
     HeldTimeRecord,
     Note,
     StageShare,
 )
-from swarm_coordinator.storage import records, retention
+from swarm_coordinator.storage import retention
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.records import LinksReported, PeerSeen, RowsPruned
-from swarm_coordinator.storage.store import open_store
+from swarm_coordinator.storage.store import Store
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.protocol import LinkBytes
 
-ANNA, OWNER = named("Anna"), named("Berta")
-STEP = AppliedStep(
-    step=Step(1), attempt=1, loss=2.0, tokens=64, seconds=0.5, global_norm=1.5, learning_rate=1e-3,
-    shares=(StageShare(ANNA, StageIndex(0), 4, 64),),
-)  # fmt: skip
+OWNER = named("Berta")
+STEP = replace(step(1), shares=(StageShare(ANNA, StageIndex(0), 4, 64),))
 
 
 def letters(number: int) -> str:
@@ -37,18 +33,6 @@ def letters(number: int) -> str:
 
 def link(number: int) -> LinkBytes:
     return LinkBytes(remote=named(letters(number)), protocol="/a/1", sent=number, received=0)
-
-
-def write_all(place: DatabaseLocation, *all_records: records.Record) -> None:
-    store = open_store(place)
-    store.next_generation()
-
-    async def main() -> None:
-        for record in all_records:
-            await store.write(record)
-
-    trio.run(main)
-    store.close()
 
 
 def counts(place: DatabaseLocation) -> dict[str, int]:
@@ -74,7 +58,7 @@ def test_identities_without_end_leave_few_rows_and_the_history_stays(
     place: DatabaseLocation,
 ) -> None:
     strangers = [named(letters(number)) for number in range(50)]
-    write_all(
+    one_start_at(
         place,
         PeerSeen(OWNER, "Berta"), PeerSeen(ANNA, "Anna", "team", None), STEP,
         *(PeerSeen(peer, "x" * 60, "team") for peer in strangers),
@@ -93,7 +77,7 @@ def test_identities_without_end_leave_few_rows_and_the_history_stays(
 
 @pytest.mark.usefixtures("few")
 def test_links_without_end_leave_the_newest_rows_of_each_reporter(place: DatabaseLocation) -> None:
-    write_all(
+    one_start_at(
         place, PeerSeen(ANNA), PeerSeen(OWNER),
         *(LinksReported({ANNA: (link(number),)}) for number in range(20)),
         *(LinksReported({OWNER: (link(number),)}) for number in range(20)),
@@ -109,16 +93,14 @@ def test_links_without_end_leave_the_newest_rows_of_each_reporter(place: Databas
 
 @pytest.mark.usefixtures("few")
 def test_held_seconds_of_identities_without_end_leave_those_that_are_forgotten_last(
-    place: DatabaseLocation,
+    store: Store,
 ) -> None:
     held = [
         HeldAccountRecord(named(letters(number)), 1000.0 + 10.0 * (number % 17))
         for number in range(17)
     ]
-    write_all(place, HeldTimeRecord(tuple(held)), RowsPruned())
-    store = open_store(place)
+    write(store, HeldTimeRecord(tuple(held)), RowsPruned())
     left = {one.account for one in store.restore().held_time}
-    store.close()
     assert left == {named(letters(number)) for number in (14, 15, 16)}
 
 
@@ -127,7 +109,7 @@ def test_what_an_ordinary_run_writes_is_kept(place: DatabaseLocation) -> None:
         PeerSeen(ANNA, "Anna"), STEP, Note("it begins", None),
         LinksReported({ANNA: (link(1), link(2))}), replace(STEP, step=Step(2)),
     )  # fmt: skip
-    write_all(place, *before)
+    one_start_at(place, *before)
     kept = counts(place)
-    write_all(place, RowsPruned())
+    one_start_at(place, RowsPruned())
     assert counts(place) == kept

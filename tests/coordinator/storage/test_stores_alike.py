@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import trio
 
+from kits.coordinator.run import ANNA, BERT, one_start_at, step
 from kits.peer_names import named
 from swarm_coordinator.core.events import (
     AgreementRecord,
@@ -17,9 +18,9 @@ from swarm_coordinator.core.events import (
     HeldAccountRecord,
     HeldTimeRecord,
     Note,
+    Restored,
     RolledBack,
     RunFinished,
-    StageShare,
     StateDigest,
     StateDigestsRecord,
     StoredStage,
@@ -33,40 +34,23 @@ from swarm_coordinator.storage.records import (
     read_newest_evaluation,
     read_restored,
 )
-from swarm_coordinator.storage.store import open_store
+from swarm_coordinator.storage.store import Store, open_store
 from swarm_shared.base.errors import StorageError
-from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import LinkBytes
 
-ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 
-
-def step(number: int, loss: float = 2.0) -> AppliedStep:
-    return AppliedStep(
-        step=Step(number), attempt=1, loss=loss, tokens=64, seconds=0.5, global_norm=1.5,
-        learning_rate=1e-3,
-        shares=(
-            StageShare(ANNA, StageIndex(0), 3, 48), StageShare(BERT, StageIndex(0), 1, 16),
-            StageShare(BERT, StageIndex(1), 4, 64),
-        ),
-    )  # fmt: skip
+def restored(place: DatabaseLocation) -> Restored:
+    """What another start of the coordinator finds."""
+    store = open_store(place)
+    found = store.restore()
+    store.close()
+    return found
 
 
 def checkpoint(version: int) -> CheckpointRecord:
     name = f"checkpoints/step-{version:08d}/stage-0.safetensors"
     return CheckpointRecord(Version(version), (StoredStage(StageIndex(0), name, 10, "ab" * 32),))
-
-
-def write_all(place: DatabaseLocation, *records: object) -> None:
-    store = open_store(place)
-    store.next_generation()
-
-    async def main() -> None:
-        for record in records:
-            await store.write(record)  # type: ignore[arg-type]
-
-    trio.run(main)
-    store.close()
 
 
 def test_a_new_store_begins_at_version_zero_of_generation_one(place: DatabaseLocation) -> None:
@@ -85,42 +69,33 @@ def test_a_step_is_read_back_with_the_attempt_of_each_of_its_stages(
 ) -> None:
     apart = replace(step(2), attempt=5, attempts=(5, 3))
     for written in (step(1), apart):
-        write_all(place, written)
-        store = open_store(place)
-        assert store.restore().last_applied == written
-        store.close()
+        one_start_at(place, written)
+        assert restored(place).last_applied == written
     assert [apart.attempt_of(StageIndex(stage)) for stage in (0, 1)] == [5, 3]
     assert [step(1).attempt_of(StageIndex(stage)) for stage in (0, 1)] == [1, 1]
 
 
 def test_every_start_gets_a_generation_of_its_own(place: DatabaseLocation) -> None:
-    seen = []
-    for _ in range(3):
-        store = open_store(place)
-        seen.append(store.next_generation())
-        store.close()
-    assert seen == [1, 2, 3]
+    assert [one_start_at(place) for _ in range(3)] == [1, 2, 3]
 
 
 def test_what_was_written_is_restored(place: DatabaseLocation) -> None:
-    write_all(
-        place, step(1), step(2), checkpoint(2), step(3, 1.5),
+    one_start_at(
+        place, step(1), step(2), checkpoint(2), step(3, loss=1.5),
         EvaluationRecord(Version(3), 1.75, 640), RunFinished(Version(3)),
     )  # fmt: skip
-    store = open_store(place)
-    restored = store.restore()
-    store.close()
-    assert restored.version == 3
-    assert restored.last_applied == step(3, 1.5)
-    assert restored.checkpoint == checkpoint(2)
-    assert restored.finished
-    assert restored.heldout_loss == 1.75
+    found = restored(place)
+    assert found.version == 3
+    assert found.last_applied == step(3, loss=1.5)
+    assert found.checkpoint == checkpoint(2)
+    assert found.finished
+    assert found.heldout_loss == 1.75
 
 
 def test_the_evaluation_of_a_former_end_is_not_that_of_a_run_whose_steps_were_raised(
     place: DatabaseLocation,
 ) -> None:
-    write_all(place, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
+    one_start_at(place, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
     assert history(place).restored.heldout_loss is None
 
 
@@ -129,22 +104,23 @@ def test_an_evaluation_by_the_organiser_is_kept_beside_that_of_the_swarm(
 ) -> None:
     swarm = EvaluationRecord(Version(2), 1.75, 640)
     own = [EvaluationRecord(Version(v), 1.5 + v, 64, f"def s{v}():\n\N{SNOWMAN}") for v in (1, 2)]
-    write_all(place, step(1), own[0], step(2), swarm, own[1])
+    one_start_at(place, step(1), own[0], step(2), swarm, own[1])
     with open_for_reading(place) as connection:
         assert read_newest_evaluation(connection) == own[1]
         assert read_restored(connection).heldout_loss == swarm.heldout_loss
-    write_all(place, RolledBack(Version(1), "every peer of stage 0 is gone"))
+    one_start_at(place, RolledBack(Version(1), "every peer of stage 0 is gone"))
     with open_for_reading(place) as connection:
         assert read_newest_evaluation(connection) == own[0]
 
 
 def test_a_rollback_supersedes_later_rows_and_deletes_none(place: DatabaseLocation) -> None:
-    write_all(
+    again = step(3, loss=1.25)
+    one_start_at(
         place, step(1), step(2), checkpoint(2), step(3), checkpoint(3), RunFinished(Version(3)),
-        RolledBack(Version(2), "every peer of stage 0 is gone"), step(3, 1.25),
+        RolledBack(Version(2), "every peer of stage 0 is gone"), again,
     )  # fmt: skip
     found = history(place)
-    assert [(s.step, s.loss) for s in found.steps] == [(1, 2.0), (2, 2.0), (3, 1.25)]
+    assert [s.loss for s in found.steps] == [s.loss for s in (step(1), step(2), again)]
     assert found.restored.checkpoint == checkpoint(2)
     assert not found.restored.finished
     assert found.restored.recomputed == 3
@@ -155,42 +131,36 @@ def test_a_rollback_supersedes_later_rows_and_deletes_none(place: DatabaseLocati
 def test_after_a_rollback_those_who_counted_since_are_known_to_be_of_the_new_history(
     place: DatabaseLocation,
 ) -> None:
-    write_all(place, step(1), step(2))
+    one_start_at(place, step(1), step(2))
     assert not history(place).restored.rolled_back
-    write_all(place, RolledBack(Version(1), "gone"))
+    one_start_at(place, RolledBack(Version(1), "gone"))
     found = history(place).restored
     assert (found.rolled_back, found.on_current_history) == (True, frozenset())
-    write_all(place, step(2))
+    one_start_at(place, step(2))
     assert history(place).restored.on_current_history == {ANNA, BERT}
 
 
 def test_a_rollback_without_steps_is_the_base_of_a_run_whose_database_was_lost(
     place: DatabaseLocation,
 ) -> None:
-    write_all(place, checkpoint(7), RolledBack(Version(7), "the database was lost"))
-    restored = history(place).restored
-    assert restored.version == 7
-    assert restored.checkpoint == checkpoint(7)
+    one_start_at(place, checkpoint(7), RolledBack(Version(7), "the database was lost"))
+    found = restored(place)
+    assert (found.version, found.checkpoint) == (7, checkpoint(7))
 
 
-def test_the_same_step_cannot_be_applied_twice(place: DatabaseLocation) -> None:
-    store = open_store(place)
-    store.next_generation()
+def test_the_same_step_cannot_be_applied_twice(store: Store) -> None:
 
     async def main() -> None:
         await store.write(step(1))
         with pytest.raises(StorageError, match="refused a change"):
-            await store.write(step(1, 3.0))
+            await store.write(step(1, loss=3.0))
         await store.write(step(2))
 
     trio.run(main)
     assert store.restore().version == 2
-    store.close()
 
 
-def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: DatabaseLocation) -> None:
-    store = open_store(place)
-    store.next_generation()
+def test_a_bad_record_does_not_take_down_those_that_wait_with_it(store: Store) -> None:
     outcomes: dict[str, object] = {}
 
     async def write(name: str, record: AppliedStep) -> None:
@@ -210,14 +180,13 @@ def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: Database
     assert len([o for o in outcomes.values() if o == "written"]) == 19
     assert len([o for o in outcomes.values() if isinstance(o, StorageError)]) == 1
     assert store.restore().version == 19
-    store.close()
 
 
 def test_a_loss_that_is_not_a_number_is_kept_as_such(place: DatabaseLocation) -> None:
-    write_all(place, step(1, float("nan")))
+    one_start_at(place, step(1, loss=float("nan")))
     found = history(place)
     assert steps_document(found.steps)["steps"] == [
-        {"step": 1, "loss": None, "tokens": 64, "seconds": 0.5}
+        {"step": 1, "loss": None, "tokens": 32, "seconds": 0.5}
     ]
 
 
@@ -245,20 +214,18 @@ def test_link_bytes_add_up_over_a_volunteers_restarts(place: DatabaseLocation) -
             {ANNA: (LinkBytes(remote=BERT, protocol="/stage", sent=sent, received=received),)}
         )
 
-    write_all(place, seen(100, 10), seen(250, 20), seen(30, 5))
+    one_start_at(place, seen(100, 10), seen(250, 20), seen(30, 5))
     (link,) = history(place).links
     assert (link.reporter, link.remote, link.sent, link.received) == (ANNA, BERT, 280, 25)
 
 
 def test_contributions_sum_the_live_steps(place: DatabaseLocation) -> None:
-    write_all(place, step(1), step(2), RolledBack(Version(1), "gone"), step(2))
+    one_start_at(place, step(1), step(2), RolledBack(Version(1), "gone"), step(2))
     found = {(c.peer, c.stage): (c.steps, c.microbatches) for c in history(place).contributions}
-    assert found == {(ANNA, 0): (2, 6), (BERT, 0): (2, 2), (BERT, 1): (2, 8)}
+    assert found == {(ANNA, 0): (2, 2), (BERT, 0): (2, 2), (BERT, 1): (2, 4)}
 
 
-def test_history_reads_beside_a_running_writer(place: DatabaseLocation) -> None:
-    store = open_store(place)
-    store.next_generation()
+def test_history_reads_beside_a_running_writer(place: DatabaseLocation, store: Store) -> None:
 
     async def main() -> None:
         await store.write(step(1))
@@ -267,7 +234,6 @@ def test_history_reads_beside_a_running_writer(place: DatabaseLocation) -> None:
         assert len(history(place).steps) == 2
 
     trio.run(main)
-    store.close()
     assert len(history(place).steps) == 2
 
 
@@ -303,17 +269,15 @@ def test_agreements_are_restored_until_they_are_forgotten(place: DatabaseLocatio
     def agreement(other: str, cells: int, device: str = "cpu") -> AgreementRecord:
         return AgreementRecord(StageIndex(0), named("a"), device, named(other), "cpu", cells)
 
-    write_all(
+    one_start_at(
         place,
         AgreementsRecord((agreement("b", 1), agreement("c", 2), agreement("b", 4, "cuda"))),
         AgreementsRecord((agreement("b", 3), agreement("c", 0))),
     )
-    store = open_store(place)
-    assert store.restore().agreements == (agreement("b", 3), agreement("b", 4, "cuda"))
-    store.close()
+    assert restored(place).agreements == (agreement("b", 3), agreement("b", 4, "cuda"))
 
 
-def test_the_digests_of_the_runs_version_are_restored(place: DatabaseLocation) -> None:
+def test_the_digests_of_the_runs_version_are_restored(store: Store) -> None:
     def digests(version: int) -> StateDigestsRecord:
         found = ((0, f"a{version}"), (0, f"b{version}"), (1, f"c{version}"))
         return StateDigestsRecord(
@@ -321,8 +285,6 @@ def test_the_digests_of_the_runs_version_are_restored(place: DatabaseLocation) -
             tuple(StateDigest(StageIndex(stage), digest) for stage, digest in found),
         )
 
-    store = open_store(place)
-    store.next_generation()
     for number in (1, 2):
         store.post(step(number))
         store.post(digests(number))
@@ -332,7 +294,6 @@ def test_the_digests_of_the_runs_version_are_restored(place: DatabaseLocation) -
     store.post(digests(3))
     store.post(RolledBack(Version(3), "to where it is"))
     assert store.restore().state_digests == (), "they may be of the history that was given up"
-    store.close()
 
 
 def test_a_run_that_was_never_started_has_no_history(place: DatabaseLocation) -> None:

@@ -62,10 +62,7 @@ def test_each_read_gives_what_is_new_until_the_run_has_finished(
 
 def test_a_long_history_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "run.sqlite"
-    store = open_store(place)
-    store.next_generation()
-    run_kit.write(store, *(run_kit.step(number) for number in range(1, 8)))
-    store.close()
+    run_kit.one_start_at(place, *(run_kit.step(number) for number in range(1, 8)))
     whole = read_metrics(place, Position(), STEPS)
     monkeypatch.setattr(journal_reader, "ENTRIES_PER_READ", 2)
     parts = [read_metrics(place, Position(), STEPS)]
@@ -82,10 +79,7 @@ def test_a_position_of_another_history_is_refused(
     positions = []
     for attempt in (1, 2):
         place = new_place()
-        store = open_store(place)
-        store.next_generation()
-        run_kit.write(store, run_kit.step(1, attempt))
-        store.close()
+        run_kit.one_start_at(place, run_kit.step(1, attempt))
         positions.append(read_metrics(place, Position(), STEPS).position)
     assert positions[0].sequence == positions[1].sequence
     for other in (positions[0], Position(sequence=99, digest="ab")):

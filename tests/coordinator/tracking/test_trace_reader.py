@@ -8,7 +8,7 @@ from kits.coordinator import run as run_kit
 from swarm_coordinator.core.events import Note, RolledBack, RunFinished
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.records import Record
-from swarm_coordinator.storage.store import Store, open_store
+from swarm_coordinator.storage.store import Store
 from swarm_coordinator.tracking.journal_reader import Batch, Position
 from swarm_coordinator.tracking.trace_reader import StepTrace, read_traces
 from swarm_shared.base.types import Version
@@ -20,25 +20,18 @@ def read_all(place: DatabaseLocation, after: Position | None = None) -> Batch[St
     return read_traces(place, after or Position(), STEPS)
 
 
-def begun(place: DatabaseLocation) -> Store:
-    store = open_store(place)
-    store.next_generation()
-    return store
-
-
-def test_a_step_has_what_is_recorded_of_it(place: DatabaseLocation) -> None:
-    store = begun(place)
+def test_a_step_has_what_is_recorded_of_it(place: DatabaseLocation, store: Store) -> None:
     run_kit.write(store, run_kit.step(1), run_kit.times(1))
     [trace] = read_all(place).records
     assert (trace.step, trace.attempt, trace.earlier, trace.seconds) == (1, 1, 0, 0.5)
     assert (trace.loss, trace.tokens, trace.global_norm, trace.learning_rate) == (3.0, 32, 1, 1e-3)
     assert (trace.peers, trace.stages) == (2, 2)
     assert trace.parts == run_kit.times(1).parts
-    store.close()
 
 
-def test_a_step_is_read_once_its_members_have_applied_it(place: DatabaseLocation) -> None:
-    store = begun(place)
+def test_a_step_is_read_once_its_members_have_applied_it(
+    place: DatabaseLocation, store: Store
+) -> None:
     run_kit.write(store, run_kit.step(1), run_kit.times(1), run_kit.step(2))
     first = read_all(place)
     assert [one.step for one in first.records] == [1]
@@ -48,7 +41,6 @@ def test_a_step_is_read_once_its_members_have_applied_it(place: DatabaseLocation
     second = read_all(place, first.position)
     assert [(one.step, len(one.parts)) for one in second.records] == [(2, 7)]
     assert read_all(place, second.position).records == ()
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -61,9 +53,8 @@ def test_a_step_is_read_once_its_members_have_applied_it(place: DatabaseLocation
     ],
 )
 def test_a_step_whose_times_will_not_come_is_read_without_them(
-    place: DatabaseLocation, later: tuple[Record, ...]
+    place: DatabaseLocation, store: Store, later: tuple[Record, ...]
 ) -> None:
-    store = begun(place)
     run_kit.write(store, run_kit.step(1))
     assert read_all(place).records == ()
     if later:
@@ -71,11 +62,11 @@ def test_a_step_whose_times_will_not_come_is_read_without_them(
     else:
         store.next_generation()
     assert read_all(place).records[0].parts == ()
-    store.close()
 
 
-def test_events_belong_to_the_step_in_which_they_happened(place: DatabaseLocation) -> None:
-    store = begun(place)
+def test_events_belong_to_the_step_in_which_they_happened(
+    place: DatabaseLocation, store: Store
+) -> None:
     run_kit.write(
         store, Note("Anna was admitted", run_kit.ANNA), run_kit.step(1),
         Note("Bert was slow to apply step 1"), run_kit.times(1), Note("Bert is gone", run_kit.BERT),
@@ -88,13 +79,11 @@ def test_events_belong_to_the_step_in_which_they_happened(place: DatabaseLocatio
         [("Bert is gone", run_kit.BERT), ("Bert is back", None)],
         [],
     ]
-    store.close()
 
 
 def test_events_are_the_same_when_a_run_is_read_step_by_step(
-    place: DatabaseLocation, monkeypatch: pytest.MonkeyPatch
+    place: DatabaseLocation, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = begun(place)
     for number in range(1, 4):
         run_kit.write(
             store, Note(f"before {number}"), run_kit.step(number), Note(f"after {number}"),
@@ -109,13 +98,11 @@ def test_events_are_the_same_when_a_run_is_read_step_by_step(
         parts.extend(batch.records)
         position = batch.position
     assert tuple(parts) == whole.records
-    store.close()
 
 
 def test_a_step_that_was_given_up_is_read_and_its_repetition_is_known(
-    place: DatabaseLocation,
+    place: DatabaseLocation, store: Store
 ) -> None:
-    store = begun(place)
     run_kit.write(
         store, run_kit.step(1), run_kit.times(1), run_kit.step(2), run_kit.times(2),
         RolledBack(Version(1), "all were lost"), run_kit.step(2, attempt=2), run_kit.times(2),
@@ -125,4 +112,3 @@ def test_a_step_that_was_given_up_is_read_and_its_repetition_is_known(
         (1, 1, 0), (2, 1, 0), (2, 2, 1),
     ]  # fmt: skip
     assert all(one.parts for one in found), "times are of the row that they were written for"
-    store.close()

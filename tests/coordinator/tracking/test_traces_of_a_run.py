@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kits.coordinator.shell_world import crew_of, make_run, served, train_to_the_end
+from kits.coordinator.shell_world import served
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.tracking.journal_reader import Position
 from swarm_coordinator.tracking.trace_reader import read_traces
 
 
-async def test_every_step_of_a_run_has_the_times_of_its_parts(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a run")
+async def test_every_step_of_a_run_has_the_times_of_its_parts(folder: RunFolder) -> None:
     async with served(folder) as run:
-        volunteers = crew_of(run.invite, run.manifest, folder.path)
-        await train_to_the_end(volunteers)
-        await run.ended.wait()
+        await run.train()
         steps, stages = run.manifest.training.steps, run.manifest.stage_count
     found = read_traces(folder.database, Position(), steps)
     assert found.finished

@@ -69,14 +69,14 @@ class Peer:
     def id(self) -> PeerId:
         return self.identity.peer_id
 
-    def record(self, stage: int = 0, *, carrier: bool = True) -> PeerRecord:
+    def record(self, stage: int = 0) -> PeerRecord:
         return PeerRecord(
             peer=self.id,
             stage=StageIndex(stage),
             addresses=self.node.addresses,
             certificate="",
             microbatches_per_second=1.0,
-            carrier=self.carrier if carrier else None,
+            carrier=self.carrier,
         )
 
     @property

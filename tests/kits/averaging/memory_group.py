@@ -35,10 +35,9 @@ class Group:
         self,
         names: tuple[PeerId, ...],
         elements: int,
-        seed: int = 1,
         codec: AverageCodec = "none",
     ) -> None:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(1)
         self.names = names
         self.elements = elements
         self.codec = codec
@@ -93,11 +92,10 @@ class Group:
 async def with_network(
     names: tuple[PeerId, ...],
     body: Callable[[dict[PeerId, MemoryCarrier]], Awaitable[None]],
-    park_seconds: float = 30.0,
 ) -> None:
     async with anyio.create_task_group() as tasks:
         network = MemoryNetwork(tasks)
-        await body({name: network.add(name, park_seconds=park_seconds) for name in names})
+        await body({name: network.add(name, park_seconds=30.0) for name in names})
         tasks.cancel_scope.cancel()
 
 

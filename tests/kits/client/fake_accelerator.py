@@ -162,9 +162,8 @@ class FakeStreams:
 class FakeAccelerator(Accelerator):
     """One of `KINDS`. Tensors are on it within `at_work`, in this thread."""
 
-    def __init__(self, kind: str, memory_bytes: int = 2**33) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(torch.device(kind, 0))
-        self._memory_bytes = memory_bytes
         self.limit_bytes: int | None = None
         self.order = Order()
         self.kernels = None if kind in UNLISTED_KINDS else kernels_of(kind.upper())
@@ -184,7 +183,7 @@ class FakeAccelerator(Accelerator):
         return f"fake {self.device.type}"
 
     def memory(self) -> DeviceMemory:
-        return DeviceMemory(self._memory_bytes, self._memory_bytes)
+        return DeviceMemory(2**33, 2**33)
 
     def limit_memory(self, nbytes: int | None) -> None:
         self.limit_bytes = nbytes

@@ -41,12 +41,11 @@ def held_stage(
     stage: int,
     *,
     run: str = "ab" * 32,
-    staleness: int = 0,
     counted: Iterable[tuple[int, int]] = (),
 ) -> Holding:
     """A stage at version 0 with receipts for the `counted` (step, microbatch) pairs."""
     sign = receipt_signer(identity, membership_in(run), StageIndex(stage))
-    account = StageAccount(StageIndex(stage), Version(0), staleness, sign)
+    account = StageAccount(StageIndex(stage), Version(0), 0, sign)
     for step, microbatch in counted:
         count(account, step, microbatch)
     return Holding(worker, account, None)

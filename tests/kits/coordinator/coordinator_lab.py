@@ -14,16 +14,14 @@ from pathlib import Path
 
 import trio
 
-from kits.coordinator.shell_world import Volunteer
+from kits.coordinator.shell_world import Volunteer, crew_of
 from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import NetworkError, ProtocolError
-from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite
-from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import Apply, ClientMessage, CoordinatorMessage
 from swarm_shared.run.manifest import Manifest
 
@@ -81,11 +79,15 @@ class Lab:
             raise AssertionError("the parent of the coordinators has ended")
         return found.strip()
 
-    async def start(self, *words: str, boundary: str | None = None, passing: int = 1) -> Process:
+    async def start(
+        self, folder: RunFolder, *more: str, boundary: str | None = None, passing: int = 1
+    ) -> Process:
+        """`swarm-coordinator start`, which may be killed at a boundary of a commit."""
         self.started += 1
         output = self.folder / f"start-{self.started}.out"
         question = {
-            "words": list(words), "output": str(output), "boundary": boundary, "passing": passing,
+            "words": ["start", str(folder.path), *more], "output": str(output),
+            "boundary": boundary, "passing": passing,
         }  # fmt: skip
         assert self.parent.stdin is not None
         self.parent.stdin.write(json.dumps(question) + "\n")
@@ -138,13 +140,7 @@ class Lasting(Volunteer):
 
 
 def lasting_crew(invite: Invite, manifest: Manifest, folder: Path) -> list[Lasting]:
-    crew = {StageIndex(stage): Identity.generate() for stage in range(manifest.stage_count)}
-    volunteers = []
-    for stage in crew:
-        home = folder / f"volunteer-{stage}"
-        home.mkdir(exist_ok=True)
-        volunteers.append(Lasting(invite, manifest, home, stage, crew))
-    return volunteers
+    return crew_of(invite, manifest, folder, Lasting)
 
 
 def check_nothing_forgotten(
@@ -165,7 +161,3 @@ def check_nothing_forgotten(
             assert attempts.get(step) == attempt, f"step {step} was applied and is not remembered"
     assert sorted(attempts) == list(range(1, version + 1))
     return version
-
-
-def run_words(folder: RunFolder, *more: str) -> tuple[str, ...]:
-    return ("start", str(folder.path), *more)

@@ -52,7 +52,7 @@ def values(attributes: Iterable[KeyValue]) -> dict[str, str | int | float]:
 
 
 @contextmanager
-def otlp_receiver(port: int = 0) -> Iterator[OtlpReceiver]:
+def otlp_receiver() -> Iterator[OtlpReceiver]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -71,7 +71,7 @@ def otlp_receiver(port: int = 0) -> Iterator[OtlpReceiver]:
     class Listener(http.server.ThreadingHTTPServer):
         daemon_threads = True
 
-    with Listener(("127.0.0.1", port), Handler) as listener:
+    with Listener(("127.0.0.1", 0), Handler) as listener:
         receiver = OtlpReceiver(listener.server_address[1])
         thread = threading.Thread(target=listener.serve_forever, daemon=True)
         thread.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -21,8 +20,9 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.records import Record
-from swarm_coordinator.storage.store import SqliteStore, Store
+from swarm_coordinator.storage.store import Store, open_store
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
@@ -64,7 +64,7 @@ def checkpoints_of(folder: RunFolder, keep: int = 3) -> CheckpointFolder:
 
 
 def put_checkpoint(
-    folder: RunFolder, version: int, bytes_per_stage: int = 5000, states: Sequence[bytes] = ()
+    folder: RunFolder, version: int, states: Sequence[bytes] = ()
 ) -> CheckpointRecord:
     """Its files in the folder, as the coordinator fetches them; the record is for the store.
 
@@ -72,7 +72,7 @@ def put_checkpoint(
     """
     checkpoints = checkpoints_of(folder)
     files: dict[StageIndex, tuple[int, str]] = {}
-    texts = [f"stage {n} at {version};".encode() * (bytes_per_stage // 16) for n in range(STAGES)]
+    texts = [f"stage {n} at {version};".encode() * 312 for n in range(STAGES)]
     for number, content in enumerate(states or texts):
         checkpoints.partial_path(version, number).write_bytes(content)
         files[StageIndex(number)] = (len(content), hashlib.sha256(content).hexdigest())
@@ -89,18 +89,18 @@ def write(store: Store, *records: Record) -> None:
 
 def one_start(folder: RunFolder, *records: Record) -> int:
     """A coordinator that came, wrote this and went; its generation."""
-    store = SqliteStore.open(folder.database)
+    return one_start_at(folder.database, *records)
+
+
+def one_start_at(place: DatabaseLocation, *records: Record) -> int:
+    """The same at a database, wherever it lies."""
+    store = open_store(place)
     try:
         generation = store.next_generation()
-        trio.run(partial(_write_all, store, records))
+        write(store, *records)
     finally:
         store.close()
     return generation
-
-
-async def _write_all(store: Store, records: tuple[Record, ...]) -> None:
-    for record in records:
-        await store.write(record)
 
 
 def with_a_past(folder: RunFolder) -> RunFolder:

@@ -6,13 +6,18 @@ their mathematics is made up. The coordinator under test is the real one.
 
 from __future__ import annotations
 
+import atexit
 import base64
+import functools
 import hashlib
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -51,6 +56,7 @@ from swarm_shared.protocol import (
     LeaseResult,
     LinkBytes,
     Ready,
+    Refused,
     RoundReport,
     RunNews,
     SaveSnapshot,
@@ -69,12 +75,26 @@ from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
 LIMITS = FrameLimits(max_header_bytes=2**24)
 LINK = "/test/link/1"
+MessageT = TypeVar("MessageT")
+VolunteerT = TypeVar("VolunteerT", bound="Volunteer")
 
 
 def make_run(path: Path, steps: int = 4, **changes: object) -> RunFolder:
-    """A small run of two stages that listens on loopback and checkpoints every two steps."""
-    text = path.parent / "text"
-    text.mkdir(exist_ok=True)
+    """A small run of two stages that listens on loopback and checkpoints every two steps.
+
+    Of several with the same name and settings each is a copy of one that was made.
+    """
+    shutil.copytree(_made_run(path.name, steps, **changes), path)
+    return RunFolder.open(path)
+
+
+@functools.cache
+def _made_run(name: str, steps: int, **changes: object) -> Path:
+    """A run to copy, which takes much less time than making one; it goes with the process."""
+    place = Path(tempfile.mkdtemp(prefix="swarmtrain-run-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    text = place / "text"
+    text.mkdir()
     for index in range(40):
         (text / f"{index}.txt").write_text(f"document {index}: " + "some words of text. " * 40)
     overrides: dict[str, object] = {
@@ -84,8 +104,8 @@ def make_run(path: Path, steps: int = 4, **changes: object) -> RunFolder:
         "limits.receipt_interval_seconds": 0.05, "data.heldout_share": 0.2,
         **{name.replace("__", "."): value for name, value in changes.items()},
     }  # fmt: skip
-    initialise_run(path, "tiny", str(text), 2, overrides)
-    return RunFolder.open(path)
+    initialise_run(place / name, "tiny", str(text), 2, overrides)
+    return place / name
 
 
 @dataclass
@@ -99,6 +119,13 @@ class Served:
     lines: list[str]
     ended: trio.Event
     scope: trio.CancelScope
+
+    async def train(self, *volunteers: Volunteer) -> None:
+        """To the end of the run, by these or by one volunteer per stage."""
+        await train_to_the_end(
+            list(volunteers) or crew_of(self.invite, self.manifest, self.folder.path)
+        )
+        await self.ended.wait()
 
 
 @asynccontextmanager
@@ -323,14 +350,16 @@ def hello_for(invite: Invite, **changes: object) -> Hello:
     return Hello.model_validate({**values, **changes})
 
 
-def crew_of(invite: Invite, manifest: Manifest, folder: Path) -> list[Volunteer]:
+def crew_of(
+    invite: Invite, manifest: Manifest, folder: Path, kind: type[VolunteerT] = Volunteer
+) -> list[VolunteerT]:
     """One volunteer per stage."""
     crew = {StageIndex(stage): Identity.generate() for stage in range(manifest.stage_count)}
     volunteers = []
     for stage in crew:
         home = folder / f"volunteer-{stage}"
         home.mkdir(exist_ok=True)
-        volunteers.append(Volunteer(invite, manifest, home, stage, crew))
+        volunteers.append(kind(invite, manifest, home, stage, crew))
     return volunteers
 
 
@@ -341,13 +370,14 @@ async def client(invite: Invite, identity: Identity | None = None) -> AsyncItera
         stream = await node.open_stream(
             invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses
         )
-        yield Client(node, stream)
+        yield Client(node, stream, invite)
 
 
 @dataclass
 class Client:
     node: Node
     stream: FramedStream
+    invite: Invite
 
     async def send(self, message: ClientMessage) -> None:
         await self.stream.send(encode(message))
@@ -359,6 +389,36 @@ class Client:
             message = parse(coordinator_messages, frame.header)
             if not isinstance(message, RunNews):
                 return message
+
+    async def hello(self, **changes: object) -> Welcome | Refused:
+        """Say hello; the answer."""
+        await self.send(hello_for(self.invite, **changes))
+        answer = await self.receive()
+        assert isinstance(answer, Welcome | Refused)
+        return answer
+
+    async def join(self, **changes: object) -> Welcome:
+        answer = await self.hello(**changes)
+        assert isinstance(answer, Welcome), answer
+        return answer
+
+    async def hold(self, stage: int, **changes: object) -> Welcome:
+        """Join, and hold a stage whose state is the fresh one."""
+        welcome = await self.join(wanted_stage=stage, **changes)
+        await self.send(StageRequest(stage=StageIndex(stage)))
+        await self.until(AssignStage)
+        await self.send(Ready(stage=StageIndex(stage), version=Version(0), digest="d"))
+        return welcome
+
+    async def until(
+        self, kind: type[MessageT], found: Callable[[MessageT], bool] = lambda _: True
+    ) -> MessageT:
+        """The next message of a kind that is such a one; others are passed over."""
+        with trio.fail_after(10):
+            while True:
+                message = await self.receive()
+                if isinstance(message, kind) and found(message):
+                    return message
 
     async def until_closed(self) -> None:
         while True:

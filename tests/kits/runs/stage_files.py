@@ -6,8 +6,12 @@ from pathlib import Path
 
 import torch
 
+from kits.coordinator.run import put_checkpoint
 from kits.peer_names import named
 from kits.runs.no_data import NO_DATA
+from swarm_coordinator.core.events import CheckpointRecord
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.state import save_state
 from swarm_shared.run.manifest import Manifest, OptimizerConfig, StageRange, TrainingConfig
@@ -46,3 +50,9 @@ def write_stage_files(manifest: Manifest, folder: Path, scale: float = 0.05) -> 
         tensors = {name: parameter.detach() for name, parameter in stage.all_parameters()}
         save_state(paths[-1], tensors, {"stage": str(index)})
     return paths
+
+
+def put_model(folder: RunFolder, version: int, scale: float = 0.05) -> CheckpointRecord:
+    """A checkpoint of such files in a run's folder; the record is for the store."""
+    files = write_stage_files(load_manifest(folder), folder.path.parent / "states", scale)
+    return put_checkpoint(folder, version, [file.read_bytes() for file in files])

@@ -13,6 +13,7 @@ from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, tr
 from kits.swarm_world.world import SimStore
 from swarm_coordinator.core import events
 from swarm_coordinator.core.rules import microbatches
+from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
@@ -153,14 +154,18 @@ class Bench:
     def lose(self, peer: str) -> Commands:
         return self.event(events.SessionLost(self.session(peer), PeerId(peer)))
 
+    def request(self, peer: str, stage: int, **hello: Any) -> Commands:
+        """Attach a new peer that requests `stage`; returns the commands that the request causes."""
+        self.attach(peer, **hello)
+        return self.send(peer, protocol.StageRequest(stage=StageIndex(stage)))
+
     def join(self, peer: str, stage: int, **hello: Any) -> None:
         """Attach a new peer that wants `stage`, and let it hold the stage once it has a source."""
-        self.attach(peer, wanted_stage=stage, **hello)
-        self.send(peer, protocol.StageRequest(stage=StageIndex(stage)))
+        self.request(peer, stage, wanted_stage=stage, **hello)
         self.ready(peer)
 
     def ready(self, peer: str) -> Commands:
-        state = self.run.peers[PeerId(peer)]
+        state = self.peer(peer)
         assert state.transfer is not None
         version = state.transfer.version
         return self.send(
@@ -265,12 +270,13 @@ class Bench:
             peer, protocol.Applied(step=Step(self.run.history.version), digest=digest, norm=norm)
         )
 
+    def apply_all(self, but: str = "") -> Commands:
+        """Every member of the close applies the step, but one."""
+        return [c for peer in self.closing() if peer != but for c in self.apply(peer)]
+
     def one_step(self) -> Commands:
         """From COLLECT to the next COLLECT, or to wherever the run continues."""
-        commands = self.fill() + self.average_all()
-        for peer in self.closing():
-            commands += self.apply(peer)
-        return commands
+        return self.fill() + self.average_all() + self.apply_all()
 
     def state_bytes(self, stage: int) -> int:
         return stage_sizes(self.manifest)[stage].state_bytes
@@ -301,6 +307,9 @@ class Bench:
 
     # ---- commands, and the state after a restart
 
+    def peer(self, name: str) -> PeerState:
+        return self.run.peers[PeerId(name)]
+
     def step(self) -> StepState:
         assert self.run.steps.current is not None
         return self.run.steps.current
@@ -330,6 +339,19 @@ class Bench:
             for c in self.commands(events.Persist, self.log if among is None else among)
             if isinstance(c.record, kind)
         ]
+
+    def leased(self, among: Commands | None = None) -> list[tuple[str, protocol.LeasedMicrobatch]]:
+        """Leased microbatches with their trainers, by default of the last event's commands."""
+        return [
+            (str(peer), microbatch)
+            for peer in sorted(self.run.peers)
+            for lease in self.sent(peer, protocol.Lease, among)
+            for microbatch in lease.microbatches
+        ]
+
+    def roll_backs(self, among: Commands | None = None) -> list[int]:
+        """The versions to which the run has gone back, by default since its beginning."""
+        return [record.version for record in self.records(events.RolledBack, among)]
 
     def close_of(self, peer: str) -> protocol.Close:
         return self.sent(peer, protocol.Close, self.log)[-1]

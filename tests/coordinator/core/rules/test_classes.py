@@ -60,7 +60,7 @@ class Fleet:
     ) -> None:  # fmt: skip
         """The peer counts a microbatch, and its auditors answer; `stated` are their distances."""
         self.stated = stated or {}
-        state = self.bench.run.peers[PeerId(peer)]
+        state = self.bench.peer(peer)
         assert state.stage is not None
         lies = self.rng.random() < self.lies.get(peer, 0.0) if lies is None else lies
         signed = simulated_transcript(
@@ -108,8 +108,7 @@ class Fleet:
                         self.report(self.rng.choice(self.ready(stage)), microbatch)
             bench.tick(0.25)
         bench.average_all()
-        for peer in bench.closing():
-            bench.apply(peer)
+        bench.apply_all()
         assert bench.run.history.version == number + 1
 
     @property

@@ -14,7 +14,6 @@ from kits.swarm_world.sweep import run_to_the_end
 from swarm_coordinator.core.events import (
     CheckpointRecord,
     Note,
-    RolledBack,
     StandingsRecord,
     VerdictRecord,
 )
@@ -88,7 +87,7 @@ def lose_audit(bench: Bench, lots: Lots, liar: str = LIAR) -> None:
 
 
 def roll_backs(bench: Bench) -> list[int]:
-    return [record.version for record in bench.records(RolledBack)]
+    return bench.roll_backs()
 
 
 def recover(bench: Bench) -> None:
@@ -135,8 +134,7 @@ def test_a_lie_that_is_found_before_anything_was_applied_takes_nothing_back() ->
         for peer in ("b0", "a1"):
             bench.report(peer, 0, 1)
         bench.average_all()
-        for peer in bench.closing():
-            bench.apply(peer)
+        bench.apply_all()
         bench.checkpoint()
     lose_audit(bench, lots)
     assert roll_backs(bench) == []

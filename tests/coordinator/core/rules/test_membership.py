@@ -29,7 +29,6 @@ from swarm_shared.protocol import (
     AssignStage,
     CarrierAddress,
     Heartbeat,
-    Lease,
     Leaving,
     Reachability,
     Ready,
@@ -78,8 +77,7 @@ def test_version_0_of_a_run_with_a_beginning_comes_from_the_organisers_folder() 
     bench = Bench()
     initial = (InitialState(bytes=70, sha256="a" * 64), InitialState(bytes=80, sha256="b" * 64))
     bench.run.manifest = bench.run.manifest.model_copy(update={"initial": initial})
-    bench.attach("a")
-    bench.send("a", StageRequest(stage=StageIndex(0)))
+    bench.request("a", 0)
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.source, assigned.item) == ("snapshot", "initial/0")
     assert (assigned.bytes, assigned.sha256) == (70, "a" * 64)
@@ -91,8 +89,7 @@ def test_version_0_of_adapters_comes_from_the_seed() -> None:
     initial = (InitialState(bytes=70, sha256="a" * 64), InitialState(bytes=80, sha256="b" * 64))
     model = bench.run.manifest.model.model_copy(update={"adapters": AdapterConfig(rank=2)})
     bench.run.manifest = bench.run.manifest.model_copy(update={"initial": initial, "model": model})
-    bench.attach("a")
-    bench.send("a", StageRequest(stage=StageIndex(0)))
+    bench.request("a", 0)
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.version, assigned.source, assigned.item) == (0, "fresh", "")
 
@@ -132,10 +129,10 @@ def test_of_deserted_stages_a_peer_with_a_slow_uplink_takes_an_end() -> None:
     assert bench.sent("new", AssignStage)[0].stage == 2
 
 
-def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
+@pytest.mark.parametrize("chosen", [None, 1], ids=["any stage", "the stage that it wants"])
+def test_a_machine_that_is_too_small_for_a_stage_is_refused(chosen: int | None) -> None:
     bench = Bench()
-    bench.attach("small", memory=offers(99))
-    bench.send("small", StageRequest(stage=StageIndex(0)))
+    bench.request("small", chosen or 0, memory=offers(99), wanted_stage=chosen)
     [refused] = bench.sent("small", Refused)
     assert refused.code == "capacity"
     assert "offers" in refused.reason
@@ -143,41 +140,17 @@ def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
     assert not bench.run.peers
 
 
-def test_a_stage_that_was_asked_for_by_number_must_fit_too() -> None:
-    bench = Bench()
-    bench.attach("small", memory=offers(99), wanted_stage=1)
-    bench.send("small", StageRequest(stage=StageIndex(1)))
-    assert bench.sent("small", Refused)[0].code == "capacity"
-    assert not bench.run.peers
-
-
 @pytest.mark.parametrize("stage", [2, 500])
 def test_a_stage_that_does_not_exist_is_refused(stage: int) -> None:
     bench = Bench()
-    bench.attach("a", wanted_stage=stage)
-    bench.send("a", StageRequest(stage=StageIndex(stage)))
+    bench.request("a", stage, wanted_stage=stage)
     assert "stages 0 to 1" in bench.sent("a", Refused)[0].reason
-
-
-def test_the_first_step_waits_for_the_starting_peers_and_later_steps_do_not() -> None:
-    bench = Bench(starting=2)
-    bench.join_all("a0", "a1", "b0")
-    assert bench.run.phase is RunPhase.WAITING
-    assert "stage 1 needs 2" in bench.run.waiting_reason
-    bench.join("b1", 1)
-    assert bench.run.phase is RunPhase.COLLECT
-    bench.lose("b0")
-    bench.tick(1.0)
-    bench.one_step()
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.run.history.version == 1
 
 
 def test_rosters_come_before_the_work_that_relies_on_them() -> None:
     bench = Bench()
     bench.join("a0", 0)
-    bench.attach("a1", wanted_stage=1)
-    bench.send("a1", StageRequest(stage=StageIndex(1)))
+    bench.request("a1", 1, wanted_stage=1)
     commands = bench.ready("a1")
     assert kinds(commands, "a0") == ["roster", "lease"]
     assert {p.peer for p in bench.sent("a0", Roster)[0].peers} == {"a0", "a1"}
@@ -185,8 +158,7 @@ def test_rosters_come_before_the_work_that_relies_on_them() -> None:
 
 def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
     assert bench.sent("b0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
     bench.save("a0")
@@ -201,8 +173,7 @@ def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None
 
 def test_a_holder_that_does_not_answer_delays_a_joining_peer_for_two_seconds_only() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     bench.save("a0")
     assert not bench.sent("c0", AssignStage)
     [assigned] = bench.sent("c0", AssignStage, bench.tick(2.0))
@@ -212,8 +183,7 @@ def test_a_holder_that_does_not_answer_delays_a_joining_peer_for_two_seconds_onl
 def test_a_holder_that_saves_a_little_later_than_the_first_is_a_source_too() -> None:
     """Saving a large stage takes all holders about as long, and longer than two seconds."""
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     bench.tick(8.0)
     bench.save("a0")
     assert not bench.sent("c0", AssignStage)
@@ -227,8 +197,7 @@ def waiting_for_stage_0(*newcomers: str) -> Bench:
     """Peers that joined in this order; a0 alone has saved the stage's state."""
     bench = training()
     for newcomer in newcomers:
-        bench.attach(newcomer, wanted_stage=0)
-        bench.send(newcomer, StageRequest(stage=StageIndex(0)))
+        bench.request(newcomer, 0, wanted_stage=0)
     bench.save("a0")
     return bench
 
@@ -256,8 +225,7 @@ def test_a_joining_peer_that_failed_to_finish_goes_last_the_next_time() -> None:
     bench.fill()
     bench.tick(bench.manifest.limits.join_hold_seconds + 1.0)
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     assert bench.run.history.version == 2
     bench.tick()
     bench.save("a0")
@@ -266,8 +234,7 @@ def test_a_joining_peer_that_failed_to_finish_goes_last_the_next_time() -> None:
 
 def test_holders_that_cannot_save_are_asked_again_later() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     for holder in ("a0", "b0"):
         failed = SnapshotFailed(version=Version(1), stage=StageIndex(0), reason="disk full")
         assert not bench.sent(holder, SaveSnapshot, bench.send(holder, failed))
@@ -293,8 +260,7 @@ def test_the_majority_s_file_is_the_one_to_fetch_and_only_its_holders_are_named(
 
 def test_a_joining_peer_gets_its_stage_from_a_checkpoint_of_the_run_s_version() -> None:
     bench = Bench.restarted(3, checkpoint=3)
-    bench.attach("a", wanted_stage=1)
-    bench.send("a", StageRequest(stage=StageIndex(1)))
+    bench.request("a", 1, wanted_stage=1)
     [assigned] = bench.sent("a", AssignStage)
     assert (assigned.item, assigned.version) == ("checkpoint/3/1", 3)
     assert [h.peer for h in assigned.holders] == ["coordinator"]
@@ -302,8 +268,7 @@ def test_a_joining_peer_gets_its_stage_from_a_checkpoint_of_the_run_s_version() 
 
 def test_the_close_waits_for_a_download_for_a_bounded_time() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     bench.fill()
     assert bench.run.phase is RunPhase.COLLECT
     bench.tick(5.5)
@@ -313,39 +278,35 @@ def test_the_close_waits_for_a_download_for_a_bounded_time() -> None:
 
 def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_version() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     bench.save("a0")
     bench.save("b0")
     bench.fill()
     bench.tick(5.5)
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     assert bench.run.history.version == 2
     # At once, so that most of the step's time is left for it.
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
     bench.send("c0", Ready(stage=0, version=1, digest="d"))
-    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
+    assert bench.peer("c0").phase is PeerPhase.SYNCING
 
 
 def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
     bench = training()
-    bench.attach("c0", wanted_stage=0)
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
+    bench.request("c0", 0, wanted_stage=0)
     bench.save("a0")
     bench.save("b0")
     bench.fill()
     bench.tick(5.5)
     assert bench.run.phase is RunPhase.CLOSING
     bench.ready("c0")
-    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
+    assert bench.peer("c0").phase is PeerPhase.SYNCING
 
 
 def test_a_source_that_failed_is_not_named_again_at_once() -> None:
     bench = Bench.restarted(3, checkpoint=3)
-    bench.attach("a", wanted_stage=1)
-    bench.send("a", StageRequest(stage=StageIndex(1)))
+    bench.request("a", 1, wanted_stage=1)
     failed = SyncFailed(stage=StageIndex(1), version=Version(3), reason="hash")
     assert not bench.sent("a", AssignStage, bench.send("a", failed))
     assert len(bench.sent("a", AssignStage, bench.tick(2.0))) == 1
@@ -364,10 +325,7 @@ def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> Non
     assert [c.peer for c in bench.commands(CloseSession, commands)] == ["b0"]
     assert bench.sent("a0", AbortRound, commands)
     commands += bench.tick(1.0)
-    leases = [m for p in ("a0", "a1", "b1") for m in bench.sent(p, Lease, commands)]
-    assert [(m.microbatch, m.accumulate) for lease in leases for m in lease.microbatches] == [
-        (1, (0,))
-    ]
+    assert [(m.microbatch, m.accumulate) for _, m in bench.leased(commands)] == [(1, (0,))]
 
 
 def test_a_large_run_assigns_the_longest_heartbeat_interval_that_detects_a_death_in_time(
@@ -392,14 +350,14 @@ def test_messages_of_an_older_session_are_ignored() -> None:
     beat = Heartbeat(microbatches_per_second=9.0, queued=0)
     bench.event(HeartbeatsReceived((PeerHeartbeat(SessionNumber(1), PeerId("b0"), beat),)))
     bench.event(MessageReceived(SessionNumber(1), PeerId("b0"), Leaving()))
-    assert not bench.run.peers[PeerId("b0")].leaving
-    assert bench.run.peers[PeerId("b0")].rates.microbatches_per_second == 0.0
-    assert bench.run.peers[PeerId("b0")].last_heard < bench.now
+    assert not bench.peer("b0").leaving
+    assert bench.peer("b0").rates.microbatches_per_second == 0.0
+    assert bench.peer("b0").last_heard < bench.now
 
 
 def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session() -> None:
     bench = training()
-    told = bench.run.peers[PeerId("b0")]
+    told = bench.peer("b0")
     bench.send("b0", Heartbeat(microbatches_per_second=3.0))
     bench.send("b0", Heartbeat(queued=2))
     assert (told.rates.microbatches_per_second, told.rates.queued) == (3.0, 2)
@@ -409,7 +367,7 @@ def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session()
     assert told.rates.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
     bench.attach("b0", stage=0, version=1)
     bench.send("b0", Heartbeat())
-    assert bench.run.peers[PeerId("b0")].rates.microbatches_per_second == 0.0
+    assert bench.peer("b0").rates.microbatches_per_second == 0.0
 
 
 def test_a_class_of_arithmetic_is_kept_as_long_as_its_session_and_changes_nothing_else() -> None:
@@ -469,11 +427,8 @@ def test_a_peer_that_attaches_again_is_not_its_own_dht_entry_point() -> None:
     bench.lose("b0")
     bench.attach("b0", stage=0, version=1)
     entrances = bench.sent("b0", Welcome)[-1].directory
-    assert {entrance.rpartition("/p2p/")[2] for entrance in entrances} == {
-        "p2pd-a0",
-        "p2pd-a1",
-        "p2pd-b1",
-    }
+    carriers = {entrance.rpartition("/p2p/")[2] for entrance in entrances}
+    assert carriers == {"p2pd-a0", "p2pd-a1", "p2pd-b1"}
 
 
 def test_a_peer_that_only_lost_its_link_keeps_its_stage_and_its_part_of_the_step() -> None:
@@ -484,10 +439,8 @@ def test_a_peer_that_only_lost_its_link_keeps_its_stage_and_its_part_of_the_step
     assert not bench.step().table
     bench.attach("b0", receipts[:2], stage=0, version=1)
     assert bench.sent("b0", Welcome)[0].keep
-    assert {cell: held.peer for cell, held in bench.step().table.items()} == {
-        (0, 0): "b0",
-        (1, 0): "b0",
-    }
+    found = {cell: held.peer for cell, held in bench.step().table.items()}
+    assert found == {(0, 0): "b0", (1, 0): "b0"}
 
 
 def test_receipts_of_others_in_a_hello_do_not_count() -> None:
@@ -504,8 +457,7 @@ def test_receipts_reported_while_the_run_waits_after_a_restart_count_when_the_st
     assert bench.run.phase is RunPhase.WAITING
     commands = bench.attach("a1", stage=1, version=3)
     assert bench.run.phase is RunPhase.COLLECT
-    leases = bench.sent("a0", Lease, commands) + bench.sent("a1", Lease, commands)
-    masks = {m.microbatch: m.accumulate for lease in leases for m in lease.microbatches}
+    masks = {m.microbatch: m.accumulate for _, m in bench.leased(commands)}
     assert masks == {0: (1,), 1: (1,)}
 
 
@@ -575,10 +527,9 @@ def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
     assert bench.run.phase is RunPhase.CLOSING
     assert PeerId("b0") not in bench.closing()
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     assert bench.run.history.version == 2
-    late = bench.run.peers[PeerId("b0")]
+    late = bench.peer("b0")
     assert late.phase is PeerPhase.SYNCING
     bench.save("a0")
     assert bench.run.peers.syncing[PeerId("b0")].source_assigned
@@ -591,10 +542,10 @@ def test_a_peer_that_claims_a_stage_without_its_digest_has_to_download_it() -> N
     bench = training()
     bench.attach("ghost", stage=0, version=1, digest="made up")
     assert not bench.sent("ghost", Welcome)[0].keep
-    assert bench.run.peers[PeerId("ghost")].stage is None
+    assert bench.peer("ghost").stage is None
     bench.attach("replica", stage=0, version=1, digest="d")
     assert bench.sent("replica", Welcome)[0].keep
-    assert bench.run.peers[PeerId("replica")].phase is PeerPhase.READY
+    assert bench.peer("replica").phase is PeerPhase.READY
 
 
 def test_a_claim_after_a_restart_is_checked_at_once() -> None:
@@ -626,11 +577,11 @@ def test_a_claim_during_the_apply_is_checked_when_the_holders_have_reported() ->
     members = bench.closing()
     for peer, digest in (("ghost", "made up"), ("replica", "d2")):
         bench.attach(peer, stage=0, version=2, digest=digest)
-        assert bench.run.peers[PeerId(peer)].phase is PeerPhase.READY
+        assert bench.peer(peer).phase is PeerPhase.READY
     for peer in members:
         bench.apply(peer, digest="d2")
-    assert bench.run.peers[PeerId("ghost")].phase is PeerPhase.SYNCING
-    assert bench.run.peers[PeerId("replica")].phase is PeerPhase.READY
+    assert bench.peer("ghost").phase is PeerPhase.SYNCING
+    assert bench.peer("replica").phase is PeerPhase.READY
     assert list(bench.run.statistics.flags) == ["ghost"]
 
 
@@ -639,7 +590,7 @@ def test_a_late_apply_with_another_digest_holds_no_stage() -> None:
     attempt = bench.records(AppliedStep)[-1].attempt
     bench.attach("ghost", stage=0, version=0, averaged_attempt=attempt)
     bench.send("ghost", Applied(step=Step(1), digest="made up", norm=1.0))
-    assert bench.run.peers[PeerId("ghost")].phase is PeerPhase.SYNCING
+    assert bench.peer("ghost").phase is PeerPhase.SYNCING
 
 
 # ---- stages with as many peers as a close can carry
@@ -651,15 +602,13 @@ def test_a_full_stage_takes_no_peer_that_joins_returns_or_moves(
     monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 2)
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
-    bench.attach("c0", wanted_stage=0)
-    commands = bench.send("c0", StageRequest(stage=StageIndex(0)))
+    commands = bench.request("c0", 0, wanted_stage=0)
     assert "no more can average together" in bench.sent("c0", Refused, commands)[0].reason
     (welcome,) = bench.sent("d0", Welcome, bench.attach("d0", stage=0, version=0))
     assert not welcome.keep
     bench.send("d0", StageRequest(stage=StageIndex(0)))
-    assert bench.run.peers[PeerId("d0")].goes_to == 1
-    bench.attach("e0")
-    commands = bench.send("e0", StageRequest(stage=StageIndex(0)))
+    assert bench.peer("d0").goes_to == 1
+    commands = bench.request("e0", 0)
     (refused,) = bench.sent("e0", Refused, commands)
     assert refused.code == "protocol"  # it tries again by itself
     assert PeerId("e0") not in bench.run.peers

@@ -35,8 +35,7 @@ def leased(
 
 
 def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() -> None:
-    bench = Bench(microbatches=8, starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(microbatches=8, starting=2)
     leases = leased(bench)
     assert [m for _, _, m, _ in leases] == list(range(8))
     assert {mask for *_, mask in leases} == {(0, 1)}
@@ -54,16 +53,6 @@ def test_a_run_whose_peers_all_leave_begins_no_step_and_reports_it() -> None:
         bench.apply(peer)
     assert bench.run.phase is RunPhase.WAITING
     assert bench.run.waiting_reason == "a peer that stays"
-
-
-def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:
-    bench = collecting()
-    bench.report("a0", 0)
-    bench.report("b0", 0, 1)
-    assert {cell: held.peer for cell, held in bench.step().table.items()} == {
-        (0, 0): "a0",
-        (1, 0): "b0",
-    }
 
 
 @pytest.mark.parametrize(
@@ -123,12 +112,6 @@ def relay(bench: Bench, trainer: str, *receipts: Receipt) -> None:
     bench.resolve(trainer, microbatch, lease.lease, receipts=receipts)
 
 
-def test_a_receipt_that_its_trainer_brings_counts() -> None:
-    bench = collecting(microbatches=8)
-    relay(bench, "a0", bench.receipt("b0", 5))
-    assert bench.step().table[5, 0].peer == "b0"
-
-
 def lost_in_between(bench: Bench, peer: str, how: str) -> None:
     """The peer loses what it had counted."""
     if how == "restart":
@@ -164,7 +147,7 @@ def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted()
     bench.lose("b0")
     bench.join("b0", 0)
     bench.report("b0", 5)
-    state = bench.run.peers[PeerId("b0")]
+    state = bench.peer("b0")
     release(bench.run, state, Release.STEP, bench.now)
     bench.lose("a0")
     assert (5, 0) not in bench.step().table
@@ -184,8 +167,7 @@ def test_absurd_losses_that_add_up_to_infinity_do_not_end_the_coordinator() -> N
 
 
 def test_a_failed_microbatch_is_leased_again_after_a_pause_for_the_stages_that_lack_it() -> None:
-    bench = Bench(starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(starting=2)
     trainer, lease, microbatch, _ = leased(bench)[0]
     bench.report("a1", microbatch)
     commands = bench.resolve(trainer, microbatch, lease, ok=False, reason="gone")
@@ -202,8 +184,7 @@ def test_a_microbatch_goes_to_every_trainer_before_one_that_did_not_bring_it_get
     ok: bool,
 ) -> None:
     """A trainer that fails at once has the fewest leases, and would keep it for ever."""
-    bench = Bench(microbatches=8, starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(microbatches=8, starting=2)
     trainer, lease, microbatch, _ = leased(bench)[0]
     order = [trainer]
     for _ in range(11):
@@ -216,16 +197,14 @@ def test_a_microbatch_goes_to_every_trainer_before_one_that_did_not_bring_it_get
 
 
 def test_a_lease_that_is_not_answered_runs_out() -> None:
-    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(starting=2, limits={"lease_seconds": 20.0})
     assert len(leased(bench)) == 2
     assert not leased(bench, bench.tick(19.0))
     assert len(leased(bench, bench.tick(1.5))) == 2
 
 
 def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() -> None:
-    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
     driven = {
         trainer: [
             (lease, microbatch) for one, lease, microbatch, _ in leased(bench) if one == trainer
@@ -243,8 +222,7 @@ def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() 
 
 
 def test_a_trainer_that_falsely_reports_delivery_loses_its_leases() -> None:
-    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
     (trainer, lease, first, _), (*_, second, _) = [x for x in leased(bench) if x[0] == "a0"]
     bench.tick(15.0)
     bench.resolve(trainer, first, lease)
@@ -252,8 +230,7 @@ def test_a_trainer_that_falsely_reports_delivery_loses_its_leases() -> None:
 
 
 def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
-    bench = Bench(starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(starting=2)
     trainer, _, microbatch, _ = leased(bench)[0]
     bench.lose(trainer)
     [(other, _, same, _)] = leased(bench, bench.tick(1.0))
@@ -274,8 +251,7 @@ def test_an_answer_to_a_lease_that_was_granted_anew_to_its_trainer_changes_nothi
 
 
 def test_an_answer_of_another_peer_than_the_trainer_of_a_lease_changes_nothing() -> None:
-    bench = Bench(starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(starting=2)
     trainer, lease, microbatch, _ = leased(bench)[0]
     granted = bench.step().leases[MicrobatchIndex(microbatch)]
     other = next(peer for peer in ("a0", "b0") if peer != trainer)
@@ -314,8 +290,7 @@ def test_survivors_report_before_what_a_dead_peer_held_is_leased_again() -> None
 
 
 def test_a_leaving_trainer_gets_no_new_lease() -> None:
-    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = collecting(starting=2, limits={"lease_seconds": 20.0})
     bench.report("a0", 0)
     bench.send("a0", Leaving())
     commands = bench.tick(25.0)
@@ -447,6 +422,6 @@ def test_a_trainer_whose_microbatch_is_counted_late_keeps_its_other_leases() -> 
     trainer, _ = delivered(bench, "a1", "a0")
     bench.tick(5)
     bench.report("a1", 0)
-    assert bench.run.peers[PeerId(trainer)].delivered_at < bench.now
+    assert bench.peer(trainer).delivered_at < bench.now
     bench.report("a0", 0)
-    assert bench.run.peers[PeerId(trainer)].delivered_at == bench.now
+    assert bench.peer(trainer).delivered_at == bench.now

@@ -12,7 +12,7 @@ from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import AssignStage, SaveSnapshot, StageRequest
+from swarm_shared.protocol import AssignStage, SaveSnapshot
 
 FALSE = "f" * 64
 CROWD = ("l0", "m0", "n0", "o0", "p0")
@@ -51,22 +51,16 @@ def fetches(bench: Bench, commands: Commands) -> list[FetchSnapshot]:
 # ---------------------------------------------------------------- norms
 
 
-def test_the_devices_of_one_owner_do_not_outvote_two_owners_about_a_norm() -> None:
-    bench = bench_of("a0", "b0", "a1")
+@pytest.mark.parametrize("established", [False, True])
+def test_a_crowd_does_not_outvote_two_owners_about_a_norm(established: bool) -> None:
+    """Neither the devices of one owner nor strangers, where the two are established."""
+    bench = bench_of("a0", "b0", "a1", crowd_owner=None if established else ONE_OWNER)
+    establish(bench, *(("a0", "b0") if established else ()))
     bench.fill()
     average(bench, dict.fromkeys(CROWD, 1.5))
     assert bench.run.phase is RunPhase.APPLYING
     assert flagged(bench) == set(CROWD)
     assert {"a0", "b0"} <= set(bench.closing())
-
-
-def test_strangers_do_not_outvote_two_established_owners_about_a_norm() -> None:
-    bench = bench_of("a0", "b0", "a1", crowd_owner=None)
-    establish(bench, "a0", "b0")
-    bench.fill()
-    average(bench, dict.fromkeys(CROWD, 1.5))
-    assert bench.run.phase is RunPhase.APPLYING
-    assert flagged(bench) == set(CROWD)
 
 
 def test_of_two_owners_the_device_attached_longest_decides_after_another_average() -> None:
@@ -120,14 +114,13 @@ def test_strangers_do_not_get_an_established_holder_synced_anew() -> None:
     for peer, sha in {"l0": FALSE, "a0": SHA, "b0": SHA}.items():
         bench.save(peer, sha)
     assert flagged(bench) == {"l0"}
-    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.READY
+    assert bench.peer("a0").phase is PeerPhase.READY
 
 
 def test_a_joining_peer_gets_the_state_of_two_owners_and_not_that_of_many_devices() -> None:
     bench = bench_of("y0", "z0", "a1")
     bench.one_step()
-    bench.attach("x0", wanted_stage=0)
-    bench.send("x0", StageRequest(stage=StageIndex(0)))
+    bench.request("x0", 0, wanted_stage=0)
     commands = bench.tick(1.0)
     asked = [p for p in bench.run.peers if bench.sent(p, SaveSnapshot, bench.log)]
     assert {"y0", "z0"} <= set(asked)
@@ -146,8 +139,7 @@ def test_the_devices_of_one_owner_do_not_outvote_two_owners_about_parameters(
     established: bool,
 ) -> None:
     bench = bench_of("a0", "b0", "a1", crowd_owner=None if established else ONE_OWNER)
-    if established:
-        establish(bench, "a0", "b0")
+    establish(bench, *(("a0", "b0") if established else ()))
     bench.one_step()
     bench.fill()
     bench.average_all()
@@ -168,7 +160,7 @@ def test_a_digest_of_strangers_is_no_claim_to_a_stage_of_established_owners() ->
     assert flagged(bench) == set()
     assert bench.run.history.fingerprints[StageIndex(0)] == {"d"}
     bench.attach("z0", stage=0, version=1, digest="other")
-    assert bench.run.peers[PeerId("z0")].phase is PeerPhase.ADMITTED
+    assert bench.peer("z0").phase is PeerPhase.ADMITTED
 
 
 # ---------------------------------------------------------------- deadlines

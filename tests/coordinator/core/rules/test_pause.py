@@ -11,8 +11,8 @@ from swarm_coordinator.core.events import Command, Restored
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import begin
 from swarm_coordinator.status.builder import document_of
-from swarm_shared.base.types import PeerId, StageIndex, Version
-from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
+from swarm_shared.base.types import PeerId, Version
+from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster
 
 ALL = ("a0", "b0", "a1", "b1")
 
@@ -43,8 +43,7 @@ def test_a_paused_peer_gets_no_leases_and_stays_a_member_of_the_close() -> None:
     assert bench.run.phase is RunPhase.CLOSING
     assert bench.close_of("b0").committed == (0,)
     bench.average_all()
-    for peer in bench.closing():
-        commands += bench.apply(peer)
+    commands += bench.apply_all()
     commands += bench.tick(2.0)
     assert bench.sent("b0", Apply, bench.log)
     assert bench.run.steps.current is not None
@@ -62,13 +61,7 @@ def test_leases_that_a_pausing_trainer_hands_back_go_to_the_others() -> None:
     for microbatch in mine:
         bench.resolve("a0", microbatch, bench.step().leases[microbatch].lease, ok=False)
     commands = bench.tick(3.0)
-    granted = {
-        leased.microbatch
-        for peer in ALL
-        for lease in bench.sent(peer, Lease, commands)
-        for leased in lease.microbatches
-    }
-    assert set(mine) <= granted
+    assert set(mine) <= {microbatch.microbatch for _, microbatch in bench.leased(commands)}
     assert not bench.sent("a0", Lease, commands)
 
 
@@ -79,8 +72,7 @@ def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between
         bench.fill()
         bench.pause("a0")
         bench.average_all()
-        for peer in bench.closing():
-            bench.apply(peer)
+        bench.apply_all()
         assert bench.run.phase is RunPhase.WAITING
     else:
         bench.pause("a0")
@@ -98,21 +90,18 @@ def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between
 def test_a_joining_peer_gets_a_stage_whose_peers_all_pause() -> None:
     bench = Bench.trained(1, names=("a0", "b0", "c0", "a1"))
     bench.pause("a1")
-    bench.attach("new")
-    bench.send("new", StageRequest(stage=StageIndex(0)))
-    assert bench.run.peers[PeerId("new")].stage == 1
+    bench.request("new", 0)
+    assert bench.peer("new").stage == 1
 
 
 def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer() -> None:
     bench = Bench.trained(1, names=("a0", "a1"))
     bench.pause("a0")
     bench.lose("a1")
-    bench.attach("new")
-    bench.send("new", StageRequest(stage=StageIndex(0)))
-    assert bench.run.peers[PeerId("new")].stage == 1
-    bench.attach("next")
-    bench.send("next", StageRequest(stage=StageIndex(0)))
-    assert bench.run.peers[PeerId("next")].stage == 0
+    bench.request("new", 0)
+    assert bench.peer("new").stage == 1
+    bench.request("next", 0)
+    assert bench.peer("next").stage == 0
 
 
 def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_pause() -> None:
@@ -124,9 +113,8 @@ def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_p
     bench.join_all("a0", "a1")
     bench.pause("a0")
     bench.lose("a1")
-    bench.attach("new", memory=offers(899))
-    bench.send("new", StageRequest(stage=StageIndex(1)))
-    assert bench.run.peers[PeerId("new")].stage == 0
+    bench.request("new", 1, memory=offers(899))
+    assert bench.peer("new").stage == 0
 
 
 def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_step() -> None:

@@ -15,13 +15,12 @@ from swarm_coordinator.core.rules.rebalancing import rebalancing_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
-from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
     Heartbeat,
     Ready,
     SaveSnapshot,
-    StageRequest,
 )
 from swarm_shared.scheduling.placement import MovePolicy
 
@@ -37,9 +36,8 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
     bench.run.rebalancing = rebalancing_of(bench.manifest, settings)
     for stage, peers in enumerate(("abc", at_stage_1)):
         for peer in peers:
-            bench.attach(peer, memory=offers(memory_bytes), wanted_stage=stage)
-            bench.send(peer, StageRequest(stage=StageIndex(stage)))
-            state = bench.run.peers[PeerId(peer)]
+            bench.request(peer, stage, memory=offers(memory_bytes), wanted_stage=stage)
+            state = bench.peer(peer)
             state.profile = replace(state.profile, wanted_stage=None)  # it would be moved, too
     for peer in ("a", "b", "c", *at_stage_1):
         bench.ready(peer)
@@ -93,7 +91,7 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     mover = decided(bench)
     assigned = fetch_beside(bench, mover)
     assert (assigned.prepare, assigned.stage, assigned.version) == (True, 1, 1)
-    assert bench.run.peers[PeerId(mover)].stage == 0
+    assert bench.peer(mover).stage == 0
     bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
     assert mover in {record.peer for record in bench.run.peers.roster()[0]}
 
@@ -105,9 +103,8 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert bench.close_of("d").reductions == close.moving
     assert bench.close_of(other).moving == ()
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
-    assert bench.run.peers[PeerId(mover)].stage == 1
+    bench.apply_all()
+    assert bench.peer(mover).stage == 1
     assert bench.run.history.version == 2
     assert mover in {record.peer for record in bench.run.peers.roster()[1]}
     assert told(bench)["made"] == 1
@@ -118,10 +115,9 @@ def test_a_joining_peer_takes_a_lost_stage_that_another_peer_is_moving_to() -> N
     mover = decided(bench)
     bench.lose(next(peer for peer in "abc" if peer != mover))
     bench.lose("d")
-    assert bench.run.peers[PeerId(mover)].moving is not None
-    bench.attach("new")
-    bench.send("new", StageRequest(stage=StageIndex(0)))
-    assert bench.run.peers[PeerId("new")].stage == 1
+    assert bench.peer(mover).moving is not None
+    bench.request("new", 0)
+    assert bench.peer("new").stage == 1
 
 
 def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
@@ -136,7 +132,7 @@ def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
     bench.tick(2.0)
     assert bench.run.phase is RunPhase.CLOSING
     assert bench.close_of(mover).moving == ()
-    assert bench.run.peers[PeerId(mover)].stage == 0
+    assert bench.peer(mover).stage == 0
     assert told(bench)["dropped"] == 1
 
 
@@ -147,7 +143,7 @@ def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -
     assert "cannot go on with its old stage meanwhile" in decision["text"]
     assert not bench.sent(mover, AssignStage, bench.log[-50:])
     bench.one_step()
-    peer = bench.run.peers[PeerId(mover)]
+    peer = bench.peer(mover)
     assert (peer.stage, peer.moving) == (1, None)
 
 
@@ -183,11 +179,9 @@ def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
     bench.tick(1.0)
     beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
     bench.send("a", beat)
-    assert bench.run.peers[PeerId("a")].rates.microbatches_per_second == 0.25
+    assert bench.peer("a").rates.microbatches_per_second == 0.25
     assert bench.run.peers.stage_rows()[0].microbatches_per_second == 2.25
     bench.send("a", Heartbeat())
-    assert bench.run.peers[PeerId("a")].rates.microbatches_per_second == 0.25, (
-        "nothing new was said"
-    )
+    assert bench.peer("a").rates.microbatches_per_second == 0.25, "nothing new was said"
     bench.send("a", Heartbeat(up_bytes_per_second=0.0))
     assert bench.run.peers.stage_rows()[0].microbatches_per_second == 3.0

@@ -72,7 +72,7 @@ def test_a_peer_that_is_gone_awaits_no_mask() -> None:
 @pytest.mark.parametrize("ends", [Release.STAGE, Release.MEMBERSHIP])
 def test_the_last_peer_of_a_stage_leaves_it_to_those_that_are_excluded(ends: Release) -> None:
     bench = Bench.trained(1)
-    release(bench.run, bench.run.peers[PeerId("a0")], Release.STEP, bench.now)
+    release(bench.run, bench.peer("a0"), Release.STEP, bench.now)
     bench.step().failure_counts[PeerId("a0")] = 3
     released(bench, ends)
     assert [peer.peer for peer in bench.run.peers.ready(0)] == ["a0"]

@@ -21,7 +21,6 @@ from swarm_coordinator.core.events import (
     Persist,
     ReceiptsVerified,
     Restored,
-    RolledBack,
     RunFinished,
     ShutDown,
     StopRequested,
@@ -34,7 +33,6 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
-    Lease,
     SnapshotFailed,
     SnapshotReady,
     StageRequest,
@@ -145,9 +143,9 @@ def test_the_odd_one_of_three_that_was_like_the_others_is_flagged_and_synced_ane
     bench = three_holders()
     for holder in ("b0", "a0", "c0"):
         bench.save(holder, "b" * 64 if holder == "a0" else SHA)
-    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+    assert bench.peer("a0").phase is PeerPhase.SYNCING
     assert list(bench.run.statistics.flags) == ["a0"]
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.READY
+    assert bench.peer("b0").phase is PeerPhase.READY
 
 
 def test_of_two_that_differ_the_one_that_was_there_first_is_the_source() -> None:
@@ -183,7 +181,7 @@ def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
     bench.lose("a1")
     bench.join("c1", 1)
     bench.tick(11.0)
-    assert [r.version for r in bench.records(RolledBack)] == [0]
+    assert bench.roll_backs() == [0]
     bench.stored(2)
     assert not bench.records(CheckpointRecord)
     assert bench.run.checkpoints.stored is None
@@ -203,9 +201,8 @@ def test_files_that_are_not_the_ones_asked_for_are_no_checkpoint() -> None:
 def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
     bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=2)
     assert bench.run.phase is RunPhase.EVALUATING
-    leases = [lease for p in ("a0", "a1") for lease in bench.sent(p, Lease)]
-    leased = [m for lease in leases for m in lease.microbatches]
-    assert {(m.microbatch, m.accumulate) for m in leased} == {(2, (0, 1)), (3, (0, 1))}
+    leased = {(m.microbatch, m.accumulate) for _, m in bench.leased()}
+    assert leased == {(2, (0, 1)), (3, (0, 1))}
     bench.report("a0", 2, 3)
     assert not bench.records(EvaluationRecord)
     for microbatch, loss in {2: 6.0, 3: 10.0}.items():
@@ -288,10 +285,9 @@ def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> N
     bench = Bench.trained(2, names=("a0", "a1"), steps=2, evaluation=1)
     assert bench.run.phase is RunPhase.EVALUATING
     bench.lose("a1")
-    bench.attach("c1", wanted_stage=1)
-    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.request("c1", 1, wanted_stage=1)
     commands = bench.tick(11.0)
-    assert [r.version for r in bench.records(RolledBack, commands)] == [0]
+    assert bench.roll_backs(commands) == [0]
     assert bench.sent("c1", AssignStage, commands)
     for peer in ("a0", "c1"):
         bench.ready(peer)
@@ -358,8 +354,7 @@ def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
     bench.event(StopRequested())
     assert bench.run.phase is RunPhase.CLOSING
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     assert bench.run.history.version == 2
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 2)]
@@ -412,8 +407,7 @@ def test_the_status_document_is_complete_in_every_phase() -> None:
     look()
     bench.average_all()
     look()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     status = look()
     assert status["loss"] == bench.records(AppliedStep)[0].loss
     assert status["version"] == 1

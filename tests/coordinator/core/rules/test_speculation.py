@@ -13,7 +13,6 @@ from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep, Command
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex
-from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
 
@@ -28,15 +27,11 @@ def mostly_done(**options: int) -> Bench:
     return bench
 
 
-def leases(bench: Bench, commands: list[Command]) -> dict[str, list[Lease]]:
-    return {peer: bench.sent(peer, Lease, commands) for peer in ("a0", "a1")}
-
-
 def granted(bench: Bench, commands: list[Command]) -> dict[str, list[int]]:
-    return {
-        peer: [leased.microbatch for lease in sent for leased in lease.microbatches]
-        for peer, sent in leases(bench, commands).items()
-    }
+    found: dict[str, list[int]] = {"a0": [], "a1": []}
+    for peer, leased in bench.leased(commands):
+        found[peer].append(leased.microbatch)
+    return found
 
 
 def test_what_lags_when_most_is_done_is_given_to_another_trainer_too() -> None:
@@ -46,7 +41,7 @@ def test_what_lags_when_most_is_done_is_given_to_another_trainer_too() -> None:
     assert granted(bench, bench.tick(1.0)) == {"a0": [], "a1": []}
     commands = bench.tick(6.0)
     assert granted(bench, commands) == {first: [], other: [3]}
-    assert leases(bench, commands)[other][0].microbatches[0].accumulate == (0, 1)
+    assert [leased.accumulate for _, leased in bench.leased(commands)] == [(0, 1)]
     assert granted(bench, bench.tick(6.0)) == {"a0": [], "a1": []}  # once is enough
 
 

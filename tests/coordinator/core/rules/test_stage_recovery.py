@@ -17,13 +17,11 @@ from swarm_shared.protocol import (
     Applied,
     Apply,
     AssignStage,
-    Lease,
     Mask,
     MaskRequest,
     Ready,
     RoundReport,
     SaveSnapshot,
-    StageRequest,
     SyncFailed,
     Welcome,
 )
@@ -45,12 +43,11 @@ def lost_stage() -> Bench:
 
 def test_a_lost_stage_is_waited_for_before_the_run_goes_back_to_its_checkpoint() -> None:
     bench = lost_stage()
-    bench.attach("c1", wanted_stage=1)
-    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.request("c1", 1, wanted_stage=1)
     bench.tick(9.0)
     assert not bench.records(RolledBack)
     commands = bench.tick(2.0)
-    assert [r.version for r in bench.records(RolledBack, commands)] == [2]
+    assert bench.roll_backs(commands) == [2]
     for peer, stage in (("a0", 0), ("b0", 0), ("c1", 1)):
         [assigned] = bench.sent(peer, AssignStage, commands)
         assert (assigned.stage, assigned.version) == (stage, 2)
@@ -78,18 +75,17 @@ def test_the_roll_back_is_durable_before_any_peer_receives_it() -> None:
 def test_after_a_restart_peers_have_longer_to_come_back() -> None:
     bench = Bench.restarted(3, checkpoint=2)
     bench.attach("a0", stage=0, version=3)
-    bench.attach("c1", wanted_stage=1)
-    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.request("c1", 1, wanted_stage=1)
     bench.tick(19.0)
     assert not bench.records(RolledBack)
     bench.tick(2.0)
-    assert [r.version for r in bench.records(RolledBack)] == [2]
+    assert bench.roll_backs() == [2]
 
 
 def test_digests_are_those_of_the_history_that_counts_after_a_roll_back_and_a_restart() -> None:
     bench = lost_stage()
     bench.join("c1", 1)
-    assert [r.version for r in bench.records(RolledBack, bench.tick(11.0))] == [2]
+    assert bench.roll_backs(bench.tick(11.0)) == [2]
     bench.restart()
     bench.run.history.members.add(PeerId("a0"))
     bench.attach("a0", stage=0, version=2, digest="of the checkpoint")
@@ -104,12 +100,11 @@ def test_a_stage_of_which_only_the_checkpoint_is_left_is_what_the_checkpoint_say
     bench.checkpoint()
     bench.restart()
     bench.attach("a0", stage=0, version=1)
-    bench.attach("c1", wanted_stage=1)
-    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.request("c1", 1, wanted_stage=1)
     bench.tick(5.0)
     loaded = Ready(stage=StageIndex(1), version=Version(1), digest="of the file")
     bench.send("c1", loaded)
-    assert bench.run.peers[PeerId("c1")].phase is PeerPhase.SYNCING
+    assert bench.peer("c1").phase is PeerPhase.SYNCING
     bench.tick(20.0)
     bench.send("c1", loaded)
     assert bench.run.phase is RunPhase.COLLECT
@@ -136,8 +131,7 @@ def test_a_peer_that_comes_back_in_time_saves_the_run_from_going_back() -> None:
 
 def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
     bench = lost_stage()
-    bench.attach("c1", wanted_stage=1)
-    bench.send("c1", StageRequest(stage=StageIndex(1)))
+    bench.request("c1", 1, wanted_stage=1)
     bench.tick(11.0)
     assert bench.run.history.version == 2
     for stale in (
@@ -146,7 +140,7 @@ def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
         Applied(step=3, digest="d", norm=1.0),
     ):
         assert not bench.sent("a0", AssignStage, bench.send("a0", stale))
-    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+    assert bench.peer("a0").phase is PeerPhase.SYNCING
 
 
 def test_after_a_roll_back_the_same_version_of_the_old_history_is_not_taken_for_the_new_one() -> (
@@ -197,8 +191,7 @@ def test_a_restart_keeps_track_of_the_abandoned_history() -> None:
 def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
     bench = Bench(checkpoint_steps=100)
     for name in ("x", "y", "z"):
-        bench.attach(name)
-        bench.send(name, StageRequest(stage=StageIndex(0)))
+        bench.request(name, 0)
         bench.ready(name)
     assert [len(bench.run.peers.ready(s)) for s in (0, 1)] == [2, 1]
     bench.one_step()
@@ -206,7 +199,7 @@ def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one(
     commands = bench.tick(11.0)
     [assigned] = bench.sent("z", AssignStage, commands)
     assert (assigned.stage, assigned.version) == (1, 0)
-    assert [r.version for r in bench.records(RolledBack, commands)] == [0]
+    assert bench.roll_backs(commands) == [0]
     bench.ready("x")
     bench.ready("z")
     assert bench.run.phase is RunPhase.COLLECT
@@ -217,8 +210,7 @@ def stages_of(bench: Bench) -> dict[str, int | None]:
 
 
 def newcomer(bench: Bench, name: str, **hello: Any) -> None:
-    bench.attach(name, **hello)
-    bench.send(name, StageRequest(stage=StageIndex(0)))
+    bench.request(name, 0, **hello)
 
 
 def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages() -> None:
@@ -232,7 +224,7 @@ def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages
     bench.lose("a1")
     commands = bench.tick(11.0)
     assert stages_of(bench) == {"x": 0, "y": 1}
-    assert [r.version for r in bench.records(RolledBack, commands)] == [0]
+    assert bench.roll_backs(commands) == [0]
     bench.ready("x")
     bench.ready("y")
     assert bench.run.phase is RunPhase.COLLECT
@@ -255,7 +247,7 @@ def test_a_peer_that_downloads_goes_to_an_empty_stage_before_the_last_holder_doe
     commands = bench.tick(11.0)
     assert stages_of(bench) == {"z": 0, "y": 1}
     assert bool(bench.records(RolledBack, commands)) != stored
-    assert (bench.run.peers[PeerId("z")].phase is PeerPhase.READY) is stored
+    assert (bench.peer("z").phase is PeerPhase.READY) is stored
 
 
 def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
@@ -322,7 +314,7 @@ def test_a_peer_that_never_applies_the_step_that_it_missed_is_synced_anew() -> N
     bench.tick(seconds - 1.0)
     assert not bench.records(RolledBack)
     commands = bench.tick(2.0)
-    assert [r.version for r in bench.records(RolledBack, commands)] == [2]
+    assert bench.roll_backs(commands) == [2]
     assert {m.version for m in bench.sent("a1", AssignStage, commands)} == {2}
     bench.ready("a0")
     bench.ready("a1")
@@ -333,7 +325,7 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
     bench = lost_and_back()
     report = RoundReport(step=Step(3), attempt=7, ok=False, reset=True, reason="no memory")
     commands = bench.send("a1", report)
-    assert [r.version for r in bench.records(RolledBack, commands)] == [2]
+    assert bench.roll_backs(commands) == [2]
     assert bench.sent("a1", AssignStage, commands)
     assert "could not apply step 3" in bench.run.statistics.flags[PeerId("a1")].reason
 
@@ -348,8 +340,7 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
     bench.fill()
     bench.tick(bench.manifest.limits.join_hold_seconds)
     bench.average_all()
-    for peer in bench.closing():
-        bench.apply(peer)
+    bench.apply_all()
     bench.checkpoint()
     assert (bench.run.history.version, bench.run.peers.syncing[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
@@ -385,12 +376,7 @@ def test_what_the_other_stages_have_counted_is_not_counted_again_for_a_lost_stag
         bench.resolve(lease.trainer, microbatch, lease.lease, ok=False, reason="nobody is there")
     bench.join("b1", 1)
     commands = bench.tick(2.0)
-    leased = {
-        leased.microbatch: leased.accumulate
-        for peer in ("a0", "b1")
-        for lease in bench.sent(peer, Lease, commands)
-        for leased in lease.microbatches
-    }
+    leased = {found.microbatch: found.accumulate for _, found in bench.leased(commands)}
     assert leased == {0: (1,), 1: (1,)}
     assert not bench.records(RolledBack)
     assert bench.step().step == 2

@@ -57,24 +57,14 @@ def closed_again(bench: Bench, seconds: float = 6.0) -> list[Command]:
     return commands
 
 
-def applied(bench: Bench) -> Bench:
-    for peer in bench.closing():
-        bench.apply(peer)
-    return bench
-
-
 # ---- closing
 
 
 def test_each_member_is_sent_its_group_and_its_commit_set() -> None:
     bench = closing()
     closes = {peer: bench.close_of(peer) for peer in ALL}
-    assert {peer: close.committed for peer, close in closes.items()} == {
-        "a0": (0,),
-        "b0": (1,),
-        "a1": (),
-        "b1": (0, 1),
-    }
+    committed = {peer: close.committed for peer, close in closes.items()}
+    assert committed == {"a0": (0,), "b0": (1,), "a1": (), "b1": (0, 1)}
     for peer, close in closes.items():
         [own] = close.reductions
         assert own.part == "own"
@@ -180,8 +170,7 @@ def test_an_attempt_that_failed_has_its_time_too() -> None:
     for peer in ("a1", "b1"):
         bench.averaged(peer)
     decided = bench.now
-    for peer in bench.closing():
-        commands = bench.apply(peer)
+    commands = bench.apply_all()
     assert {name: (at[0] + decided, at[1] + decided) for name, at in times(bench, commands).items()
             if name not in ("compute", "apply", "apply 0", "apply 1")} == pytest.approx({
         "close": (began, decided), "average 0": (began, began + 1.0),
@@ -197,8 +186,7 @@ def test_of_many_failed_attempts_the_newest_have_their_times() -> None:
     for number in range(MAX_FAILED_ROUNDS + 3):
         step.failed_rounds.append(FailedRound(frozenset({StageIndex(1)}), bench.now, float(number)))
     bench.average_all()
-    for peer in bench.closing():
-        commands = bench.apply(peer)
+    commands = bench.apply_all()
     [record] = [c.record for c in commands if isinstance(c, Remember)
                 and isinstance(c.record, StepTimesRecord)]  # fmt: skip
     ended = [part.ended + bench.now for part in record.parts if part.name == "failed attempt"]
@@ -267,8 +255,7 @@ def test_what_a_member_lacks_is_leased_again_for_its_stage_alone() -> None:
     bench.failed("b1", missing=(1,))
     assert (1, 1) not in bench.step().table
     commands = bench.tick(1.0)
-    [lease] = [m for peer in ALL for m in bench.sent(peer, Lease, commands)]
-    assert [(m.microbatch, m.accumulate) for m in lease.microbatches] == [(1, (1,))]
+    assert [(m.microbatch, m.accumulate) for _, m in bench.leased(commands)] == [(1, (1,))]
     bench.report("a1", 1)
     closed_again(bench)
     assert bench.close_of("a1").committed == (1,)
@@ -325,7 +312,7 @@ def test_an_attempt_s_number_is_used_once_in_the_life_of_a_run() -> None:
     bench.failed("a0")
     closed_again(bench)
     bench.average_all()
-    applied(bench)
+    bench.apply_all()
     bench.one_step()
     numbers = [c.attempt for c in bench.sent("a0", Close, bench.log)]
     assert len(numbers) == len(set(numbers)) == 3
@@ -362,10 +349,10 @@ def test_a_replica_that_never_agrees_with_the_other_one_does_not_stop_the_run() 
         closed_again(bench)
         averaged_to(bench, {"a0": 1.5, "b0": 1.0, "a1": 1.0, "b1": 1.0})
         assert bench.closing() == ["b0", "a1", "b1"]
-        applied(bench)
+        bench.apply_all()
         assert [s.step for s in bench.records(AppliedStep)] == list(range(1, step + 1))
         assert bench.records(AppliedStep)[-1].global_norm == pytest.approx(math.sqrt(2.0))
-        assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+        assert bench.peer("a0").phase is PeerPhase.SYNCING
         bench.save("b0")
         bench.tick(2.0)
         bench.ready("a0")
@@ -384,8 +371,8 @@ def test_the_odd_one_of_three_is_excluded_and_the_step_ends_at_once(part: str, l
     assert sum(share.microbatches for share in record.shares if share.stage == 0) == 2
     assert liar not in bench.closing()
     assert list(bench.run.statistics.flags) == [liar]
-    applied(bench)
-    assert bench.run.peers[PeerId(liar)].phase is PeerPhase.SYNCING
+    bench.apply_all()
+    assert bench.peer(liar).phase is PeerPhase.SYNCING
     assert bench.run.history.version == 1
 
 
@@ -409,34 +396,17 @@ def stage_1_has_averaged(bench: Bench) -> Bench:
     return bench
 
 
-def test_a_member_that_dies_before_the_others_have_averaged_ends_the_attempt() -> None:
-    bench = closing()
-    bench.averaged("b0")
-    commands = bench.lose("b0")
-    assert bench.sent("a0", AbortRound, commands)
-    assert not any(bench.sent(peer, AbortRound, commands) for peer in ("b0", "a1", "b1"))
-    assert bench.run.phase is RunPhase.COLLECT
-    assert (1, 0) not in bench.step().table
-
-
-def test_a_member_that_dies_after_the_decision_does_not_hold_up_the_others() -> None:
+@pytest.mark.parametrize("when", ["last", "first, having applied"])
+def test_a_member_that_dies_after_the_decision_does_not_hold_up_the_others(when: str) -> None:
     bench = closing()
     bench.average_all()
-    bench.apply("a0")
-    bench.apply("a1")
-    bench.apply("b1")
-    bench.lose("b0")
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.step().step == 2
-
-
-def test_a_member_that_applies_and_then_dies_does_not_hold_up_the_others() -> None:
-    bench = closing()
-    bench.average_all()
-    bench.apply("b0")
-    bench.lose("b0")
-    for peer in ("a0", "a1", "b1"):
-        bench.apply(peer)
+    if when == "last":
+        bench.apply_all(but="b0")
+        bench.lose("b0")
+    else:
+        bench.apply("b0")
+        bench.lose("b0")
+        bench.apply_all()
     assert bench.run.phase is RunPhase.COLLECT
     assert bench.step().step == 2
 
@@ -451,8 +421,8 @@ def test_of_two_that_fail_twice_the_newer_one_is_excluded_and_synced_after_the_s
     assert bench.closing() == ["a0", "a1", "b1"]
     assert not bench.sent("b0", Close)
     bench.averaged("a0")
-    applied(bench)
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+    bench.apply_all()
+    assert bench.peer("b0").phase is PeerPhase.SYNCING
     assert {p.peer for p in bench.run.peers.ready(0)} == {"a0"}
     bench.save("a0")
     assert len(bench.sent("b0", AssignStage)) == 1
@@ -505,16 +475,18 @@ def test_an_overdue_close_goes_on_without_its_silent_members() -> None:
     assert bench.run.phase is RunPhase.APPLYING
     assert bench.closing() == ["a0", "a1", "b1"]
     assert {share.peer for share in bench.records(AppliedStep)[0].shares} == {"a0", "b0", "b1"}
-    applied(bench)
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+    bench.apply_all()
+    assert bench.peer("b0").phase is PeerPhase.SYNCING
 
 
 def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_no_member() -> None:
     bench = closing(limits={"lease_seconds": 20.0})
     bench.averaged("a0")
     bench.averaged("b0")
-    bench.tick(21.0)
-    closed_again(bench, 1.0)
+    commands = bench.tick(21.0)
+    assert {peer for peer in ALL if bench.sent(peer, AbortRound, commands)} == {"a1", "b1"}
+    commands += closed_again(bench, 1.0)
+    assert {peer for peer in ALL if bench.sent(peer, Close, commands)} == {"a1", "b1"}
     assert bench.closing() == ["a0", "b0", "a1", "b1"]
     bench.tick(30.0)
     assert bench.run.phase is RunPhase.CLOSING
@@ -537,18 +509,6 @@ def test_a_peer_that_keeps_naming_one_that_cannot_be_excluded_is_excluded_itself
     assert len(bench.records(AppliedStep)) == 1
 
 
-def test_a_member_that_does_not_apply_in_time_is_left_behind_and_synced() -> None:
-    bench = closing(limits={"lease_seconds": 20.0})
-    bench.average_all()
-    for peer in ("a0", "a1", "b1"):
-        bench.apply(peer)
-    bench.tick(4.0)
-    assert bench.run.phase is RunPhase.APPLYING
-    bench.tick(2.0)
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
-
-
 @pytest.mark.parametrize("other", [-1, 1])
 def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
     bench = Bench.trained(1)
@@ -560,7 +520,7 @@ def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
     assert bench.run.phase is RunPhase.APPLYING
     assert bench.step().closing is not None
     assert bench.step().closing.applied == {}
-    applied(bench)
+    bench.apply_all()
     assert bench.run.phase is RunPhase.COLLECT
 
 
@@ -581,7 +541,7 @@ def test_a_replica_that_differs_from_the_majority_is_synced_anew() -> None:
     bench.apply("a0", digest="odd", norm=1.5)
     bench.apply("b0")
     commands = bench.apply("c0")
-    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+    assert bench.peer("a0").phase is PeerPhase.SYNCING
     assert {p.peer for p in bench.run.peers.ready(0)} == {"b0", "c0"}
     assert any("differed" in note.text for note in bench.commands(Note, commands))
 

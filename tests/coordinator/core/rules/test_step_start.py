@@ -6,8 +6,7 @@ from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
-from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import AssignStage, StageRequest
+from swarm_shared.protocol import AssignStage
 
 
 def waiting_for(bench: Bench) -> str:
@@ -76,7 +75,7 @@ def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved()
     bench.attach("c0", stage=0, version=0, wanted_stage=0)
     bench.tick(30.0)
     assert waiting_for(bench) == "stage 1 needs 2 peers"
-    stages = [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0", "a1")]
+    stages = [bench.peer(p).stage for p in ("a0", "b0", "c0", "a1")]
     assert stages == [0, 0, 0, 1]
 
 
@@ -93,17 +92,16 @@ def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() 
     for peer in ("a0", "b0", "c0"):
         bench.attach(peer, stage=0, version=0)
     bench.tick(1.0)
-    found = sorted(str(bench.run.peers[PeerId(p)].stage) for p in ("a0", "b0", "c0"))
+    found = sorted(str(bench.peer(p).stage) for p in ("a0", "b0", "c0"))
     assert found == ["0", "0", "2"]
 
 
 def test_no_peer_is_moved_while_another_one_downloads_the_stage_that_lacks_one() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
-    bench.attach("n1", wanted_stage=1)
-    bench.send("n1", StageRequest(stage=StageIndex(1)))
+    bench.request("n1", 1, wanted_stage=1)
     for peer in ("a0", "b0", "c0"):
         bench.attach(peer, stage=0, version=0)
-    assert [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0")] == [0, 0, 0]
+    assert [bench.peer(p).stage for p in ("a0", "b0", "c0")] == [0, 0, 0]
     bench.ready("n1")
     assert bench.run.phase is RunPhase.COLLECT

@@ -61,7 +61,7 @@ def states(
     bench: Bench, peer: str, *checks: SumDigests, details: bool = False, **changes: Any
 ) -> Any:
     order = bench.sent(peer, SumCheck, bench.log)[-1]
-    stage = bench.run.peers[PeerId(peer)].stage
+    stage = bench.peer(peer).stage
     values: dict[str, Any] = {
         "run": RunId("run"), "generation": Generation(bench.run.start.generation),
         "step": order.step, "attempt": order.attempt, "stage": stage, "peer": PeerId(peer),
@@ -222,8 +222,8 @@ def test_two_that_contradict_each_other_are_charged_alike_and_one_sits_the_step_
     contradict(bench, "c0")
     assert bench.run.peers.excluded == {"a0"}
     assert bench.records(VerdictRecord) == []
-    assert held_up.held_seconds(bench.run, bench.run.peers[PeerId("a0")], bench.now) == (
-        held_up.held_seconds(bench.run, bench.run.peers[PeerId("b0")], bench.now)
+    assert held_up.held_seconds(bench.run, bench.peer("a0"), bench.now) == (
+        held_up.held_seconds(bench.run, bench.peer("b0"), bench.now)
     )
     bench.tick(2.0)
     bench.fill()
@@ -361,7 +361,7 @@ def test_a_member_that_never_states_its_sums_is_excluded_and_charged() -> None:
     bench.tick(held_up.SHORTEST_WAIT_SECONDS + 1.0)
     assert bench.sent("a0", AbortRound)
     assert bench.run.peers.excluded == {"c0"}
-    assert held_up.held_seconds(bench.run, bench.run.peers[PeerId("c0")], bench.now) > 0
+    assert held_up.held_seconds(bench.run, bench.peer("c0"), bench.now) > 0
     bench.tick(1.0)
     bench.averaged("a0")
     bench.averaged("b0")

@@ -9,7 +9,7 @@ from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
-from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
+from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready
 
 
 def collecting() -> Bench:
@@ -19,7 +19,7 @@ def collecting() -> Bench:
 
 
 def phase(bench: Bench, peer: str) -> PeerPhase:
-    return bench.run.peers[PeerId(peer)].phase
+    return bench.peer(peer).phase
 
 
 def marked(bench: Bench) -> dict[str, Any]:
@@ -122,9 +122,7 @@ def test_one_receiver_alone_excludes_no_sender() -> None:
 def test_the_devices_of_one_owner_count_as_one_receiver() -> None:
     bench = overflowing()
     for microbatch, device in enumerate(("f1", "g1", "h1", "i1")):
-        bench.attach(device, owner=PeerId("owner"), wanted_stage=1)
-        bench.send(device, StageRequest(stage=StageIndex(1)))
-        bench.ready(device)
+        bench.join(device, 1, owner=PeerId("owner"))
         say_not_finite(bench, device, microbatch, "b0")
     assert "b0" not in marked(bench)
 
@@ -171,15 +169,6 @@ def test_a_result_that_is_not_finite_at_one_member_is_tried_again_with_it() -> N
     assert set(marked(bench)) == {"b0"}
 
 
-def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None:
-    bench = collecting()
-    bench.fill()
-    for peer in bench.closing():
-        bench.averaged(peer, own=3.0 if peer == "b0" else 1.0)
-    assert bench.run.phase is RunPhase.APPLYING
-    assert set(marked(bench)) == {"b0"}
-
-
 def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
     bench = collecting()
     bench.fill()
@@ -220,8 +209,7 @@ def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
 def test_a_joining_peer_with_another_state_than_the_holders_fetches_it_again() -> None:
     bench = collecting()
     applied_by_all(bench)
-    bench.attach("n0", wanted_stage=0)
-    bench.send("n0", StageRequest(stage=StageIndex(0)))
+    bench.request("n0", 0, wanted_stage=0)
     bench.save("a0")
     bench.save("b0")
     bench.save("c0")

@@ -37,7 +37,6 @@ from swarm_shared.protocol import (
     Dropped,
     Lease,
     Refused,
-    StageRequest,
     Welcome,
 )
 from swarm_shared.trust.votes import Claim
@@ -141,9 +140,7 @@ def test_an_owner_without_a_passed_audit_for_too_long_is_audited_in_one_cell_at_
 def test_devices_of_one_owner_do_not_audit_each_other() -> None:
     bench = audited("a0", "a1")
     bench.join("b0", 0)
-    bench.attach("c0", wanted_stage=0, owner=PeerId("a0"))
-    bench.send("c0", StageRequest(stage=StageIndex(0)))
-    bench.ready("c0")
+    bench.join("c0", 0, owner=PeerId("a0"))
     bench.report("a0", 0)
     assert the_order(bench)[0] == "b0"
     bench.lose("b0")
@@ -220,10 +217,8 @@ def test_the_odd_one_of_three_loses_its_cells_its_place_and_its_credit() -> None
     contradict(bench, second, order)
     (record,) = bench.records(VerdictRecord)
     assert (record.peer, record.owner, record.microbatch, record.stage) == ("a0", "a0", 0, 0)
-    assert sorted(one.statement for one in record.evidence.statements) == [
-        "signed by b0",
-        "signed by c0",
-    ]
+    statements = sorted(one.statement for one in record.evidence.statements)
+    assert statements == ["signed by b0", "signed by c0"]
     assert (record.evidence.entitled, record.evidence.tolerance) == (3, ALL.tolerance)
     assert record.claim == Claim(true(order), None)
     assert "microbatch 0 of step 1 in stage 0" in record.reason
@@ -244,19 +239,14 @@ def test_the_evidence_has_the_bindings_that_the_audited_peer_and_its_auditors_ha
     bench = audited("b0", "c0", "a1")
     for device in ("x0", "y0"):
         owner = PeerId(f"owner of {device}")
-        bench.attach(device, wanted_stage=0, owner=owner, owner_binding=f"for {device}")
-        bench.send(device, StageRequest(stage=StageIndex(0)))
-        bench.ready(device)
+        bench.join(device, 0, owner=owner, owner_binding=f"for {device}")
     bench.lose("c0")
     bench.report("x0", 0)
     for _ in range(2):
         contradict(bench, *the_order(bench))
     (record,) = bench.records(VerdictRecord)
-    assert (record.peer, record.owner, record.evidence.binding) == (
-        "x0",
-        "owner of x0",
-        "for x0",
-    )
+    shown_by = (record.peer, record.owner, record.evidence.binding)
+    assert shown_by == ("x0", "owner of x0", "for x0")
     shown = {one.statement: one.binding for one in record.evidence.statements}
     assert shown == {"signed by b0": "", "signed by y0": "for y0"}
 
@@ -536,13 +526,6 @@ def test_standings_are_stored_with_the_step() -> None:
     assert by_owner[PeerId("a0")].passed == 2
     assert by_owner[PeerId("a0")].vested_step == 1
     assert by_owner[PeerId("b0")].audited_work == 2
-
-
-def test_a_restart_keeps_standings() -> None:
-    start = restored_with(StandingRecord(PeerId("a0"), 60, 1, Step(3), 4))
-    bench = Bench(start, audits=AuditBook(AuditSettings(), lambda: 0.5))
-    assert bench.run.audits.established(PeerId("a0"))
-    assert bench.run.audits.standings.of(PeerId("a0")).lost == 1
 
 
 def test_close_and_expulsion_compose() -> None:

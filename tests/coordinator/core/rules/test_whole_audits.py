@@ -192,7 +192,7 @@ def test_of_two_owners_neither_is_expelled_and_the_cells_are_computed_again() ->
     assert lost(bench) == []
     assert not list(bench.step().table.held_by(PeerId("a0")))
     for peer in ("a0", "b0"):
-        assert held_up.held_seconds(bench.run, bench.run.peers[PeerId(peer)], bench.now) >= 0
+        assert held_up.held_seconds(bench.run, bench.peer(peer), bench.now) >= 0
     assert any("no majority decides" in note.text for note in bench.log if hasattr(note, "text"))
 
 

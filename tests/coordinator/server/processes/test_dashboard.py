@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 import trio
 import trio.to_thread
 
-from kits.coordinator.shell_world import crew_of, make_run, served, train_to_the_end
+from kits.coordinator.shell_world import served
 from swarm_coordinator.configuration.http_address import (
     HttpAddress,
     address_of,
@@ -31,11 +30,6 @@ from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return make_run(tmp_path / "run")
 
 
 @asynccontextmanager
@@ -155,7 +149,7 @@ async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFol
 
 
 async def test_the_dashboard_shows_what_a_real_coordinator_wrote(
-    folder: RunFolder, tmp_path: Path
+    folder: RunFolder,
 ) -> None:
     """From the folder of a run that trains to its end, with nothing made up in between."""
     pages: list[Dashboard] = []
@@ -180,9 +174,7 @@ async def test_the_dashboard_shows_what_a_real_coordinator_wrote(
         scope = trio.CancelScope()
         nursery.start_soon(watch, scope)
         async with served(folder) as run:
-            volunteers = crew_of(run.invite, run.manifest, tmp_path)
-            await train_to_the_end(volunteers)
-            await run.ended.wait()
+            await run.train()
         scope.cancel()
     await pages[0].snapshot_loop.refresh()
     snapshot = pages[0].snapshot_loop.snapshot
