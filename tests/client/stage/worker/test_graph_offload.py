@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -132,7 +132,9 @@ class Squares:
         self.graph = self.offload.forward_pass(offloaded)
         self.entry = torch.ones(100, device=fake.device).requires_grad_()
 
-    def output(self, layers: int) -> torch.Tensor:
+    def output(
+        self, layers: int, in_backward: Callable[[torch.Tensor], None] = lambda _: None
+    ) -> torch.Tensor:
         x = self.entry * 1.5
         for number in range(layers):
             if number < self.graph.layers:
@@ -142,6 +144,7 @@ class Squares:
                 x = x * x
                 if number == self.graph.layers:
                     self.graph.followed_by(x)
+            x.register_hook(in_backward)  # type: ignore[no-untyped-call]
         return x
 
     def gradient(self, layers: int) -> torch.Tensor:
@@ -172,6 +175,22 @@ def test_while_a_graph_waits_the_device_holds_none_of_it(fake: FakeAccelerator) 
     assert len(saved) == 3, "the entry, what the layer that is kept got, and the output"
     torch.autograd.grad(output.sum(), squares.entry)
     assert not [one for one in device_tensors() if one.dtype == torch.uint8 and one.numel()]
+
+
+def test_two_layers_at_most_are_on_the_device_at_a_time_in_the_backward_pass(
+    fake: FakeAccelerator,
+) -> None:
+    squares, there = Squares(fake, 6), list[int]()
+    output = squares.output(7, lambda _: there.append(len(slabs())))
+    del squares.graph
+    torch.autograd.grad(output.sum(), squares.entry)
+    assert len(there) == 7
+    assert max(there) == 2
+
+
+def slabs() -> list[torch.Tensor]:
+    """The memory of offloaded layers on the device."""
+    return [one for one in device_tensors() if one._base is None and one.dtype == torch.uint8]
 
 
 def device_tensors() -> list[torch.Tensor]:

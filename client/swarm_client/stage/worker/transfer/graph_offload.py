@@ -164,8 +164,11 @@ class OffloadedPass:
             # The host runs ahead of the device, and would make graphs faster than they leave.
             self._last.before.gone.synchronize()
 
+        # The hooks live as long as the graph: they must not hold the layers behind this one.
+        stays = self._offload.stays
+
         def pack(tensor: Tensor) -> Tensor | _Place:
-            return tensor if self._offload.stays(tensor) else layer.save(tensor)
+            return tensor if stays(tensor) else layer.save(tensor)
 
         def unpack(saved: Tensor | _Place) -> Tensor:
             return saved.tensor() if isinstance(saved, _Place) else saved
