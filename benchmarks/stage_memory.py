@@ -30,7 +30,7 @@ from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
-from swarm_shared.model.layer_seconds import LayerSeconds
+from swarm_shared.model.layer_seconds import Graph, LayerSeconds
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
@@ -69,7 +69,7 @@ class BudgetedStage:
     ) -> None:  # fmt: skip
         self.budget_bytes = budget_bytes
         self.streamed_bytes = streamed_bytes
-        self.graphs_on_host = graphs_on_host is not None
+        self.graphs_on_host = graphs_on_host
         self._runner = StageRunner(
             manifest, MIDDLE,
             throttled_processor(copied_per_second) if copied_per_second else processor(), 0, 0,
@@ -91,6 +91,19 @@ class BudgetedStage:
             return 0
         moved = [one.weight.nbytes for one in self._runner.stage.matrices() if one.host_weights]
         return sum(moved) - stream.nbytes
+
+    def predicted_with_copies(self) -> float | None:
+        """Return the share of full speed by the worker's own cost model; None without copies of
+        graphs."""
+        seconds, graphs = self.graphs_on_host, self._runner.graphs
+        if seconds is None:
+            return None
+        layers = graphs.sizes.layers
+        not_kept = graphs.sizes.fewest_recomputed(graphs.budget_bytes) or 0
+        copied = seconds.copied_layers(layers, not_kept)
+        again, kept = not_kept - copied, layers - not_kept
+        planned = (*(Graph.COPIED,) * copied, *(Graph.AGAIN,) * again, *(Graph.KEPT,) * kept)
+        return seconds.microbatch((Graph.KEPT,) * layers) / seconds.microbatch(planned)
 
     def seconds(self, microbatches: int) -> float:
         """Return the seconds of a microbatch: a forward pass, and the backward pass of the
@@ -139,11 +152,11 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
             {
                 "budget_bytes": stage.budget_bytes,
                 "streamed_bytes": stage.streamed_bytes,
-                "graphs_on_host": stage.graphs_on_host,
+                "graphs_on_host": stage.graphs_on_host is not None,
                 "peak_bytes": stage.peak_bytes(),
                 "seconds": median(one[at] for one in timed),
                 "speed": median(ratios),
-                "predicted": 1.0 if stage.graphs_on_host else predicted(stage.budget_bytes, memory),
+                "predicted": stage.predicted_with_copies() or predicted(stage.budget_bytes, memory),
             }
         )
     return {
