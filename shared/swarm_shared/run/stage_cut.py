@@ -64,9 +64,10 @@ class LayerMatrices:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the device for matrices that lie in host memory, and for their
-        gradients."""
-        kinds = 1 if self.are_frozen else 2
+        """Return the bytes of the device for matrices that lie in host memory, for their gradients,
+        and for what is computed beside them: without the gradients of the whole stage, the most is
+        needed in the middle of a backward pass."""
+        kinds = 2 if self.are_frozen else 3
         return WEIGHT_BYTES * STREAM_BUFFERS * kinds * self.largest
 
     def streamable_bytes(self, layers: int, staleness: int) -> int:

@@ -179,8 +179,9 @@ def stream_weights(
 
 
 def _freed_bytes(weights: dict[int, Tensor], stages: int) -> int:
-    """Return the bytes that these weights of so many copies of a stage leave free."""
+    """Return the bytes that these weights of so many copies of a stage leave free, as
+    `LayerMatrices` counts them."""
     sizes = [weight.nbytes for weight in weights.values()]
     trained = [weight.nbytes for weight in weights.values() if weight.requires_grad]
-    gradients = sum(trained) // stages - STREAM_BUFFERS * max(trained, default=0)
-    return sum(sizes) - STREAM_BUFFERS * max(sizes, default=0) + gradients
+    buffers = 2 * max(sizes, default=0) + max(trained, default=0)
+    return sum(sizes) + sum(trained) // stages - STREAM_BUFFERS * buffers
