@@ -156,7 +156,7 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
                 "peak_bytes": stage.peak_bytes(),
                 "seconds": median(one[at] for one in timed),
                 "speed": median(ratios),
-                "predicted": stage.predicted_with_copies() or predicted(stage.budget_bytes, memory),
+                "predicted_with_copies": stage.predicted_with_copies(),
             }
         )
     return {
@@ -214,6 +214,7 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
 
 
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    memory = StageMemory(**{name: stage[name] for name in StageMemory.model_fields})
     return [
         (
             f"{row['budget_bytes'] / 1e9:.2f}",
@@ -222,7 +223,7 @@ def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['seconds']:.2f}",
             f"{row['speed']:.2f}",
-            f"{row['predicted']:.2f}",
+            f"{row['predicted_with_copies'] or predicted(row['budget_bytes'], memory):.2f}",
         )
         for row in stage["budgets"]
     ]

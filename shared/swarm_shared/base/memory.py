@@ -17,7 +17,7 @@ FORWARD_SHARE = 1 / 3
 """The forward pass's fraction of the work of a microbatch: a backward pass has two products of
 matrices for each of the forward's."""
 
-STREAMED_SPEED = 0.57
+STREAMED_SPEED = 0.63
 """Assumed fraction of the speed at which a device computes that copies all matrices of its layers
 for every pass, as measured where copies take nine tenths of the time of computing
 (docs/benchmarks.md). Where a microbatch has more tokens, the copies hide behind the products."""

@@ -151,7 +151,7 @@ def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> No
     found = machine.fit_device(check, card, tight)
     assert found.state is State.OK
     assert found.seen.endswith(
-        "computed at 0.54 of full speed: activations are computed twice, and 512 MiB of weights "
+        "computed at 0.58 of full speed: activations are computed twice, and 512 MiB of weights "
         "are copied from the host's memory for each pass"
     )
 
