@@ -63,7 +63,8 @@ def _figures(claimed: StageMemory, least: StageMemory) -> Iterator[tuple[int, in
     yield claimed.host_bytes, least.host_bytes
     # Known exactly, and larger is less of the device.
     yield least.streamable_bytes, claimed.streamable_bytes
-    yield claimed.stream_buffer_bytes, least.stream_buffer_bytes
+    if claimed.streamable_bytes:
+        yield claimed.stream_buffer_bytes, least.stream_buffer_bytes
 
 
 def _layer_activations(manifest: Manifest) -> int:

@@ -24,7 +24,7 @@ from swarm_coordinator.configuration.http_address import (
     parse_address,
 )
 from swarm_coordinator.dashboard.process import Dashboard
-from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import ConfigurationError, NetworkError
@@ -72,7 +72,7 @@ async def test_a_request_before_the_process_is_ready_is_answered_when_it_is(
         assert b"error" in body
         assert lines == [
             f"dashboard at {made.address.url if made.address else ''} (yours: `swarm-coordinator "
-            f"dashboard {folder.path}`)"
+            f"dashboard {quoted(folder.path)}`)"
         ]
         process = made.supervisor.pid
     assert process is not None
@@ -131,7 +131,7 @@ async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFol
         "import sys, trio; from pathlib import Path\n"
         "from swarm_coordinator.server.processes.dashboard import DashboardProcess\n"
         "from swarm_coordinator.configuration.http_address import HttpAddress\n"
-        "from swarm_coordinator.run_dir.folder import RunFolder\n"
+        "from swarm_coordinator.run_dir.folder import RunFolder, quoted\n"
         "folder = RunFolder(Path(sys.argv[1]))\n"
         "made = DashboardProcess(folder, HttpAddress('127.0.0.1', 0), print)\n"
         "trio.run(made.run)\n"
