@@ -10,6 +10,7 @@ import re
 import signal
 import sqlite3
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,11 @@ def test_a_newcomer_joins_while_the_others_go_on(tmp_path: Path) -> None:
     kill = document["kill"]
     assert kill["exit"] == "was ended by SIGKILL"
     assert kill["after_step"] < kill["joined_step"] <= 96
-    counted = {peer["name"]: peer["microbatches"] for peer in document["peers"]}
+    counted = Counter[str]()
+    for peer in document["peers"]:  # one that has moved has a row for each stage
+        counted[peer["name"]] += peer["microbatches"]
     assert counted[kill["newcomer"]] > 0
-    assert sum(counted.values()) == 2 * 96 * 4
+    assert counted.total() == 2 * 96 * 4
     losses = [step["loss"] for step in document["steps"]]
     alone = document["reference"]["losses"]
     assert len(alone) == steps_to_compare(96, kill["joined_step"])
