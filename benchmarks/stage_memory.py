@@ -30,7 +30,7 @@ from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
-from swarm_shared.model.layer_seconds import Graph, LayerSeconds
+from swarm_shared.model.layer_seconds import LayerSeconds, places
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
@@ -100,10 +100,8 @@ class BudgetedStage:
             return None
         layers = graphs.sizes.layers
         not_kept = graphs.sizes.fewest_recomputed(graphs.budget_bytes) or 0
-        copied = seconds.copied_layers(layers, not_kept)
-        again, kept = not_kept - copied, layers - not_kept
-        planned = (*(Graph.COPIED,) * copied, *(Graph.AGAIN,) * again, *(Graph.KEPT,) * kept)
-        return seconds.microbatch((Graph.KEPT,) * layers) / seconds.microbatch(planned)
+        planned = places(layers, not_kept, seconds.copied_layers(layers, not_kept))
+        return seconds.microbatch(places(layers, 0, 0)) / seconds.microbatch(planned)
 
     def seconds(self, microbatches: int) -> float:
         """Return the seconds of a microbatch: a forward pass, and the backward pass of the

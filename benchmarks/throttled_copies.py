@@ -88,7 +88,7 @@ class ThrottledEvent:
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a stream of its copies."""
+    """Puts every copy on a stream."""
 
     def __init__(self, stream: ThrottledStream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

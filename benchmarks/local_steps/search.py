@@ -1,6 +1,6 @@
 """Which trainings the gate consists of: the methods compared, and the tuning of their rates.
 
-Pure: a training is a value, and whoever searches is given a function from a training to its loss.
+Pure: a training is a value, and the search takes a function from a training to its loss.
 What has a loss already costs nothing again, so an interrupted search is repeated from the start.
 """
 

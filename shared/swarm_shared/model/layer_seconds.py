@@ -15,7 +15,7 @@ MICROBATCHES = 6
 """So many are followed, as copies of one hide behind computations of another."""
 
 
-class Graph(Enum):
+class GraphPlace(Enum):
     """Where the graph of a layer is between its passes."""
 
     KEPT = auto()
@@ -33,7 +33,7 @@ class LayerSeconds:
     copy: float
     """Of the layer's graph to host memory, or back."""
 
-    def microbatch(self, graphs: Sequence[Graph]) -> float:
+    def microbatch(self, graphs: Sequence[GraphPlace]) -> float:
         """Return the seconds of a microbatch with these graphs, where each one's backward pass
         follows the forward pass of the next one."""
         device = _Device(graphs, self)
@@ -44,24 +44,29 @@ class LayerSeconds:
         return device.now / MICROBATCHES
 
     def copied_layers(self, layers: int, not_kept: int) -> int:
-        """Return how many of so many first layers that are not kept should be copied: the very
-        first ones, whose copies hide behind the layers that are computed again."""
+        """Return how many of so many layers that are not kept should be copied."""
 
         def seconds(copied: int) -> float:
-            again = (Graph.AGAIN,) * (not_kept - copied)
-            kept = (Graph.KEPT,) * (layers - not_kept)
-            return self.microbatch((*(Graph.COPIED,) * copied, *again, *kept))
+            return self.microbatch(places(layers, not_kept, copied))
 
         return min(range(not_kept + 1), key=lambda copied: (seconds(copied), copied))
+
+
+def places(layers: int, not_kept: int, copied: int) -> tuple[GraphPlace, ...]:
+    """Return where the layers' graphs are if the first ones are not kept, and the very first ones
+    are copied: their copies hide behind the layers that are computed again."""
+    again = (GraphPlace.AGAIN,) * (not_kept - copied)
+    kept = (GraphPlace.KEPT,) * (layers - not_kept)
+    return (*(GraphPlace.COPIED,) * copied, *again, *kept)
 
 
 class _Device:
     """A device that computes microbatches. At most two layers are on their way to the host, and one
     is fetched ahead."""
 
-    def __init__(self, graphs: Sequence[Graph], seconds: LayerSeconds) -> None:
+    def __init__(self, graphs: Sequence[GraphPlace], seconds: LayerSeconds) -> None:
         self._graphs, self._seconds = graphs, seconds
-        self._copied = [at for at, one in enumerate(graphs) if one is Graph.COPIED]
+        self._copied = [at for at, one in enumerate(graphs) if one is GraphPlace.COPIED]
         self.now = self._out_free = self._in_free = 0.0
         self._gone: dict[tuple[int, int], float] = {}
         """By microbatch and layer: the end of the copy to the host."""
@@ -86,7 +91,7 @@ class _Device:
             below = [layer for layer in self._copied if layer < at]
             if below:
                 self._fetch((microbatch, below[-1]))
-            passes = 3 if self._graphs[at] is Graph.AGAIN else 2
+            passes = 3 if self._graphs[at] is GraphPlace.AGAIN else 2
             self.now += passes * self._seconds.forward
 
     def _fetch(self, key: tuple[int, int]) -> None:

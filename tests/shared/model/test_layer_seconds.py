@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarm_shared.model.layer_seconds import Graph, LayerSeconds
+from swarm_shared.model.layer_seconds import GraphPlace, LayerSeconds, places
 
 NEARLY = 1.1
 """Copied layers between others, rather than before them, are better by at most 7 %."""
@@ -17,16 +17,15 @@ NEARLY = 1.1
 layer_seconds = st.builds(LayerSeconds, forward=st.just(1.0), copy=st.floats(0.01, 10))
 
 
-def chosen(seconds: LayerSeconds, layers: int, kept: int) -> Sequence[Graph]:
-    copied = seconds.copied_layers(layers, layers - kept)
-    again = (Graph.AGAIN,) * (layers - kept - copied)
-    return (*(Graph.COPIED,) * copied, *again, *(Graph.KEPT,) * kept)
+def chosen(seconds: LayerSeconds, layers: int, kept: int) -> Sequence[GraphPlace]:
+    not_kept = layers - kept
+    return places(layers, not_kept, seconds.copied_layers(layers, not_kept))
 
 
 def best(seconds: LayerSeconds, layers: int, kept: int) -> float:
     """The least time of any choice for each layer, with at most so many kept."""
-    every = itertools.product(Graph, repeat=layers)
-    return min(seconds.microbatch(one) for one in every if one.count(Graph.KEPT) <= kept)
+    every = itertools.product(GraphPlace, repeat=layers)
+    return min(seconds.microbatch(one) for one in every if one.count(GraphPlace.KEPT) <= kept)
 
 
 @given(layer_seconds, st.integers(1, 5), st.data())
@@ -52,8 +51,8 @@ def test_it_is_never_slower_than_to_compute_all_layers_again(
     seconds: LayerSeconds, layers: int, data: st.DataObject | None
 ) -> None:
     kept = 0 if data is None else data.draw(st.integers(0, layers), "kept layers")
-    again = (*(Graph.AGAIN,) * (layers - kept), *(Graph.KEPT,) * kept)
-    assert seconds.microbatch(chosen(seconds, layers, kept)) <= seconds.microbatch(again)
+    again = seconds.microbatch(places(layers, layers - kept, 0))
+    assert seconds.microbatch(chosen(seconds, layers, kept)) <= again
 
 
 def test_copies_that_take_no_time_are_made_and_endless_ones_are_not() -> None:
