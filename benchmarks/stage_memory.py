@@ -31,11 +31,11 @@ from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
 from swarm_shared.model.layer_seconds import LayerSeconds, places
+from swarm_shared.run.graph_sizes import GRAPHS
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
     DEVICE_BYTES_PER_PARAMETER,
-    GRAPHS,
     WEIGHT_BYTES,
     LayerMatrices,
 )

@@ -28,7 +28,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
 from pydantic import TypeAdapter
 
-from kits.memory import offers
+from kits.memory import needs, offers, takes
 from swarm_client.averaging.all_reduce import frames
 from swarm_client.averaging.all_reduce.codec import (
     check_finite,
@@ -460,7 +460,9 @@ TARGETS: dict[str, Target] = {
     ),
     "doctor_answers": json_target(
         doctor.doctor_answers,
-        doctor.DoctorWelcome(software="0.1.0", software_fits=True),
+        doctor.DoctorWelcome(
+            software="0.1.0", software_fits=True, smallest_stage=needs(takes(2**20))
+        ),
         doctor.EchoAnswer(number=1, unix_seconds=NOW),
     ),
     "bridge_heads": Target(

@@ -41,7 +41,11 @@ def test_the_doctor_reports_a_running_run_and_its_end(
     in_order = ("torch", "device", "home", "invite", "coordinator", "version", "admission",
                 "clock", "link")  # fmt: skip
     assert {id: found[id]["state"] for id in in_order} == dict.fromkeys(in_order, "ok")
-    assert found["device"]["details"]["smallest_stage"]
+    plan = found["device"]["details"]
+    assert (plan["recomputed_layers"], plan["streamed_bytes"], plan["speed"]) == (0, 0, 1)
+    assert plan["smallest_stage"]
+    assert plan["parameters"] > 0
+    assert plan["layers"] > 0
     assert not (tmp_path / "new").exists()
 
     run.swarm.start_volunteer(invite)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.protocol import StageNeeds
 
 
 def takes(size_bytes: int) -> StageMemory:
     """The memory of a stage that takes so much of its device, and nothing of the host besides."""
     return StageMemory(device_bytes=size_bytes, comfortable_bytes=size_bytes)
+
+
+def needs(memory: StageMemory) -> StageNeeds:
+    """What a stage of two layers takes, if the least of it is its parameters' memory."""
+    return StageNeeds(
+        memory=memory, parameter_memory=memory, parameters=1000, layers=2, layer_input_bytes=0
+    )
 
 
 def offers(size_bytes: int) -> MemoryOffer:

@@ -34,9 +34,11 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
-from swarm_shared.base.memory import StageMemory
-from swarm_shared.base.text import memory_text
+from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.base.text import count_text, memory_text
 from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import StageNeeds
+from swarm_shared.scheduling.placement.memory_plan import MemoryPlan, memory_plan
 
 OLDEST_PYTHON = (3, 11)
 TORCH_SERIES = "2.13."
@@ -168,28 +170,53 @@ def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device |
     return ok("device", offered, **details), device
 
 
-def fit_device(check: Check, device: Device | None, smallest: StageMemory | None) -> Check:
+def fit_device(check: Check, device: Device | None, smallest: StageNeeds | None) -> Check:
     """The same check, once the run's needs are known."""
     if device is None or smallest is None:
         return check
-    seen = f"{check.seen}; the run's smallest stage takes {smallest}"
-    details = {**check.details, "smallest_stage": str(smallest)}
-    if not device.memory.holds(smallest):
+    offer, memory = device.memory, smallest.memory
+    seen = (
+        f"{check.seen}; the run's smallest stage has {count_text(smallest.parameters)} parameters "
+        f"and takes {_taken_text(offer, memory)}"
+    )
+    details = {
+        **check.details, "smallest_stage": str(memory),
+        "parameters": smallest.parameters, "layers": smallest.layers,
+    }  # fmt: skip
+    if not offer.holds(memory):
         return problem(
             "device", CapacityError, seen,
             "Close other programs to free memory, or ask the organiser for smaller stages.",
             **details,
         )  # fmt: skip
-    speed = device.memory.speed(smallest)
-    if speed < 1:
-        seen += f", and is computed at {speed:.2f} of full speed: activations are computed twice"
-    streamed = device.memory.streamed_bytes(smallest)
-    if streamed:
-        seen += (
-            f", and {memory_text(streamed)} of weights are copied from the host's memory for each "
-            "pass"
+    plan = memory_plan(offer, smallest)
+    speed = round(plan.speed, 2)
+    return ok(
+        "device", f"{seen}; {_plan_text(plan, smallest.layers)}", **details,
+        recomputed_layers=plan.recomputed_layers, streamed_bytes=plan.streamed_bytes, speed=speed,
+    )  # fmt: skip
+
+
+def _taken_text(offer: MemoryOffer, memory: StageMemory) -> str:
+    """The memory that the stage takes, and where its optimizer is."""
+    if offer.host_bytes is None:
+        return (
+            f"{memory_text(memory.device_bytes + memory.host_bytes)} of memory with its optimizer"
         )
-    return ok("device", seen, **details, speed=round(speed, 2))
+    return f"{memory}, where its optimizer is"
+
+
+def _plan_text(plan: MemoryPlan, layers: int) -> str:
+    copied = ""
+    if plan.streamed_bytes:
+        copied = (
+            f" and {memory_text(plan.streamed_bytes)} of weights copied from the host's memory for "
+            "each pass"
+        )
+    return (
+        f"with {plan.recomputed_layers:g} of {layers} layer{'' if layers == 1 else 's'} recomputed "
+        f"in the backward pass{copied}, it is computed at {plan.speed:.2f} of full speed"
+    )
 
 
 async def check_self_test(device: Device, seconds: float) -> Check:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.probe.server import AnswerHello
 from swarm_shared.protocol import (
@@ -24,6 +24,7 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.protocol.versions import PROTOCOL_VERSIONS
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.memory_plan import stage_needs
 
 MAX_NEIGHBOURS = 3
 """Volunteers that a client is given to probe."""
@@ -34,7 +35,8 @@ def probe_judge(
 ) -> AnswerHello:
     """Make the function that answers a hello. Tokens are checked and not used up: the client joins
     with the same one afterwards."""
-    smallest = min((one.memory for one in manifest.stages), key=lambda one: one.device_bytes)
+    device_bytes = [one.memory.device_bytes for one in manifest.stages]
+    smallest = stage_needs(manifest, StageIndex(device_bytes.index(min(device_bytes))))
 
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         admission.check_run(hello.run)

@@ -78,6 +78,13 @@ class MemoryOffer(FrozenModel):
         the host's memory, if the stage fits at all."""
         return max(0, -self._spare_bytes(stage))
 
+    def graph_bytes(self, stage: StageMemory, parameters: StageMemory) -> int:
+        """Return the bytes of the device for autograd graphs: what the stage's parameters leave of
+        an offer that holds it."""
+        taken = parameters.device_bytes - self.streamed_bytes(stage)
+        taken += parameters.host_bytes if self.host_bytes is None else 0
+        return max(0, self.device_bytes - taken)
+
     def speed(self, stage: StageMemory) -> float:
         """Return the expected fraction of full speed at which the stage is computed, if it fits.
 

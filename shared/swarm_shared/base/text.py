@@ -1,4 +1,4 @@
-"""Values as text: sizes, rates and durations, and text from remotes made safe to print.
+"""Values as text: sizes, counts, rates and durations, and text from remotes made safe to print.
 
 The only formatters of these in this project.
 
@@ -35,6 +35,11 @@ def memory_text(size_bytes: float | None) -> str:
     return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def count_text(count: float | None) -> str:
+    """Format a large count: `950`, `405 M`, `1.21 B`."""
+    return _scaled(count, 1000.0, ("", "k", "M", "B", "T")).rstrip()
+
+
 def rate_text(bytes_per_second: float | None) -> str:
     """Format a transfer rate: `12.5 MB/s`."""
     text = size_text(bytes_per_second)
@@ -58,7 +63,7 @@ def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         # A value that would round up to the first one of the next unit is shown in that unit.
         if abs(value) < step * 0.9995:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == units[0] else f"{value:.3g} {unit}"
         value /= step
     return f"{value:.3g} {units[-1]}"
 

@@ -16,6 +16,7 @@ from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import (
+    MAX_STAGES,
     Address,
     Addresses,
     Count,
@@ -57,6 +58,20 @@ class Neighbour(FrozenModel):
     addresses: Addresses
 
 
+class StageNeeds(FrozenModel):
+    """What a stage takes of a machine, and of what that consists."""
+
+    memory: StageMemory
+    parameter_memory: StageMemory
+    """Of `memory`, what the parameters take: the rest is for activations."""
+    parameters: Count
+    """Frozen ones included."""
+    layers: int = Field(ge=0, le=MAX_STAGES)
+    layer_input_bytes: Count
+    """Of one microbatch."""
+    is_last: bool = False
+
+
 class DoctorWelcome(FrozenModel):
     kind: Literal["doctor_welcome"] = "doctor_welcome"
     software: SoftwareVersion = SOFTWARE_VERSION
@@ -68,7 +83,7 @@ class DoctorWelcome(FrozenModel):
     """Why the run would not admit the client; empty when it would, or when it did not check."""
     probe_pass: Envelope | None = None
     neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
-    smallest_stage: StageMemory | None = None
+    smallest_stage: StageNeeds | None = None
     """The smallest stage; None when the server does not know the run's."""
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from swarm_shared.base.errors import CapacityError, ConfigurationError
 from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.run.graph_sizes import GRAPHS, GraphSizes
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import ModelConfig
 
@@ -34,11 +35,6 @@ OPTIMIZER_BYTES_PER_PARAMETER = 8 + 4
 
 AVERAGED_VECTORS = 2
 """Flat vectors of the stage's size in host memory: this peer's sums, and the sums of all."""
-
-GRAPHS = 2
-"""Microbatches whose autograd graph a peer has in memory: one waits for its gradient while another
-one is computed."""
-
 
 WEIGHT_BYTES = 4
 
@@ -147,7 +143,7 @@ class StageProfiles:
         part, boundary = self.stage(*cut), self._model.boundary_activation_bytes
         in_layers = [layer.saved_activation_bytes for layer in self._model.layers[start:end]]
         ends = part.saved_activation_bytes - sum(in_layers) + (0 if is_last else boundary)
-        microbatches = 1 if is_last else GRAPHS
+        microbatches = _microbatches(is_last)
         least = microbatches * (len(in_layers) * boundary + ends) + max(in_layers, default=0)
         comfortable = self.graphs_bytes(*cut)
         held = parameter_memory(part.parameters, staleness, exact, part.frozen_parameters)
@@ -207,6 +203,31 @@ def device_bytes_per_parameter(staleness: int) -> int:
 def host_bytes_per_parameter(exact: bool) -> int:
     """Return the bytes in host memory; a sum is a float64 where gradients are counted."""
     return OPTIMIZER_BYTES_PER_PARAMETER + AVERAGED_VECTORS * (8 if exact else 4)
+
+
+def graph_sizes(
+    memory: StageMemory, held: StageMemory, layers: int, input_bytes: int, is_last: bool
+) -> GraphSizes:
+    """Return the sizes of a stage's graphs, of which `StageProfiles.memory` has made its memory.
+
+    `held` is what the parameters take of `memory`, `input_bytes` the input of a layer. Where one
+    microbatch of one layer is computed at a time, what is kept of the layer and of the ends cannot
+    be told apart, nor does it matter. Figures that no profile has made give sizes all the same.
+    """
+    graph = max(0, memory.comfortable_bytes - held.device_bytes) // GRAPHS
+    least = max(0, memory.device_bytes - held.device_bytes)
+    microbatches = _microbatches(is_last)
+    layer = graph // max(1, layers)
+    if least < GRAPHS * graph and microbatches * layers > 1:
+        # least = microbatches * (layers * input + ends) + layer, and graph = layers * layer + ends
+        known = microbatches * (layers * input_bytes + graph) - least
+        layer = min(layer, max(0, known) // (microbatches * layers - 1))
+    return GraphSizes(layers, layer, input_bytes, graph - layers * layer)
+
+
+def _microbatches(is_last: bool) -> int:
+    """Return how many microbatches' inputs of layers a peer keeps at least."""
+    return 1 if is_last else GRAPHS
 
 
 StageCost = Callable[[PartProfile, bool, bool], float]

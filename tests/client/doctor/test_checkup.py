@@ -19,7 +19,7 @@ import trio
 from click.testing import CliRunner
 
 from client.doctor.test_machine import CPU
-from kits.memory import takes
+from kits.memory import needs, takes
 from swarm_client.cli.offline import doctor as doctor_command
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import ReachabilityFinding
@@ -50,7 +50,7 @@ def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
 
 def anybody(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
     assert hello.token == "a token"
-    return DoctorWelcome(smallest_stage=takes(2**20))
+    return DoctorWelcome(smallest_stage=needs(takes(2**20)))
 
 
 @asynccontextmanager

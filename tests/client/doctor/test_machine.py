@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from kits.attack.strangers import MODIFIED
-from kits.memory import takes
+from kits.memory import needs, takes
+from shared.scheduling.placement.test_memory_need import honest_manifest
 from swarm_client.doctor import machine
-from swarm_client.doctor.report import State
+from swarm_client.doctor.report import State, ok
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
@@ -25,7 +26,11 @@ from swarm_shared.base.errors import (
     UsageError,
 )
 from swarm_shared.base.memory import StageMemory
+from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import StageNeeds
+from swarm_shared.run.model_config import PRESETS
+from swarm_shared.scheduling.placement.memory_plan import stage_needs
 
 GIB = 2**30
 CPU: dict[str, Any] = {
@@ -123,22 +128,39 @@ def test_memory_below_the_smallest_stage_is_a_problem() -> None:
     check, _ = machine.check_device(CPU, "cpu")
     small = Device("cpu", "CPU, 2 cores", GIB)
     assert machine.fit_device(check, small, None) == check
-    assert machine.fit_device(check, small, takes(GIB)).state is State.OK
-    assert machine.fit_device(check, small, takes(GIB + 1)).exit_code == CapacityError.exit_code
+    assert machine.fit_device(check, small, needs(takes(GIB))).state is State.OK
+    larger = machine.fit_device(check, small, needs(takes(GIB + 1)))
+    assert larger.exit_code == CapacityError.exit_code
+    assert larger.details["parameters"] == 1000
     # On a card the host's memory counts besides.
     card = Device("cuda:0", "card", GIB, host_bytes=GIB - 1)
     both = StageMemory(device_bytes=GIB // 2, comfortable_bytes=2 * GIB, host_bytes=GIB)
-    assert machine.fit_device(check, card, both).exit_code == CapacityError.exit_code
+    assert machine.fit_device(check, card, needs(both)).exit_code == CapacityError.exit_code
 
 
-def test_a_card_that_computes_layers_twice_is_told_its_speed() -> None:
-    check, _ = machine.check_device(CPU, "cpu")
-    card = Device("cuda:0", "card", GIB, host_bytes=GIB)
-    tight = StageMemory(device_bytes=GIB, comfortable_bytes=2 * GIB, host_bytes=GIB)
-    found = machine.fit_device(check, card, tight)
+def inner_stage_of_7b() -> StageNeeds:
+    chosen = PRESETS["7b"]
+    manifest = honest_manifest(
+        chosen.model, chosen.sequences_per_microbatch, chosen.stages, "bfloat16"
+    )
+    return stage_needs(manifest, StageIndex(1))
+
+
+def test_the_plan_for_a_card_of_8_gb_is_one_sentence_with_every_figure() -> None:
+    card = Device("cuda:0", "a card", int(0.8 * 8e9), host_bytes=int(0.8 * 16e9))
+    check = ok("device", f"cuda:0: a card, {card.memory} to offer")
+    found = machine.fit_device(check, card, inner_stage_of_7b())
     assert found.state is State.OK
-    assert found.seen.endswith("computed at 0.75 of full speed: activations are computed twice")
-    assert found.details["speed"] == 0.75
+    assert found.seen == (
+        "cuda:0: a card, 5.96 GiB of device memory and 11.9 GiB of the host's to offer; the run's "
+        "smallest stage has 405 M parameters and takes 5.38 GiB of device memory and 10.6 GiB of "
+        "the host's, where its optimizer is; with 2 of 2 layers recomputed in the backward pass, "
+        "it is computed at 0.80 of full speed"
+    )
+    assert found.details.items() >= {
+        "parameters": 404_766_720, "layers": 2, "recomputed_layers": 2.0, "streamed_bytes": 0,
+        "speed": 0.8,
+    }.items()  # fmt: skip
 
 
 def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> None:
@@ -148,11 +170,26 @@ def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> No
         device_bytes=GIB + GIB // 2, comfortable_bytes=2 * GIB, host_bytes=GIB,
         streamable_bytes=GIB,
     )  # fmt: skip
-    found = machine.fit_device(check, card, tight)
+    found = machine.fit_device(check, card, needs(tight))
     assert found.state is State.OK
     assert found.seen.endswith(
-        "computed at 0.58 of full speed: activations are computed twice, and 512 MiB of weights "
-        "are copied from the host's memory for each pass"
+        "; with 2 of 2 layers recomputed in the backward pass and 512 MiB of weights copied from "
+        "the host's memory for each pass, it is computed at 0.58 of full speed"
+    )
+    assert found.details["streamed_bytes"] == GIB // 2
+
+
+def test_a_processor_has_one_memory_for_the_stage_and_its_optimizer() -> None:
+    check = ok("device", "cpu: CPU, 16 GiB of memory to offer")
+    found = machine.fit_device(check, Device("cpu", "CPU", 16 * GIB), inner_stage_of_7b())
+    assert found.seen == (
+        "cpu: CPU, 16 GiB of memory to offer; the run's smallest stage has 405 M parameters and "
+        "takes 15.9 GiB of memory with its optimizer; with 2 of 2 layers recomputed in the "
+        "backward pass, it is computed at 0.76 of full speed"
+    )
+    comfortable = machine.fit_device(check, Device("cpu", "CPU", 32 * GIB), inner_stage_of_7b())
+    assert comfortable.seen.endswith(
+        "with 0 of 2 layers recomputed in the backward pass, it is computed at 1.00 of full speed"
     )
 
 

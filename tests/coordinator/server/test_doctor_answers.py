@@ -27,7 +27,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_shared.base.errors import AdmissionError
-from swarm_shared.base.types import Generation, RunId, Version
+from swarm_shared.base.types import Generation, RunId, StageIndex, Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import check_probe_pass
@@ -42,6 +42,7 @@ from swarm_shared.protocol import (
     Reachability,
 )
 from swarm_shared.protocol.versions import VersionRange
+from swarm_shared.scheduling.placement.memory_plan import stage_needs
 
 NOW = 1_800_000_000.0
 RUN = RunId("ab" * 32)
@@ -86,10 +87,8 @@ async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
     assert welcome.neighbours[0].addresses == public_address
     assert welcome.software_fits
     assert welcome.admission == ""
-    assert welcome.smallest_stage is not None
-    assert welcome.smallest_stage.device_bytes == min(
-        stage.memory.device_bytes for stage in manifest.stages
-    )
+    stages = [stage_needs(manifest, StageIndex(at)) for at in range(manifest.stage_count)]
+    assert welcome.smallest_stage == min(stages, key=lambda one: one.memory.device_bytes)
 
 
 async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None:

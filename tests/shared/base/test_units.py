@@ -7,6 +7,7 @@ import math
 import pytest
 
 from swarm_shared.base.text import (
+    count_text,
     duration_text,
     latency_text,
     memory_text,
@@ -44,6 +45,11 @@ def test_sizes_and_rates() -> None:
     assert [memory_text(size * 2**20) for size in (1023.9, 1536)] == ["1 GiB", "1.5 GiB"]
     assert rate_text(12.5e6) == "12.5 MB/s"
     assert rate_text(None) == "-"
+
+
+def test_counts() -> None:
+    counts = (0, 950, 999.6, 404_766_720, 1.21e9, None)
+    assert [count_text(count) for count in counts] == ["0", "950", "1 k", "405 M", "1.21 B", "-"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from kits.memory import takes
+from kits.memory import needs, takes
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
 from swarm_shared.base.types import Generation, PeerId, RunId
@@ -84,7 +84,9 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
         assert hello == HELLO
         return DoctorWelcome(
-            software_fits=False, admission="the list does not name you", smallest_stage=takes(7)
+            software_fits=False,
+            admission="the list does not name you",
+            smallest_stage=needs(takes(7)),
         )
 
     async with (
@@ -103,7 +105,7 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
         with pytest.raises(LinkClosed):
             await stream.receive(5)
     assert welcome.software == SOFTWARE_VERSION
-    assert (welcome.software_fits, welcome.smallest_stage) == (False, takes(7))
+    assert (welcome.software_fits, welcome.smallest_stage) == (False, needs(takes(7)))
     assert welcome.admission == "the list does not name you"
     assert welcome.observed_address is not None
     # The same connection, so the same address.

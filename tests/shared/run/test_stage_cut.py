@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from swarm_shared.base.errors import CapacityError, ConfigurationError
 from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.base.types import MAX_EXACT_INTEGER
 from swarm_shared.model.profile import profile_layers
+from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import PRESETS
 from swarm_shared.run.stage_cut import (
@@ -19,11 +21,14 @@ from swarm_shared.run.stage_cut import (
     PartProfile,
     StageCost,
     flops_cost,
+    graph_sizes,
+    parameter_memory,
     plan_stages,
     stage_memory,
     stage_profile,
 )
 
+counts = st.integers(0, MAX_EXACT_INTEGER)
 parts = st.builds(
     PartProfile,
     flops=st.integers(0, 20),
@@ -166,6 +171,41 @@ def test_counted_gradients_are_twice_as_wide_where_they_are_averaged_in_host_mem
         parameters = stage_profile(profile, cut, False, False).parameters
         assert exact.host_bytes - plain.host_bytes == 2 * 4 * parameters
         assert exact.device_bytes == plain.device_bytes
+
+
+@given(
+    st.tuples(parts, parts, parts), st.integers(0, 8), st.integers(0, 100), st.booleans(),
+    st.booleans(), st.integers(0, 1), st.integers(0, 3000),
+)  # fmt: skip
+def test_the_memory_of_a_stage_tells_the_sizes_of_its_graphs(
+    three, layers, input_bytes, is_first, is_last, staleness, more
+):
+    embedding, layer, head = three
+    profile = ModelProfile(embedding, (layer,) * 8, head, 0, input_bytes)
+    cut = StageRange(first_layer=0, end_layer=layers)
+    memory = stage_memory(profile, cut, is_first, is_last, staleness)
+    held = parameter_memory(
+        stage_profile(profile, cut, is_first, is_last).parameters, staleness, False
+    )
+    ends = is_first * embedding.saved_activation_bytes + is_last * head.saved_activation_bytes
+    ends += 0 if is_last else input_bytes
+    sizes = GraphSizes(layers, layer.saved_activation_bytes, input_bytes, ends)
+    found = graph_sizes(memory, held, layers, input_bytes, is_last)
+    assert found.graph_bytes() == sizes.graph_bytes()
+    room = memory.device_bytes - held.device_bytes + more
+    assert found.recomputed_layers(room, is_last) == sizes.recomputed_layers(room, is_last)
+
+
+@given(
+    st.builds(StageMemory, device_bytes=counts, comfortable_bytes=counts),
+    st.builds(StageMemory, device_bytes=counts), st.integers(0, 512), counts, st.booleans(),
+)  # fmt: skip
+def test_figures_that_no_profile_has_made_give_sizes_as_well(
+    memory, held, layers, input_bytes, is_last
+):
+    found = graph_sizes(memory, held, layers, input_bytes, is_last)
+    assert min(found.layer_bytes, found.ends_bytes) >= 0
+    assert 0 <= found.recomputed_layers(memory.device_bytes, is_last) <= layers
 
 
 def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():

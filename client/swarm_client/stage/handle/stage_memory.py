@@ -83,9 +83,7 @@ def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> i
     holds the stage."""
     exact = manifest.codecs.average == "exact"
     sizes = stage_sizes(manifest)[stage]
-    fixed = parameter_memory(
+    parameters = parameter_memory(
         sizes.parameters, manifest.training.staleness, exact, sizes.frozen_parameters
     )
-    taken = fixed.device_bytes - streamed_bytes(manifest, stage, offer)
-    taken += fixed.host_bytes if offer.host_bytes is None else 0
-    return max(0, offer.device_bytes - taken)
+    return offer.graph_bytes(manifest.stages[stage].memory, parameters)

@@ -2,7 +2,7 @@
 
 Owns the budget. Counts the graphs in flight and what is owed; both are the runner's
 (`swarm_client.stage.worker.stage_runner`). The arithmetic of one graph is
-`swarm_shared.model.graph_sizes`.
+`swarm_shared.run.graph_sizes`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
-from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.model.layer_seconds import LayerSeconds
+from swarm_shared.run.graph_sizes import GraphSizes
 
 KEPT_WHEN_SHORT = 0.75
 """Fraction of the memory of graphs that is kept when an allocation fails."""
@@ -92,18 +92,10 @@ class GraphMemory:
         return self.room_bytes() < sizes.working_bytes() + sizes.least_working_bytes
 
     def layers_to_recompute(self) -> int | None:
-        """Return the fewest layers with which a further graph fits and, if possible, leaves room
-        for another microbatch with the inputs of its layers: they save a whole forward pass, a kept
-        layer saves its own."""
-        sizes, room_bytes = self.sizes, self.room_bytes()
-        kept = self._graphs()
-        if not kept:
-            beside_bytes = sizes.least_working_bytes
-        else:
-            again = any(graph.recomputed_layers == sizes.layers for graph in kept)
-            beside_bytes = sizes.layer_bytes if again else 0
-        found = sizes.fewest_recomputed(room_bytes, beside_bytes)
-        return sizes.fewest_recomputed(room_bytes) if found is None else found
+        """Return the fewest layers that must be computed again for a further graph to fit; None if
+        no number does."""
+        others = [graph.recomputed_layers for graph in self._graphs()]
+        return self.sizes.recomputed_beside(self.room_bytes(), others)
 
     def may_owe(self, graph: Graph, parameters: Iterable[Tensor]) -> bool:
         """Whether a backward pass may leave the gradients of weights for later. What is kept for

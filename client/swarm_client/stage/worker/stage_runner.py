@@ -6,7 +6,7 @@ or order: one call is one computation, and `swarm_client.stage.worker.compute_lo
 next; nor the optimizer (`swarm_client.stage.worker.step_runner`).
 
 Graphs are kept from forward to backward within `graph_budget_bytes`, whole or with some layers to
-be computed again (`swarm_shared.model.graph_sizes`); beyond it only the input is kept. A
+be computed again (`swarm_shared.run.graph_sizes`); beyond it only the input is kept. A
 backward pass that needs room takes the graph of the newest microbatch, which is needed last. The
 sizes are measured on the first forward: the storages that autograd saves, without the parameters.
 Where memory is short nevertheless, because another program takes it, less is kept
@@ -52,9 +52,9 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
-from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.model.split_backward import Weights, WeightTape
+from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import Manifest
 
 

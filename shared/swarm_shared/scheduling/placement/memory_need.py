@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
+from swarm_shared.run.graph_sizes import GRAPHS
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.stage_cut import GRAPHS, LayerMatrices, parameter_memory
+from swarm_shared.run.stage_cut import LayerMatrices, parameter_memory
 from swarm_shared.scheduling.placement.stage_sizes import FLOAT_BYTES, stage_sizes
 
 

@@ -14,8 +14,8 @@ from client.stage.worker.test_stage_runner import CPU, PLENTY
 from kits.client.fake_accelerator import FakeAccelerator, device_of
 from swarm_client.stage.worker.transfer.graph_offload import GraphOffload
 from swarm_shared.base.types import Step
-from swarm_shared.model.graph_sizes import GraphSizes
 from swarm_shared.model.layer_seconds import LayerSeconds
+from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import Manifest, StageRange
 
 LAYERS = 6

@@ -19,7 +19,7 @@ from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, build_whole
-from swarm_shared.model.graph_sizes import GraphSizes
+from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import (
     CodecsConfig,
     DataConfig,

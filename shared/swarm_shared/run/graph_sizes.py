@@ -10,7 +10,12 @@ pass is the last, when the kept layers' graphs are free again (the order of KARM
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+GRAPHS = 2
+"""Microbatches whose autograd graph a peer has in memory: one waits for its gradient while another
+one is computed. The last stage has one at a time, whose backward pass follows at once."""
 
 OFFLOADED_AT_WORK = 2
 """Layers on the device of those that wait in host memory: one is used while another is copied."""
@@ -18,7 +23,8 @@ OFFLOADED_AT_WORK = 2
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """The sizes in bytes of one microbatch's graph, measured once."""
+    """The sizes in bytes of one microbatch's graph: as a worker has measured them, or before that
+    those of the profile."""
 
     layers: int
     layer_bytes: int
@@ -60,3 +66,29 @@ class GraphSizes:
             ),
             None,
         )
+
+    def recomputed_beside(self, room_bytes: int, others: Collection[int]) -> int | None:
+        """Return the fewest layers that must be computed again for a graph to fit into what the
+        graphs in flight leave, and, if possible, to leave room for another microbatch with the
+        inputs of its layers: they save a whole forward pass, a kept layer saves its own. None if
+        no number does. `others` has the layers that are computed again of each graph in flight."""
+        if others:
+            beside_bytes = self.layer_bytes if self.layers in others else 0
+        else:
+            beside_bytes = self.least_working_bytes
+        found = self.fewest_recomputed(room_bytes, beside_bytes)
+        return self.fewest_recomputed(room_bytes) if found is None else found
+
+    def recomputed_layers(self, budget_bytes: int, is_last: bool) -> float:
+        """Return how many layers of a microbatch a worker computes again, on average over those
+        whose graphs it has at once; all of one whose graph is not kept."""
+        if is_last:
+            found = self.fewest_recomputed(budget_bytes)
+            return self.layers if found is None else found
+        kept: list[int] = []
+        for _ in range(GRAPHS):
+            room_bytes = budget_bytes - sum(map(self.graph_bytes, kept))
+            found = self.recomputed_beside(room_bytes, kept)
+            if found is not None:
+                kept.append(found)
+        return (sum(kept) + (GRAPHS - len(kept)) * self.layers) / GRAPHS
