@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from client.stage.worker.test_stage_runner import CPU, STEP, wire
 from shared.run.test_graph_sizes import least_room, sizes_strategy
+from shared.scheduling.placement.test_memory_need import honest_manifest
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight
 from swarm_client.stage.worker.graph_memory import GraphMemory
-from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.run.graph_sizes import GRAPHS, GraphSizes
+from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.scheduling.placement.memory_plan import memory_plan, stage_needs
 
-MICROBATCHES = 12
+MICROBATCHES = 8
+MODEL = ModelConfig(
+    vocabulary_size=64, hidden_size=32, intermediate_size=64, layers=12, heads=4,
+    key_value_heads=2, sequence_length=16,
+)  # fmt: skip
 
 
 @given(sizes_strategy, st.integers(0, 900))
@@ -29,7 +40,7 @@ def test_a_worker_computes_as_many_layers_again_as_planned(sizes: GraphSizes, mo
         recomputed.append(found)
         graph = Graph(None, torch.empty(0), found)
         in_flight[number] = InFlight(
-            Step(1), MicrobatchIndex(number), True, None, bytearray(), None, graph
+            STEP, MicrobatchIndex(number), True, None, bytearray(), None, graph
         )
         if number >= GRAPHS - 1:
             oldest = in_flight.pop(number - GRAPHS + 1).graph
@@ -40,3 +51,29 @@ def test_a_worker_computes_as_many_layers_again_as_planned(sizes: GraphSizes, mo
     assert sum(recomputed[:GRAPHS]) == planned
     # An input more or less may tip the balance later.
     assert abs(sum(recomputed[-GRAPHS:]) - planned) <= 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.75])
+def test_the_plan_by_the_profile_is_about_what_a_worker_does_by_what_it_measures(
+    share: float,
+) -> None:
+    torch.set_num_threads(1)
+    manifest, middle = honest_manifest(MODEL, 2, 3), StageIndex(1)
+    needs = stage_needs(manifest, middle)
+    memory = needs.memory
+    spare = int(share * (memory.comfortable_bytes - memory.device_bytes))
+    offer = MemoryOffer(device_bytes=memory.device_bytes + spare, host_bytes=memory.host_bytes)
+    budget_bytes = offer.graph_bytes(memory, needs.parameter_memory)
+    runner = StageRunner(manifest, middle, CPU, budget_bytes, 0)
+    runner.warm_up()
+    recomputed: list[int] = []
+    for number in range(MICROBATCHES):
+        payload = wire(torch.ones(2, 16, 32))
+        runner.forward(number, STEP, MicrobatchIndex(number), True, payload)
+        graph = runner._in_flight[number].graph
+        recomputed.append(needs.layers if graph is None else graph.recomputed_layers)
+        if number >= GRAPHS - 1:
+            runner.backward(number - GRAPHS + 1, payload)
+    # A measured graph is some inputs of layers larger than a profile's.
+    average = sum(recomputed[-GRAPHS:]) / GRAPHS
+    assert memory_plan(offer, needs).recomputed_layers == pytest.approx(average, abs=0.5)
