@@ -14,7 +14,12 @@ def takes(size_bytes: int) -> StageMemory:
 def needs(memory: StageMemory) -> StageNeeds:
     """What a stage of two layers takes, if the least of it is its parameters' memory."""
     return StageNeeds(
-        memory=memory, parameter_memory=memory, parameters=1000, layers=2, layer_input_bytes=0
+        memory=memory,
+        parameter_memory=memory,
+        parameters=1000,
+        layers=2,
+        layer_input_bytes=0,
+        is_last=False,
     )
 
 

@@ -69,7 +69,7 @@ class StageNeeds(FrozenModel):
     layers: int = Field(ge=0, le=MAX_STAGES)
     layer_input_bytes: Count
     """Of one microbatch."""
-    is_last: bool = False
+    is_last: bool
 
 
 class DoctorWelcome(FrozenModel):

@@ -12,8 +12,8 @@ from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.stage_cut import parameter_memory
 from swarm_shared.scheduling.placement.memory_need import least_stage_memory
+from swarm_shared.scheduling.placement.memory_plan import stage_needs
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 BACKWARD_SLOTS = 8
@@ -81,9 +81,5 @@ def host_graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer)
 def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:
     """Return the device memory for autograd graphs: what the parameters leave of an offer that
     holds the stage."""
-    exact = manifest.codecs.average == "exact"
-    sizes = stage_sizes(manifest)[stage]
-    parameters = parameter_memory(
-        sizes.parameters, manifest.training.staleness, exact, sizes.frozen_parameters
-    )
-    return offer.graph_bytes(manifest.stages[stage].memory, parameters)
+    needs = stage_needs(manifest, stage)
+    return offer.graph_bytes(needs.memory, needs.parameter_memory)

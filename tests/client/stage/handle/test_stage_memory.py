@@ -47,7 +47,6 @@ from swarm_shared.run.manifest import (
 )
 from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.placement.memory_need import least_stage_memory
-from swarm_shared.scheduling.placement.memory_plan import stage_needs
 
 MIB = 2**20
 
@@ -152,9 +151,6 @@ def test_what_a_card_lacks_is_streamed_and_graphs_have_their_least_room(lacking:
     assert host_graph_budget(manifest, stage, offers(2**40)) == 0, "the device is the host"
     enough = offer.replaced(memory.device_bytes)
     assert graph_budget(manifest, stage, offer) == graph_budget(manifest, stage, enough) > 0
-    needs = stage_needs(manifest, stage)
-    planned = offer.graph_bytes(needs.memory, needs.parameter_memory)
-    assert planned == graph_budget(manifest, stage, offer), "the doctor's is the worker's"
 
 
 def test_weights_that_the_host_has_no_room_for_are_not_streamed():

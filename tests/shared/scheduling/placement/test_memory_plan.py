@@ -45,14 +45,14 @@ def sizes_of(needs: StageNeeds) -> GraphSizes:
 def test_needs_tell_the_profiles_sizes(name: str, dtype: ComputeDtype) -> None:
     manifest = manifest_of_preset(name, dtype)
     profile = profile_layers(manifest.model, manifest.training.sequences_per_microbatch, dtype)
-    border, layer = profile.boundary_activation_bytes, profile.layers[0].saved_activation_bytes
+    boundary, layer = profile.boundary_activation_bytes, profile.layers[0].saved_activation_bytes
     for index, cut in enumerate(manifest.stages):
         needs = stage_needs(manifest, StageIndex(index))
         ends = profile.embedding.saved_activation_bytes if index == 0 else 0
-        ends += profile.head.saved_activation_bytes if needs.is_last else border
+        ends += profile.head.saved_activation_bytes if needs.is_last else boundary
         layers = cut.end_layer - cut.first_layer
         if layers > 1 or not needs.is_last:
-            assert sizes_of(needs) == GraphSizes(layers, layer, border, ends)
+            assert sizes_of(needs) == GraphSizes(layers, layer, boundary, ends)
 
 
 @given(
