@@ -70,9 +70,12 @@ class BudgetedStage:
         self.budget_bytes = budget_bytes
         self.streamed_bytes = streamed_bytes
         self.graphs_on_host = graphs_on_host
+        accelerator, self._now = processor(), time.perf_counter
+        if copied_per_second:
+            accelerator, clock = throttled_processor(copied_per_second)
+            self._now = clock.now
         self._runner = StageRunner(
-            manifest, MIDDLE,
-            throttled_processor(copied_per_second) if copied_per_second else processor(), 0, 0,
+            manifest, MIDDLE, accelerator, 0, 0,
             streamed_bytes=streamed_bytes, host_graph_bytes=PLENTY if graphs_on_host else 0,
         )  # fmt: skip
         self._runner.graphs.seconds = graphs_on_host
@@ -106,11 +109,11 @@ class BudgetedStage:
     def seconds(self, microbatches: int) -> float:
         """Return the seconds of a microbatch: a forward pass, and the backward pass of the
         microbatch before."""
-        began = time.perf_counter()
+        began = self._now()
         for _ in range(microbatches):
             self._forward()
             self._runner.backward(self._number - 1, self._payload)
-        return (time.perf_counter() - began) / microbatches
+        return (self._now() - began) / microbatches
 
     def peak_bytes(self) -> int:
         with LiveBytes() as used:

@@ -2,7 +2,8 @@
 
 What is computed and copied is the processor's own. A copy is done at once, but counts as done only
 when an engine that copies at a given rate, one copy after the other, would have done it; a
-computation that needs it waits until then. So copies hide behind computations as on a device.
+computation that needs it waits until then. So copies hide behind computations as on a device. The
+time in which the processor itself copies is not on its clock, since it is the engine's.
 """
 
 from __future__ import annotations
@@ -20,16 +21,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swarm_client.stage.worker.accelerator import Accelerator, processor
 
 
+class ComputingClock:
+    """The seconds in which the processor does not copy."""
+
+    def __init__(self) -> None:
+        self._copying_seconds = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._copying_seconds
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Stop the clock."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._copying_seconds += time.perf_counter() - began
+
+
 class ThrottledStreams:
     """A stream that computes, which the host waits for, and streams that copy."""
 
     def __init__(self, bytes_per_second: float) -> None:
+        self.clock = ComputingClock()
         self._bytes_per_second = bytes_per_second
-        self._computing = ThrottledStream(bytes_per_second)
+        self._computing = self.stream()
         self.current = self._computing
 
     def stream(self) -> ThrottledStream:
-        return ThrottledStream(self._bytes_per_second)
+        return ThrottledStream(self._bytes_per_second, self.clock)
 
     def event(self) -> ThrottledEvent:
         return ThrottledEvent(self)
@@ -57,13 +78,14 @@ class ThrottledStreams:
 class ThrottledStream:
     """Copies one after the other."""
 
-    def __init__(self, bytes_per_second: float) -> None:
+    def __init__(self, bytes_per_second: float, clock: ComputingClock) -> None:
+        self.clock = clock
         self._bytes_per_second = bytes_per_second
         self._busy_until = 0.0
 
     def done_at(self) -> float:
-        """When all copies are done, on the clock of `time.perf_counter`."""
-        return max(self._busy_until, time.perf_counter())
+        """When all copies are done."""
+        return max(self._busy_until, self.clock.now())
 
     def copy(self, nbytes: int) -> None:
         self._busy_until = self.done_at() + nbytes / self._bytes_per_second
@@ -84,7 +106,7 @@ class ThrottledEvent:
         self._moment = self._streams.current.done_at()
 
     def synchronize(self) -> None:
-        time.sleep(max(0.0, self._moment - time.perf_counter()))
+        time.sleep(max(0.0, self._moment - self._streams.clock.now()))
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,13 +119,15 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self._stream.copy(args[1].nbytes)
-        return func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        self._stream.copy(args[1].nbytes)
+        with self._stream.clock.copying():
+            return func(*args, **(kwargs or {}))
 
 
-def throttled_processor(bytes_per_second: float) -> Accelerator:
-    """Return the processor, with copies at this rate."""
-    accelerator = processor()
-    accelerator.streams = ThrottledStreams(bytes_per_second)
-    return accelerator
+def throttled_processor(bytes_per_second: float) -> tuple[Accelerator, ComputingClock]:
+    """Return the processor with copies at this rate, and its clock."""
+    accelerator, streams = processor(), ThrottledStreams(bytes_per_second)
+    accelerator.streams = streams
+    return accelerator, streams.clock

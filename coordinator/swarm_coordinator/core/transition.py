@@ -10,7 +10,7 @@ is the same table as data, and `enter_phase` refuses everything else:
                             unverified steps an audit: the run goes back to a checkpoint's version
                 STOPPING    the organiser stops the run; a checkpoint is stored, or takes too long
     COLLECT     CLOSING     the table is complete, and no joining peer, move or failed attempt
-                            delays the close
+                            delays the close; stages that were complete before average already
                 WAITING     back to the checkpoint, as above
                 STOPPING    as above
     CLOSING     APPLYING    every member of every round has averaged, the sums are those of what the
@@ -70,6 +70,7 @@ from swarm_coordinator.core.rules import (
     microbatches,
     rebalancing,
     roster,
+    round_membership,
     speculation,
     stage_recovery,
     state_transfer,
@@ -188,8 +189,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
     phase = run.phase
     _dispatch(run, event, now)
-    if run.audits.expelled or run.audits.withholding:
-        _carry_out_verdicts(run, now)
+    _carry_out_verdicts(run, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most events report finished microbatches; they change only the table and the leases.
         _advance_step(run, now)
@@ -339,7 +339,11 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 
 
 def _carry_out_verdicts(run: RunState, now: float) -> None:
-    """Remove the peers whose owners have lost an audit, and let those without inputs sit out."""
+    """Take out of averages what was found wrong, remove the peers whose owners have lost an audit,
+    and let those without inputs sit out."""
+    step = run.steps.current
+    if run.audits.expelled or (step is not None and step.audits.retracted):
+        round_membership.retract(run, now)
     for peer, reason in verdicts.take_expelled(run):
         held_up.send_refusal(run, peer, run.peers[peer].profile.owner, reason, now)
         _drop(run, peer, "it lost an audit", now)
@@ -386,8 +390,7 @@ def _advance(run: RunState, now: float) -> None:
     step_close.advance_close(run, now)
     verdicts.advance(run, now)
     _advance_step(run, now)
-    if run.audits.expelled or run.audits.withholding:
-        _carry_out_verdicts(run, now)
+    _carry_out_verdicts(run, now)
     if run.stop_requested_at is not None:
         _stop(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:
@@ -414,11 +417,12 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
     if not microbatches.complete(run, step):
         microbatches.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
+        step_close.close_complete_stages(run, step, now)
         return
     if step.complete_at is None:
         step.complete_at = now
     hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
-    held = now < hold_ends and state_transfer.close_is_delayed(run, now)
+    held = now < hold_ends and bool(state_transfer.delayed_stages(run, now))
     held = verdicts.delay_close(run, step, now) or held
     held = whole_audits.settle_contests(run, step, now) or held
     if now >= step.close_not_before:
@@ -426,7 +430,9 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
     if not microbatches.complete(run, step):
         return
     held = whole_audits.renew(run, step, now) or held
-    if now >= step.close_not_before and not held:
+    if held:
+        step_close.close_complete_stages(run, step, now)
+    elif now >= step.close_not_before:
         step_close.start_close(run, step, now)
 
 

@@ -243,13 +243,18 @@ class Bench:
             commands += self.report(peer, *microbatches.numbers(self.run))
         return commands
 
+    def attempt_of(self, peer: str) -> int:
+        """The latest attempt of the peer's stage; 0 without one."""
+        of = self.run.peers.get(PeerId(peer))
+        return (
+            self.step().attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
+        )
+
     def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:
         """The peer reports the current close as averaged, or as `changes` say."""
-        step, of = self.step(), self.run.peers.get(PeerId(peer))
-        attempt = step.attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
         values: dict[str, Any] = {
-            "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
-            "tied_squared": tied,
+            "step": self.step().step, "attempt": self.attempt_of(peer), "ok": True,
+            "own_squared": own, "tied_squared": tied,
         }  # fmt: skip
         return self.send(peer, protocol.RoundReport(**{**values, **changes}))
 

@@ -60,10 +60,12 @@ def deadline(run: RunState, step: StepState, began_at: float, most_at: float) ->
 
 
 def pace(step: StepState) -> float:
-    """Seconds that the work of the step took, which no single peer decides."""
-    if step.complete_at is None:
-        return 0.0
-    return max(0.0, step.complete_at - step.previous_applied_at)
+    """Seconds that the work of the step took, which no single peer decides; until the table is
+    complete, that of the stage which averages first."""
+    ended_at = step.complete_at
+    if ended_at is None and step.closing is not None:
+        ended_at = min(found.began_at for found in step.closing.rounds.values())
+    return 0.0 if ended_at is None else max(0.0, ended_at - step.previous_applied_at)
 
 
 # ---------------------------------------------------------------- charging

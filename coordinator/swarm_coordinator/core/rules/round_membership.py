@@ -3,12 +3,13 @@
 Part of the pure core (docs/decisions, number 0025). The gradient of a member that leaves after all
 other members of its round have averaged is part of their sums, so its cells count; where sums are
 checked, only after the check. Otherwise its round alone is aborted, and the stages of that round
-average anew when the table is complete again.
+average anew when the table is complete again. A round is aborted as well if an audit finds wrong
+what its average contains.
 """
 
 from __future__ import annotations
 
-from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.rules import microbatches, state_transfer, verdicts
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -69,6 +70,21 @@ def abort_all(run: RunState, reason: str, now: float) -> None:
     closing = run.steps.closing
     for ended in closing.each_round() if closing is not None else ():
         abort(run, ended, reason, now)
+
+
+def retract(run: RunState, now: float) -> None:
+    """Abort the rounds that contain what audits have found wrong since they began: cells that are
+    to be cleared, and all that expelled peers have counted."""
+    step = run.steps.current
+    if step is None or run.phase is RunPhase.APPLYING:
+        return
+    cells, step.audits.retracted = step.audits.retracted, set()
+    for found in step.closing.each_round() if step.closing is not None else ():
+        wrong = run.audits.expelled.keys() & (found.members.keys() | found.kept.keys())
+        if wrong or any(stage in found.stages for _, stage in cells):
+            abort(run, found, "an audit found wrong what its average contains", now, of_loss=True)
+    for cell in sorted(cells):
+        verdicts.clear_cell(run, step, cell)
 
 
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:

@@ -64,9 +64,12 @@ def delay_close(run: RunState, transfer: StageTransfer, now: float) -> None:
         transfer.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
-def close_is_delayed(run: RunState, now: float) -> bool:
-    """Whether a download delays the close now."""
-    return any(True for _ in chain(_joins(run, now), _moves(run, now)))
+def delayed_stages(run: RunState, now: float) -> set[StageIndex]:
+    """Return the stages whose close a download delays now: those that are joined, and both stages
+    of a move."""
+    delayed = chain(_joins(run, now), _moves(run, now))
+    stages = {stage for peer, transfer in delayed for stage in (peer.stage, transfer.stage)}
+    return {stage for stage in stages if stage is not None}
 
 
 def charge_downloads(run: RunState, now: float) -> None:

@@ -3,8 +3,9 @@
 Part of the pure core (design: the life of a step). Two phases: every member of every stage averages
 and reports, and the sums are checked (`swarm_coordinator.core.rules.closing.sum_checks`); then the
 decision is made durable and every member is instructed to apply it. Stages that share nothing
-average in rounds of their own (`swarm_coordinator.core.state.close`): when one round fails, its
-accumulators still exist and the other rounds stand. Removing a member from a round is the matter of
+average in rounds of their own (`swarm_coordinator.core.state.close`), each as soon as its own part
+of the table is complete: when one round fails, its accumulators still exist and the other rounds
+stand. Removing a member from a round is the matter of
 `swarm_coordinator.core.rules.round_membership`.
 """
 
@@ -56,13 +57,70 @@ bitwise."""
 _OTHER_STATE = "it does not hold the state that it claims"
 
 
+def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
+    """Open the rounds of stages that have counted all microbatches, while other stages compute.
+
+    Only until a round of the step fails. Those that are open then wait for the whole table, since
+    what failed may have to be settled first (`start_close`).
+    """
+    if step.failed_rounds or now < step.close_not_before:
+        return
+    settled = _settled_stages(run, step, now)
+    if settled:
+        switching = rebalancing.switching(run)
+        found = [stages for stages in _unopened_rounds(run, switching) if stages <= settled]
+        _open_rounds(run, step, found, switching, now)
+
+
+def _settled_stages(run: RunState, step: StepState, now: float) -> set[StageIndex]:
+    """Return the stages without a round that are complete, and that no audit, chain of transcripts,
+    removal or download delays."""
+    size = len(microbatches.numbers(run))
+    if len(step.table) < size or run.audits.expelled:
+        return set()
+    complete = {
+        stage
+        for stage in run.stage_indices
+        if step.table.filled_of_stage(stage) == size and run.steps.round_of(stage) is None
+    }
+    if complete:
+        complete -= step.audits.stages() | state_transfer.delayed_stages(run, now)
+    return complete
+
+
 def start_close(run: RunState, step: StepState, now: float) -> None:
-    """Open rounds for the stages without one, and send each member its group and commit set."""
-    opened = [stage for stage in run.stage_indices if run.steps.round_of(stage) is None]
+    """Open the rounds of all stages without one; the table is complete."""
+    switching = rebalancing.switching(run)
+    _open_rounds(run, step, _unopened_rounds(run, switching), switching, now)
+    enter_phase(run, RunPhase.CLOSING)
+    advance_close(run, now)
+
+
+def _unopened_rounds(
+    run: RunState, switching: dict[PeerId, StageIndex]
+) -> list[frozenset[StageIndex]]:
+    """Group the stages without a round into rounds."""
+    stages = [stage for stage in run.stage_indices if run.steps.round_of(stage) is None]
+    pairs = [
+        (stage, to) for p, to in switching.items() if (stage := run.peers[p].stage) is not None
+    ]
+    if run.tied_stages().intersection(stages):
+        pairs.append((StageIndex(0), run.last_stage))
+    return _connected_stages(stages, pairs)
+
+
+def _open_rounds(
+    run: RunState, step: StepState, rounds: list[frozenset[StageIndex]],
+    switching: dict[PeerId, StageIndex], now: float,
+) -> None:  # fmt: skip
+    """Open rounds, and send each member its group and commit set."""
+    if not rounds:
+        return
+    opened = sorted(stage for stages in rounds for stage in stages)
     run.steps.last_attempt += 1
     step.attempt = run.steps.last_attempt
-    step.closes += 1
-    switching = rebalancing.switching(run)
+    # The rounds that open one after another until one fails are the first attempt.
+    step.closes += step.closing is None or bool(step.failed_rounds)
     members = {stage: [p.peer for p in run.peers.ready(stage)] for stage in opened}
     groups = {
         stage: tuple(sorted(members[stage] + [p for p, to in switching.items() if to == stage]))
@@ -70,11 +128,8 @@ def start_close(run: RunState, step: StepState, now: float) -> None:
     }
     reductions = {stage: _reductions(run, groups, stage) for stage in opened}
     step.closing = step.closing or CloseState()
-    pairs = [(stage, switching[p]) for stage in opened for p in members[stage] if p in switching]
-    if run.tied_stages().intersection(opened):
-        pairs.append((StageIndex(0), run.last_stage))
     owners = {p: owner_of(run.peers[p]) for stage in opened for p in members[stage]}
-    for stages in _connected_stages(opened, pairs):
+    for stages in rounds:
         step.attempts.update(dict.fromkeys(stages, step.attempt))
         of_round = {stage: reductions[stage] for stage in sorted(stages)}
         step.closing.open(
@@ -89,7 +144,6 @@ def start_close(run: RunState, step: StepState, now: float) -> None:
                 sums=sum_checks.planned(run, of_round),
             )
         )
-    enter_phase(run, RunPhase.CLOSING)
     for stage in opened:
         _send_close(run, step, stage, reductions, switching)
 

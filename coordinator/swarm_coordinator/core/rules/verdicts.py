@@ -580,9 +580,15 @@ def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, 
 
 
 def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
-    """Clear a cell of a living peer, which is to take the microbatch out of its accumulator."""
+    """Clear a cell of a living peer, which is to take the microbatch out of its accumulator.
+
+    The round of a stage that averages already is aborted first, by the caller of the event.
+    """
     known = step.table.get(cell)
     if known is None:
+        return
+    if step is run.steps.current and run.steps.round_of(cell[1]) is not None:
+        step.audits.retracted.add(cell)
         return
     del step.table[cell]
     run.statistics.work.cleared += 1

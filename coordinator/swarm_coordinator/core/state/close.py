@@ -163,7 +163,7 @@ class CloseState:
     """The close of a step. Its members change only through its methods."""
 
     rounds: dict[StageIndex, Round] = field(default_factory=dict)
-    """The round of each stage that has one; a stage without one waits for a complete table."""
+    """The round of each stage that has one."""
     members: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Members of all rounds, with the stage that they average."""
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)

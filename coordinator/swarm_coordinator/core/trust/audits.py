@@ -173,6 +173,8 @@ class StepAudits:
     dropping: set[tuple[MicrobatchIndex, StageIndex, PeerId]] = field(default_factory=set)
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
+    retracted: set[tuple[MicrobatchIndex, StageIndex]] = field(default_factory=set)
+    """Cells that are to be cleared as soon as the rounds that average them are aborted."""
 
     secrets: dict[StageIndex, CheckSecret] = field(default_factory=dict)
     """What the seeds of the checks of sums to come follow from, by stage; auditors know it."""
@@ -183,6 +185,13 @@ class StepAudits:
     def concern(self, owner: PeerId) -> bool:
         """Whether a cell of this owner is being audited."""
         return any(audit.owner == owner for audit in self.open.values())
+
+    def stages(self) -> set[StageIndex]:
+        """The stages of which something may still be taken out."""
+        doubted = {stage for pair in self.broken.values() for stage in pair}
+        return (
+            doubted | {stage for _, stage in self.open} | {stage for _, stage, _ in self.dropping}
+        )
 
     def in_hand(self, peer: PeerId) -> int:
         """Number of audits that a peer has been asked for."""

@@ -587,7 +587,7 @@ def test_a_claim_during_the_apply_is_checked_when_the_holders_have_reported() ->
 
 def test_a_late_apply_with_another_digest_holds_no_stage() -> None:
     bench = training()
-    attempt = bench.records(AppliedStep)[-1].attempt
+    attempt = bench.records(AppliedStep)[-1].attempt_of(StageIndex(0))
     bench.attach("ghost", stage=0, version=0, averaged_attempt=attempt)
     bench.send("ghost", Applied(step=Step(1), digest="made up", norm=1.0))
     assert bench.peer("ghost").phase is PeerPhase.SYNCING

@@ -93,7 +93,8 @@ def test_a_step_is_durable_before_any_member_is_sent_its_apply() -> None:
     [record] = [i for i, c in enumerate(commands) if isinstance(c, Persist)]
     told = [i for i, c in enumerate(commands) if isinstance(c, Send)]
     assert min(told) > record
-    assert [bench.sent(peer, Apply)[0].attempt for peer in ALL] == [bench.step().attempt] * 4
+    attempts = [bench.sent(peer, Apply)[0].attempt for peer in ALL]
+    assert attempts == [bench.close_of(peer).attempt for peer in ALL]
 
 
 def test_the_record_of_a_step_adds_up() -> None:
@@ -378,11 +379,11 @@ def test_the_odd_one_of_three_is_excluded_and_the_step_ends_at_once(part: str, l
 
 def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> None:
     bench = closing()
-    step = bench.step()
-    sound = RoundReport(step=step.step, attempt=step.attempt, ok=True, own_squared=1.0)
+    sound = RoundReport(step=Step(1), attempt=1, ok=True, own_squared=1.0)
     for peer in ALL:
         # Past the parser's check, which refuses it already.
-        bench.send(peer, sound.model_copy(update={"own_squared": 1.7e308}))
+        changes = {"attempt": bench.attempt_of(peer), "own_squared": 1.7e308}
+        bench.send(peer, sound.model_copy(update=changes))
     assert not bench.records(AppliedStep)
     assert bench.run.phase is RunPhase.COLLECT
 
