@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import click
@@ -52,6 +52,8 @@ COPIED_SHARE = 0.9
 of a card that computes 15 TFLOP/s on 2,048 tokens and copies 12 GB/s."""
 OFFLOADED_SHARES = (0.3, 0.5)
 """Budgets with graphs in host memory, whose copies take `COPIED_SHARE` of a forward pass."""
+PLANNED_MICROBATCHES = 6
+"""So many plans are read for the prediction of copied graphs, as those of microbatches differ."""
 PASSES = 3
 """Forward, again, and backward."""
 RESIDENT_BYTES_PER_PARAMETER = 8
@@ -96,15 +98,22 @@ class BudgetedStage:
         return sum(moved) - stream.nbytes
 
     def predicted_with_copies(self) -> float | None:
-        """Return the share of full speed by the worker's own cost model; None without copies of
-        graphs."""
-        seconds, graphs = self.graphs_on_host, self._runner.graphs
+        """Return the share of full speed by the worker's own plans for some microbatches and its
+        cost model; None without copies of graphs."""
+        seconds = self.graphs_on_host
         if seconds is None:
             return None
-        layers = graphs.sizes.layers
-        not_kept = graphs.sizes.fewest_recomputed(graphs.budget_bytes) or 0
-        planned = places(layers, not_kept, seconds.copied_layers(layers, not_kept))
-        return seconds.microbatch(places(layers, 0, 0)) / seconds.microbatch(planned)
+        layers = self._runner.graphs.sizes.layers
+        planned: list[float] = []
+        for _ in range(PLANNED_MICROBATCHES):
+            self._forward()
+            graph = self._runner._in_flight[self._number - 1].graph
+            again, copied = layers, 0
+            if graph is not None:
+                again, copied = graph.recomputed_layers, graph.offloaded_layers
+            planned.append(seconds.microbatch(places(layers, again + copied, copied)))
+            self._runner.backward(self._number - 1, self._payload)
+        return seconds.microbatch(places(layers, 0, 0)) / mean(planned)
 
     def seconds(self, microbatches: int) -> float:
         """Return the seconds of a microbatch: a forward pass, and the backward pass of the

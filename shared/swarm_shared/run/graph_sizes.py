@@ -67,17 +67,30 @@ class GraphSizes:
             None,
         )
 
-    def recomputed_beside(self, room_bytes: int, others: Collection[int]) -> int | None:
+    def recomputed_beside(
+        self, room_bytes: int, others: Collection[tuple[int, int]],
+        copying_budget_bytes: int | None = None,
+    ) -> int | None:  # fmt: skip
         """Return the fewest layers that must be computed again for a graph to fit into what the
-        graphs in flight leave, and, if possible, to leave room for another microbatch with the
-        inputs of its layers: they save a whole forward pass, a kept layer saves its own. None if
-        no number does. `others` has the layers that are computed again of each graph in flight."""
+        graphs in flight leave, beside the passes of these; None if no number does.
+
+        The first one leaves, if possible, room for another microbatch with the inputs of its
+        layers: they save a whole forward pass, a kept layer saves its own. Where layers may wait in
+        host memory instead, within a budget for all graphs, each one leaves room of it for a
+        microbatch whose layers all wait there. `others` has the layers of each graph in flight that
+        are computed again, and that wait.
+        """
+        beside_bytes = self.least_working_bytes
         if others:
-            beside_bytes = self.layer_bytes if self.layers in others else 0
-        else:
-            beside_bytes = self.least_working_bytes
-        found = self.fewest_recomputed(room_bytes, beside_bytes)
-        return self.fewest_recomputed(room_bytes) if found is None else found
+            beside_bytes = max(
+                self.working_bytes(*other) - self.graph_bytes(*other) for other in others
+            )
+        besides = [beside_bytes, 0]
+        if copying_budget_bytes is not None:
+            most_bytes = copying_budget_bytes - self.working_bytes(0, self.layers)
+            besides.insert(0, max(beside_bytes, room_bytes - most_bytes))
+        found = (self.fewest_recomputed(room_bytes, beside) for beside in besides)
+        return next((number for number in found if number is not None), None)
 
     def recomputed_layers(self, budget_bytes: int, is_last: bool) -> float:
         """Return how many layers of a microbatch a worker computes again, on average over those
@@ -88,7 +101,7 @@ class GraphSizes:
         kept: list[int] = []
         for _ in range(GRAPHS):
             room_bytes = budget_bytes - sum(map(self.graph_bytes, kept))
-            found = self.recomputed_beside(room_bytes, kept)
+            found = self.recomputed_beside(room_bytes, [(number, 0) for number in kept])
             if found is not None:
                 kept.append(found)
         return (sum(kept) + (GRAPHS - len(kept)) * self.layers) / GRAPHS

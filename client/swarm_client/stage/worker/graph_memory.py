@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
 from swarm_shared.model.layer_seconds import LayerSeconds
-from swarm_shared.run.graph_sizes import GraphSizes
+from swarm_shared.run.graph_sizes import GRAPHS, GraphSizes
 
 KEPT_WHEN_SHORT = 0.75
 """Fraction of the memory of graphs that is kept when an allocation fails."""
@@ -94,8 +94,18 @@ class GraphMemory:
     def layers_to_recompute(self) -> int | None:
         """Return the fewest layers that must be computed again for a further graph to fit; None if
         no number does."""
-        others = [graph.recomputed_layers for graph in self._graphs()]
-        return self.sizes.recomputed_beside(self.room_bytes(), others)
+        others = [(graph.recomputed_layers, graph.offloaded_layers) for graph in self._graphs()]
+        budget_bytes = self.budget_bytes if self._may_copy() else None
+        return self.sizes.recomputed_beside(self.room_bytes(), others, budget_bytes)
+
+    def _may_copy(self) -> bool:
+        """Whether all layers of two microbatches could wait in host memory, and should rather than
+        be computed again."""
+        if self.seconds is None:
+            return False
+        sizes = self.sizes
+        has_room = self.host_bytes >= GRAPHS * sizes.layers * sizes.layer_bytes
+        return has_room and self._copied_layers(self.seconds, sizes.layers, sizes.layers) > 0
 
     def may_owe(self, graph: Graph, parameters: Iterable[Tensor]) -> bool:
         """Whether a backward pass may leave the gradients of weights for later. What is kept for

@@ -16,6 +16,7 @@ from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
+from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.run.graph_sizes import GRAPHS, GraphSizes
 from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.placement.memory_plan import memory_plan, stage_needs
@@ -51,6 +52,33 @@ def test_a_worker_computes_as_many_layers_again_as_planned(sizes: GraphSizes, mo
     assert sum(recomputed[:GRAPHS]) == planned
     # An input more or less may tip the balance later.
     assert abs(sum(recomputed[-GRAPHS:]) - planned) <= 1
+
+
+@given(sizes_strategy, st.integers(0, 900))
+def test_microbatches_in_flight_compute_nothing_again_where_all_their_layers_may_wait(
+    sizes: GraphSizes, more: int
+) -> None:
+    # Both may be in a pass, beside the inputs of the layers that are not kept.
+    inputs_bytes = sizes.layers * sizes.input_bytes
+    budget_bytes = GRAPHS * (sizes.working_bytes(0, sizes.layers) + inputs_bytes) + more
+    in_flight: dict[int, InFlight] = {}
+    graphs = GraphMemory(budget_bytes, in_flight, {})
+    graphs.measured, graphs.host_bytes = sizes, 2**40
+    graphs.seconds = LayerSeconds(forward=1.0, copy=0.1)
+    for number in range(MICROBATCHES):
+        not_kept = graphs.layers_to_recompute()
+        assert not_kept is not None
+        waiting = graphs.offloaded_of(not_kept)
+        assert waiting == not_kept
+        graph = Graph(None, torch.empty(0), 0, waiting)
+        in_flight[number] = InFlight(
+            STEP, MicrobatchIndex(number), True, None, bytearray(), None, graph
+        )
+        if number >= GRAPHS - 1:
+            oldest = in_flight.pop(number - GRAPHS + 1).graph
+            assert oldest is not None, "no pass has taken its room"
+            graphs.make_room(sizes.working_bytes(0, oldest.offloaded_layers))
+            assert all(flight.graph is not None for flight in in_flight.values())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.75])
