@@ -3,7 +3,7 @@
 With n machines of equal links in a stage, the time of averaging over that of sending a step's
 tensors is 2(n-1) times the ratio of gradients to tensors. A small model with the ratio of a large
 one therefore averages for as large a share of its step, where the links limit both. A codec changes
-both alike.
+the ratios of both by the same factor.
 """
 
 from __future__ import annotations
