@@ -27,8 +27,8 @@ from benchmarks.outcome import (
 )
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.kept import added, kept_mixes
-from benchmarks.wan.measure import STAGES, Plan, measure_mix
-from benchmarks.wan.mixes import MIXES, read_mixes
+from benchmarks.wan.measure import Plan, measure_mix
+from benchmarks.wan.mixes import MIXES, Training, read_mixes
 from benchmarks.wan.page import wan_markdown
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from kits.network_lab import LabError
@@ -50,10 +50,6 @@ SERVER = "server"
 @click.option("--cooldown", default=1, show_default=True, type=click.IntRange(0),
               help="Steps at the end that are not measured.")  # fmt: skip
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
-@click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1),
-              help="Microbatches per step.")  # fmt: skip
 @click.option("--check/--no-check", default=True, help="Measure the links first.")
 @click.option(
     "--keep",
@@ -69,8 +65,7 @@ SERVER = "server"
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(
     mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
-    repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, add: bool,
-    mix_file: Path, out: Path,
+    repetitions: int, check: bool, keep: bool, add: bool, mix_file: Path, out: Path,
 ) -> None:  # fmt: skip
     """Measure the swarm and its opponents over emulated links."""
     if warmup + cooldown >= steps:
@@ -79,20 +74,21 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     chosen = tuple(name for name in CONTENDERS if not only or name in only)
-    plan = Plan(chosen, steps, warmup, cooldown, repetitions, seconds, check)
+    plan = Plan(chosen, steps, warmup, cooldown, repetitions, check)
     with work_folder("wan", LabError) as work:
         file = read_mixes(mix_file)
-        templates = Templates(work / "templates", steps, microbatches)
+        usual = Training()  # a mix with another one says so in its own document
+        model = Templates(work / "usual", steps, usual).manifest().model
         server = file.link(SERVER)
         found: dict[str, Any] = {}
         document = {
             **result_head(PACKAGES),
             "load_before": load_before,
             "preset": PRESET, "changes": CHANGES,
-            "model": templates.manifest(STAGES).model.model_dump(), "stages": STAGES,
+            "model": model.model_dump(), "stages": usual.stages,
             "steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown,
-            "repetitions": repetitions, "microbatches_per_step": microbatches,
-            "microbatch_seconds": seconds,
+            "repetitions": repetitions, "microbatches_per_step": usual.microbatches_per_step,
+            "microbatch_seconds": usual.microbatch_seconds,
             "contenders": {name: CONTENDERS[name].title for name in chosen},
             "mixes": found,
         }  # fmt: skip
@@ -104,7 +100,7 @@ def main(
         for name in mixes or tuple(file.mixes):
             try:
                 began = {"measured_at": now(), "load_before": os.getloadavg()[0]}
-                mix = measure_mix(file.mix(name), server, templates, plan, work / name)
+                mix = measure_mix(file.mix(name), server, plan, work / name)
                 mix = {**began, **mix}
                 found[name] = added(found[name], mix) if add and name in found else mix
             except SwarmError as error:

@@ -43,6 +43,12 @@ class Sizes:
     def stages(self) -> int:
         return len(self.work_flops)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of one microbatch that a stage sends over its boundaries: an inner stage an
+        activation and a gradient, one of two stages either."""
+        return self.border_bytes * min(2, self.stages - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -65,19 +71,21 @@ def sizes_of(manifest: Manifest, parameters: Sequence[int]) -> Sizes:
     )
 
 
-def assign(mix: Mix, stages: int, work_flops: Sequence[float], seconds: float) -> list[Member]:
+def assign(mix: Mix, work_flops: Sequence[float]) -> list[Member]:
     """Assign machines to stages: the fastest first, each to the stage with the lowest total rate.
 
-    All stages get equally many machines. One of speed 1 takes `seconds` for one microbatch of a
-    stage of mean work. Raises ConfigurationError when the machines cannot be divided equally.
+    All stages get equally many machines. One of speed 1 takes the mix's `microbatch_seconds` for
+    one microbatch of a stage of mean work. Raises ConfigurationError when the machines cannot be
+    divided equally.
     """
+    stages = mix.training.stages
     places, left = divmod(len(mix.peers), stages)
     if left or not places:
         raise ConfigurationError(
             f"mix {mix.name!r} has {len(mix.peers)} machines; stages of equal size need a multiple "
             f"of {stages}"
         )
-    ordinary = sum(work_flops) / len(work_flops) / seconds
+    ordinary = sum(work_flops) / len(work_flops) / mix.training.microbatch_seconds
     rates, taken = [0.0] * stages, [0] * stages
     members: list[Member] = []
     order = sorted(range(len(mix.peers)), key=lambda index: (-mix.peers[index].speed, index))

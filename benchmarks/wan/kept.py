@@ -44,14 +44,16 @@ def _plain(value: Any) -> Any:
 
 
 def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mix `now` with the earlier runs of `before`, which must have the same machines.
+    """Return the mix `now` with the earlier runs of `before`, which must have the same machines
+    and training.
 
     Link checks and forwarder statistics are those of `now`; all times are kept.
     """
-    if before["machines"] != now["machines"]:
-        raise UsageError(
-            f"the file's {now['name']} was measured with other machines; leave out --add"
-        )
+    for what in ("machines", "training"):
+        if before.get(what) != now.get(what):
+            raise UsageError(
+                f"the file's {now['name']} was measured with other {what}; leave out --add"
+            )
     rows: dict[str, Sequence[Mapping[str, Any]]] = {}
     for name in CONTENDERS:
         runs = [run for mix in (before, now) for run in _runs(mix, name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ from benchmarks.wan.check import render as render_checks
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field
 from benchmarks.wan.fleet import assign, sizes_of
-from benchmarks.wan.mixes import Link, Mix
+from benchmarks.wan.mixes import Link, Mix, Training
 from benchmarks.wan.network import Network, wide_area_network
+from benchmarks.wan.proportions import REFERENCE, proportions_of, reference_proportions
 from benchmarks.wan.report import mix_document, result_row
 from benchmarks.wan.templates import Templates, parameter_counts
 from benchmarks.wan.traffic import Recorder
 from swarm_shared.base.errors import SwarmError
 
-STAGES = 4
 CHECKS = 3
 """Maximum number of link checks before a mix is abandoned."""
 
@@ -37,29 +37,29 @@ class Plan:
     warmup: int
     cooldown: int
     repetitions: int
-    microbatch_seconds: float
-    """Time of a stage's microbatch on a machine of speed 1."""
     check: bool
 
 
-def measure_mix(
-    mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
-) -> dict[str, Any]:
+def measure_mix(mix: Mix, server: Link, plan: Plan, work: Path) -> dict[str, Any]:
     """Measure one mix; `server` is the coordinator's link."""
-    with open_field(mix, server, templates, plan, work) as (field, checks):
+    with open_field(mix, server, plan, work) as (field, checks):
         rows = _take_turns(field, plan, work)
     counts = field.network.forwarder_counts()
-    return mix_document(mix, field.members, field.sizes, checks, rows, counts)
+    document = mix_document(mix, field.members, field.sizes, checks, rows, counts)
+    if mix.training != Training():
+        document["training"] = training_document(mix, field)
+    return document
 
 
 @contextmanager
 def open_field(
-    mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
+    mix: Mix, server: Link, plan: Plan, work: Path
 ) -> Iterator[tuple[Field, list[LinkCheck]]]:
     """Yield the mix's network with the results of its link checks; remove it afterwards."""
-    manifest = templates.manifest(STAGES)
+    templates = Templates(work / "templates", plan.steps, mix.training)
+    manifest = templates.manifest()
     sizes = sizes_of(manifest, parameter_counts(manifest))
-    members = assign(mix, STAGES, sizes.work_flops, plan.microbatch_seconds)
+    members = assign(mix, sizes.work_flops)
     links = {member.name: member.peer.link for member in members}
     links[COORDINATOR] = server
     links[TRAINER] = max((peer.link for peer in mix.peers), key=lambda link: link.up_mbit)
@@ -68,6 +68,20 @@ def open_field(
         checks = _checked(network) if plan.check else []
         ordered = tuple(sorted(members, key=lambda one: (one.stage, one.name)))
         yield Field(network, ordered, templates, sizes, plan.steps), checks
+
+
+def training_document(mix: Mix, field: Field) -> dict[str, Any]:
+    """Return what the mix trains, and its proportions beside those of the reference."""
+    training = mix.training
+    slowest = min(peer.link.up_bytes_per_second for peer in mix.peers)
+    own = proportions_of(field.sizes, training.microbatch_seconds, slowest)
+    return {
+        **training.model_dump(),
+        # As JSON has it, so that it equals what `--add` reads.
+        "model": field.templates.manifest().model.model_dump(mode="json"),
+        "proportions": asdict(own),
+        "reference": {"preset": REFERENCE, **asdict(reference_proportions())},
+    }
 
 
 def _checked(network: Network) -> list[LinkCheck]:

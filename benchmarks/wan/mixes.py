@@ -1,4 +1,4 @@
-"""Kinds of links, and fleets made of them, from a TOML file.
+"""Kinds of links, fleets made of them, and what a fleet trains, from a TOML file.
 
 Rates include headers. `rtt_ms` is the round trip between a machine and the middle of the network;
 that between two machines is the sum of both.
@@ -63,21 +63,38 @@ class Peer(FrozenModel):
     speed: float
 
 
+class Training(FrozenModel):
+    """The run that a fleet trains."""
+
+    stages: int = Field(default=4, ge=2, le=16)
+    microbatches_per_step: int = Field(default=16, ge=1, le=1024)
+    microbatch_seconds: float = Field(default=0.25, gt=0)
+    """Time of a stage's microbatch on a machine of speed 1."""
+    settings: dict[str, int | float | str] = Field(default_factory=dict)
+    """Further settings of the run by their dotted names, over the benchmark's own
+    (`templates.CHANGES`)."""
+
+
+class MixSection(Training):
+    """A mix as written in the file."""
+
+    machines: tuple[PeerKind, ...] = Field(min_length=1)
+
+
 class Mix(FrozenModel):
     name: str
     peers: tuple[Peer, ...]
+    training: Training = Training()
 
 
 class MixFile(FrozenModel):
     links: dict[str, Link]
-    mixes: dict[str, tuple[PeerKind, ...]]
+    mixes: dict[str, MixSection]
 
     @model_validator(mode="after")
     def _links_are_known(self) -> Self:
-        for mix, kinds in self.mixes.items():
-            if not kinds:
-                raise ValueError(f"mix {mix!r} has no peers")
-            for kind in kinds:
+        for mix, section in self.mixes.items():
+            for kind in section.machines:
                 if kind.link not in self.links:
                     known = ", ".join(sorted(self.links))
                     raise ValueError(f"mix {mix!r} names link {kind.link!r}; there are {known}")
@@ -94,12 +111,14 @@ class MixFile(FrozenModel):
             raise ConfigurationError(
                 f"there is no mix {name!r}; choose one of {', '.join(sorted(self.mixes))}"
             )
+        section = self.mixes[name]
         peers = [
             Peer(link_name=kind.link, link=self.links[kind.link], speed=kind.speed)
-            for kind in self.mixes[name]
+            for kind in section.machines
             for _ in range(kind.count)
         ]
-        return Mix(name=name, peers=tuple(peers))
+        training = Training(**section.model_dump(exclude={"machines"}))
+        return Mix(name=name, peers=tuple(peers), training=training)
 
 
 def read_mixes(path: Path = MIXES) -> MixFile:

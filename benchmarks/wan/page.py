@@ -40,7 +40,6 @@ def ratios_markdown(document: Mapping[str, Any]) -> str:
         if ours in mix["contenders"]
     ]
     head = (
-        f"Four stages on four machines, {document['microbatches_per_step']} microbatches per step, "
         f"{document['measured_at'][:10]}. The swarm's tokens/s over those of others on the same "
         f"links, and over the bound of float32 (aim {_AIM_OF_BOUND:g}):"
     )
@@ -50,14 +49,11 @@ def ratios_markdown(document: Mapping[str, Any]) -> str:
 
 def wan_markdown(document: Mapping[str, Any]) -> str:
     """Training over emulated links: a table per mix of machines."""
-    machine, model = document["machine"], document["model"]
+    machine = document["machine"]
     measured = document["steps"] - document["warmup_steps"] - document["cooldown_steps"]
     lines = [
         f"{machine['cpu_count']} cores ({machine['processor']}); medians of runs of {measured} "
-        f"measured steps. {document['stages']} stages, width {model['hidden_size']}, "
-        f"{model['layers']} layers, {document['microbatches_per_step']} microbatches per step, "
-        "float32; a machine of speed 1 computes a stage's microbatch in "
-        f"{document['microbatch_seconds']:g} s.",
+        f"measured steps. Unless a mix says otherwise: {_training(document)}.",
     ]
     for mix in document["mixes"].values():
         counts = [len(one["tokens_per_second_all"]) for one in mix["contenders"].values()]
@@ -70,11 +66,35 @@ def wan_markdown(document: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"**{mix['name']}**, {when}, {runs} run{'s' if max(counts) > 1 else ''} each: "
-            f"{_fleet(mix)}.",
+            f"{_fleet(mix)}.{_own_training(mix)}",
             "",
             *_mix_table(document, mix),
         ]
     return "\n".join(lines)
+
+
+def _training(training: Mapping[str, Any]) -> str:
+    model = training["model"]
+    return (
+        f"{training['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
+        f"{training['microbatches_per_step']} microbatches per step, float32; a machine of speed 1 "
+        f"computes a stage's microbatch in {training['microbatch_seconds']:g} s"
+    )
+
+
+def _own_training(mix: Mapping[str, Any]) -> str:
+    """What a mix trains, and its proportions beside the reference's; empty for the usual."""
+    training = mix.get("training")
+    if training is None:
+        return ""
+    own, other = training["proportions"], training["reference"]
+    return (
+        f" It trains {_training(training)}. Gradients of a stage over the tensors that it sends in "
+        f"a step: {own['gradients_over_tensors']:.3f} (preset `{other['preset']}`: "
+        f"{other['gradients_over_tensors']:.3f}); seconds of computing a microbatch over those of "
+        f"sending its tensors: {own['computing_over_sending']:.3f} "
+        f"({other['computing_over_sending']:.3f})."
+    )
 
 
 def times(mix: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.wan.mixes import Training
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_stage
@@ -17,17 +18,17 @@ CHANGES = {
     "training.evaluation_microbatches": 0, "network.listen_host": "0.0.0.0",
     "rebalancing.rule": "none",
 }  # fmt: skip
-"""Settings of the model; eight layers allow two chunks on each of four machines (interleaved
-1F1B)."""
+"""Settings of the model, unless a mix has others; eight layers allow two chunks on each of four
+machines (interleaved 1F1B)."""
 
 
 class Templates:
-    """Run folders, created on first use."""
+    """Run folders of one mix's training, created on first use."""
 
-    def __init__(self, folder: Path, steps: int, microbatches: int) -> None:
+    def __init__(self, folder: Path, steps: int, training: Training) -> None:
         self._folder = folder
         self._steps = steps
-        self._microbatches = microbatches
+        self._training = training
         self._made: dict[tuple[int, int, str, int], tuple[Path, Manifest]] = {}
 
     def folder(
@@ -36,8 +37,8 @@ class Templates:
         """Return a run folder whose first step waits for the given number of peers per stage."""
         return self._make(stages, peers_per_stage, codec, staleness)[0]
 
-    def manifest(self, stages: int) -> Manifest:
-        return self._make(stages, 1, "none", 0)[1]
+    def manifest(self) -> Manifest:
+        return self._make(self._training.stages, 1, "none", 0)[1]
 
     def _make(
         self, stages: int, peers: int, codec: ActivationCodec, staleness: int
@@ -46,8 +47,9 @@ class Templates:
         if key not in self._made:
             path = self._folder / f"{stages}-stages-{peers}-peers-{codec}-{staleness}-late"
             changes = {
-                **CHANGES, "run.name": "wan", "training.steps": self._steps,
-                "training.microbatches_per_step": self._microbatches,
+                **CHANGES, **self._training.settings,
+                "run.name": "wan", "training.steps": self._steps,
+                "training.microbatches_per_step": self._training.microbatches_per_step,
                 "checkpoint.every_steps": self._steps, "limits.starting_peers_per_stage": peers,
                 "codecs.activation": codec, "codecs.gradient": codec,
                 "training.staleness": staleness,

@@ -20,9 +20,9 @@ from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.wan.contenders import swarm
 from benchmarks.wan.field import Field
 from benchmarks.wan.fleet import Member
-from benchmarks.wan.measure import STAGES, Plan, open_field
+from benchmarks.wan.measure import Plan, open_field
 from benchmarks.wan.mixes import MIXES, read_mixes
-from benchmarks.wan.templates import CHANGES, PRESET, Templates
+from benchmarks.wan.templates import CHANGES, PRESET
 from benchmarks.wan.timeline.account import Event, by_stage, machine_account, travels
 from benchmarks.wan.timeline.page import timeline_markdown
 from kits.network_lab import LabError
@@ -53,33 +53,26 @@ WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
     help="Configurations; repeatable; default: all.",
 )
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
-@click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
-@click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
-def main(
-    mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, seconds: float, microbatches: int,
-    out: Path,
-) -> None:  # fmt: skip
+def main(mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, out: Path) -> None:
     """Account for every second of a step at every machine."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
-    plan = Plan((), steps, WARMUP, COOLDOWN, 1, seconds, check=True)
+    plan = Plan((), steps, WARMUP, COOLDOWN, 1, check=True)
     file = read_mixes(MIXES)
     found: dict[str, Any] = {}
     with work_folder("timeline", LabError) as work:
-        templates = Templates(work / "templates", steps, microbatches)
         for name in mixes:
             place = work / name
             server = file.link("server")
-            with open_field(file.mix(name), server, templates, plan, place) as (field, _):
+            with open_field(file.mix(name), server, plan, place) as (field, _):
                 found[name] = {
                     way: _profile(field, place / way, WAYS[way]) for way in ways or tuple(WAYS)
                 }
     document = {
         **result_head(PACKAGES), "load_before": load_before, "preset": PRESET, "changes": CHANGES,
-        "stages": STAGES, "steps": steps, "warmup_steps": WARMUP, "cooldown_steps": COOLDOWN,
-        "microbatches_per_step": microbatches, "microbatch_seconds": seconds, "mixes": found,
+        "steps": steps, "warmup_steps": WARMUP, "cooldown_steps": COOLDOWN, "mixes": found,
+        "trainings": {name: file.mix(name).training.model_dump() for name in mixes},
     }  # fmt: skip
     click.echo(f"\n{timeline_markdown(document)}")
     write_result(out, document)

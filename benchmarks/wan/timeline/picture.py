@@ -29,7 +29,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         1, len(mixes), figsize=(1.5 + 4.8 * len(mixes), 4.6), sharey=True, squeeze=False
     )
     ways = {name: way["title"] for mix in mixes.values() for name, way in mix.items()}
-    stages = document["stages"]
+    stages = max(len(run["stages"]) for mix in document["mixes"].values() for run in mix.values())
     for axis, (title, mix) in zip(panes[0], mixes.items(), strict=True):
         for group, name in enumerate(ways):
             if name in mix:

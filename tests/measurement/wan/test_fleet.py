@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.wan.fleet import (
@@ -12,7 +14,8 @@ from benchmarks.wan.fleet import (
     minimum_bytes,
     pipeline_bound,
 )
-from benchmarks.wan.mixes import Link, Mix, Peer
+from benchmarks.wan.mixes import Link, Mix, Peer, Training
+from benchmarks.wan.proportions import proportions_of
 from swarm_shared.base.errors import ConfigurationError
 
 FAST = Link(up_mbit=1000, down_mbit=1000)
@@ -58,10 +61,20 @@ def test_nobody_gets_along_with_fewer_bytes_than_borders_and_averages_take() -> 
     assert minimum_bytes(SIZES, fleet) == 2 * 2 * 10 * 250_000 + 2 * 10**6
 
 
+def test_proportions_are_of_the_largest_stage_and_of_the_stage_that_sends_most() -> None:
+    three = replace(SIZES, gradient_bytes=(10**6, 2 * 10**6, 10**6))
+    own = proportions_of(three, 0.25, 10**6)
+    assert own.gradients_over_tensors == pytest.approx(2e6 / (2 * 10 * 250_000))
+    assert own.computing_over_sending == pytest.approx(0.25 / 0.5)
+    two = replace(three, work_flops=(100.0, 100.0))
+    assert proportions_of(two, 0.25, 10**6).gradients_over_tensors == pytest.approx(0.8)
+
+
 def test_stages_are_filled_so_that_the_thinnest_gets_the_next_fastest_machine() -> None:
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0, 1.0, 1.0, 1.0]
-    mix = Mix(name="m", peers=tuple(Peer(link_name="l", link=FAST, speed=s) for s in speeds))
-    members = assign(mix, 4, [10.0, 10.0, 10.0, 10.0], 0.5)
+    peers = tuple(Peer(link_name="l", link=FAST, speed=s) for s in speeds)
+    mix = Mix(name="m", peers=peers, training=Training(microbatch_seconds=0.5))
+    members = assign(mix, [10.0, 10.0, 10.0, 10.0])
     assert sorted(one.stage for one in members) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(one.name for one in members) == [f"peer-{index}" for index in range(1, 9)]
     by_name = {one.name: one for one in members}
@@ -72,11 +85,11 @@ def test_stages_are_filled_so_that_the_thinnest_gets_the_next_fastest_machine() 
 def test_stages_of_unlike_work_get_as_many_machines_all_the_same() -> None:
     def mix(count: int) -> Mix:
         peer = Peer(link_name="l", link=FAST, speed=1.0)
-        return Mix(name="m", peers=(peer,) * count)
+        return Mix(name="m", peers=(peer,) * count, training=Training(stages=2))
 
-    members = assign(mix(6), 2, [10.0, 30.0], 0.5)
+    members = assign(mix(6), [10.0, 30.0])
     assert sorted(one.stage for one in members) == [0, 0, 0, 1, 1, 1]
     with pytest.raises(
         ConfigurationError, match="has 5 machines; stages of equal size need a multiple of 2"
     ):
-        assign(mix(5), 2, [10.0, 10.0], 0.5)
+        assign(mix(5), [10.0, 10.0])

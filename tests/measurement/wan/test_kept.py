@@ -73,3 +73,5 @@ def test_other_losses_in_what_is_added_are_found() -> None:
 def test_nothing_is_added_to_what_other_machines_did() -> None:
     with pytest.raises(UsageError, match="other machines"):
         added(mix("then", {}, machines=[]), mix("now", {}))
+    with pytest.raises(UsageError, match="other training"):
+        added(mix("then", {}), mix("now", {}, training={"stages": 2}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.run_data import TimedStep, loss_disagreement
@@ -9,6 +11,7 @@ from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Sample
+from benchmarks.wan.page import wan_markdown
 from benchmarks.wan.report import result_row
 from benchmarks.wan.traffic import bytes_between
 
@@ -61,3 +64,37 @@ def test_a_line_that_is_not_as_asked_is_complained_about(
 def test_one_machine_of_each_kind_of_line_is_measured() -> None:
     other = Link(up_mbit=1, down_mbit=1)
     assert one_of_each({"a": CABLE, "b": CABLE, "c": other}) == ["a", "c"]
+
+
+def test_the_page_says_what_a_mix_trains_where_it_is_not_the_usual() -> None:
+    def training(stages: int) -> dict[str, Any]:
+        return {
+            "stages": stages, "model": {"hidden_size": 64, "layers": 8},
+            "microbatches_per_step": 16, "microbatch_seconds": 0.25,
+        }  # fmt: skip
+
+    own = {
+        **training(2),
+        "proportions": {"gradients_over_tensors": 0.0929, "computing_over_sending": 0.231},
+        "reference": {
+            "preset": "1b", "gradients_over_tensors": 0.092, "computing_over_sending": 0.0096,
+        },
+    }  # fmt: skip
+    row = {
+        "tokens_per_second_median": 1.0, "tokens_per_second_all": [1.0], "of_bound": 0.5,
+        "compute_share": 0.5, "bytes_over_minimum": 1.0, "busy_cores_median": 0.5,
+    }  # fmt: skip
+    mix = {
+        "name": "usual", "measured_at": "2026-11-27T02:00", "load_before": 0.1, "machines": [],
+        "checks": [], "contenders": {"swarm": row}, "bound_tokens_per_second": 2.0,
+    }  # fmt: skip
+    document = {
+        "machine": {"cpu_count": 2, "processor": "P"}, "steps": 6, "warmup_steps": 2,
+        "cooldown_steps": 1, "contenders": {"swarm": "swarm"}, **training(4),
+        "mixes": {"usual": mix, "own": {**mix, "name": "own", "training": own}},
+    }  # fmt: skip
+    usual, its_own = wan_markdown(document).split("**own**")
+    assert "Unless a mix says otherwise: 4 stages, width 64" in usual
+    assert "It trains" not in usual
+    assert "It trains 2 stages, width 64" in its_own
+    assert "0.093 (preset `1b`: 0.092)" in its_own

@@ -24,9 +24,10 @@ rtt_ms = 10
 up_mbit = 50
 down_mbit = 50
 [mixes]
-four = [{ link = "line", count = 4 }]
-eight = [{ link = "line", count = 8 }]
-"""
+four = { machines = [{ link = "line", count = 4 }], SIZES }
+eight = { machines = [{ link = "line", count = 8 }], SIZES }
+deep = { machines = [{ link = "line", count = 8 }], stages = 2, SIZES }
+""".replace("SIZES", "microbatches_per_step = 8, microbatch_seconds = 0.001")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ eight = [{ link = "line", count = 8 }]
     [
         ("four", ("swarm", "interleaved", "expert", "data-parallel")),
         ("eight", ("1f1b", "expert")),
+        ("deep", ("torch", "1f1b", "interleaved")),
     ],
 )
 @pytest.mark.timeout(400)
@@ -50,8 +52,6 @@ def test_contenders_train_over_the_network_to_the_same_losses(
         "warmup": 1,
         "cooldown": 0,
         "repetitions": 1,
-        "microbatches": 8,
-        "seconds": 0.001,
     }
     for option, value in sizes.items():
         words += [f"--{option}", str(value)]
@@ -69,6 +69,10 @@ def test_contenders_train_over_the_network_to_the_same_losses(
     if mix == "eight":
         assert "omitted" in done.stdout
         assert set(found) == {"1f1b"}
+        return
+    if mix == "deep":
+        assert document["training"]["stages"] == 2
+        assert set(found) == set(contenders)
         return
     assert set(found) == set(contenders)
     assert found["swarm"]["bytes_over_minimum"] > 0.9
