@@ -78,7 +78,7 @@ from swarm_coordinator.core.rules import (
     step_start,
     verdicts,
 )
-from swarm_coordinator.core.rules.closing import whole_audits
+from swarm_coordinator.core.rules.closing import time_limits, whole_audits
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.checkpoints import CheckpointState
 from swarm_coordinator.core.state.held_time import restored_held_time
@@ -236,7 +236,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _drop_silent_peers(run, now)
         if run.peers.syncing:
-            step_close.give_up_catching_up(run, now)
+            time_limits.give_up_catching_up(run, now)
         if run.steps.current is not None and microbatches.complete(run, run.steps.current):
             state_transfer.charge_downloads(run, now)
         for refused in held_up.take_refusals(run, now):
@@ -386,7 +386,7 @@ def _advance(run: RunState, now: float) -> None:
     state_transfer.find_sources(run, now)
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         departure.release_leavers(run, now)
-    step_close.time_out(run, now)
+    time_limits.time_out(run, now)
     step_close.advance_close(run, now)
     verdicts.advance(run, now)
     _advance_step(run, now)

@@ -54,9 +54,11 @@ def free_until(step: StepState, began_at: float, most_at: float) -> float:
 
 
 def deadline(run: RunState, step: StepState, began_at: float, most_at: float) -> float:
-    """Until when the run waits for an answer, if most others took until `most_at`."""
+    """Until when the run waits for an answer, if most others took until `most_at`: at least as long
+    again, also where that is longer than a lease."""
     wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), PACE_SHARE * pace(step))
-    return min(most_at + wait, began_at + run.manifest.limits.lease_seconds)
+    latest = max(began_at + run.manifest.limits.lease_seconds, most_at + (most_at - began_at))
+    return min(most_at + wait, latest)
 
 
 def pace(step: StepState) -> float:

@@ -29,6 +29,8 @@ class RunHistory:
     """Digests of the version that holders of each stage have reported."""
     recomputed: Version = INITIALISATION
     """The last version that a roll-back has left."""
+    averaging_seconds: float = 0.0
+    """How long the slowest round of the step applied last took, from its Close to its sums."""
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage without a holder lost its last one."""
 

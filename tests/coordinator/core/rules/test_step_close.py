@@ -493,6 +493,36 @@ def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_no_member(
     assert bench.run.phase is RunPhase.CLOSING
 
 
+def test_a_step_has_the_time_for_its_averages_that_the_step_before_needed() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    bench.tick(21.0)
+    closed_again(bench)
+    bench.tick(35.0)
+    assert bench.run.phase is RunPhase.CLOSING, "of twice the time"
+    bench.average_all()
+    bench.apply_all()
+    bench.fill()
+    bench.tick(60.0)
+    assert bench.run.phase is RunPhase.CLOSING, "of twice what the step before needed"
+    commands = bench.tick(25.0)
+    assert {peer for peer in ALL if bench.sent(peer, AbortRound, commands)} == set(ALL)
+
+
+def test_the_last_member_of_an_average_that_takes_longer_than_a_lease_has_as_long_again() -> None:
+    bench = Bench(limits={"lease_seconds": 20.0})
+    bench.run.history.averaging_seconds = 100.0
+    bench.join_all("a0", "b0", "c0", "a1")
+    bench.fill()
+    bench.tick(60.0)
+    for peer in ("a0", "b0", "a1"):
+        bench.averaged(peer)
+    bench.tick(50.0)
+    assert sorted(bench.closing()) == ["a0", "a1", "b0", "c0"]
+    bench.tick(20.0)
+    assert sorted(bench.closing()) == ["a0", "a1", "b0"]
+    assert bench.run.phase is RunPhase.APPLYING
+
+
 @pytest.mark.parametrize("named", ["a1", "stranger"])
 def test_a_peer_that_keeps_naming_one_that_cannot_be_excluded_is_excluded_itself(
     named: str,

@@ -1,0 +1,180 @@
+"""Time limits of a close: overdue rounds and applies end without their silent members.
+
+Part of the pure core (docs/decisions, number 0035). What most members of a stage took says what the
+last ones may take; where most are late, the step before does, and each attempt that timed out
+doubles it.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules import held_up, membership, round_membership
+from swarm_coordinator.core.rules.closing import exclusions
+from swarm_coordinator.core.state.close import CloseState, Round
+from swarm_coordinator.core.state.peers import PeerState, short
+from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_shared.base.types import PeerId
+
+USUAL_FACTOR = 2.0
+"""Multiple of the time of the last step's slowest round after which a round is overdue."""
+
+MAX_TIME_FACTOR = 32
+"""Multiple of `limits.lease_seconds` that no round exceeds."""
+
+
+def time_out(run: RunState, now: float) -> None:
+    """End a round or an apply that exceeds its time limit, without its silent members."""
+    step = run.steps.current
+    if step is None or step.closing is None:
+        return
+    closing, limit = step.closing, run.manifest.limits.lease_seconds
+    if run.phase is RunPhase.APPLYING:
+        _time_out_apply(run, step, closing, now)
+        return
+    # Large states take long over slow uplinks: the limit follows the step before, and doubles with
+    # each attempt that timed out.
+    usual = max(limit, USUAL_FACTOR * run.history.averaging_seconds)
+    longest = min(usual * 2**step.timeouts, limit * MAX_TIME_FACTOR)
+    late = [r for r in closing.each_round() if r.awaited and now - r.asked_at > longest]
+    step.timeouts += bool(late)
+    for found in late:
+        _proceed_without_silent(run, step, found, now)
+    for found in closing.each_round():
+        if found.most_reported_at and found.awaited:
+            _proceed_without_last(run, step, found, now)
+
+
+def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
+    """Continue without members that do not apply; one that shares its stage has less time.
+
+    The last holder of a stage has all of it: without it the stage would be lost.
+    """
+    most_at = closing.most_applied_at
+    over = now - closing.decided_at > run.manifest.limits.lease_seconds
+    if not over and (
+        most_at is None or now <= held_up.deadline(run, step, closing.decided_at, most_at)
+    ):
+        return
+    for peer_id in sorted(closing.members.keys() - closing.applied.keys()):
+        shared = closing.members[peer_id] in closing.last_applied_at
+        if not (over or shared):
+            continue
+        run.note(f"{short(peer_id)} did not apply step {step.step} in time", peer_id)
+        peer = run.peers.get(peer_id)
+        if peer is not None:
+            charge_late_apply(run, step, closing, peer, now)
+            if shared and not over:
+                held_up.record_alone(run, peer, now)
+        closing.remove_member(peer_id)
+
+
+def charge_late_apply(
+    run: RunState, step: StepState, closing: CloseState, peer: PeerState, now: float
+) -> None:
+    """Charge a member what it took to apply beyond the others, if one of its stage has applied."""
+    if closing.members[peer.peer] in closing.last_applied_at:
+        # Without most of the members, what applying takes here is unknown.
+        most_at = closing.most_applied_at or closing.decided_at
+        free = held_up.free_until(step, closing.decided_at, most_at)
+        held_up.charge(run, peer, free, now, now)
+
+
+def charge_late_report(
+    run: RunState, step: StepState, found: Round, peer: PeerState, now: float
+) -> None:
+    """Charge a member what its report came later than those of most members of its stage."""
+    most_at = found.most_reported_at.get(found.members[peer.peer])
+    if most_at is not None and peer.peer in found.awaited:
+        free = held_up.free_until(step, found.asked_at, most_at)
+        if free < now:
+            held_up.charge(run, peer, free, now, now)
+
+
+def give_up_catching_up(run: RunState, now: float) -> None:
+    """Sync a peer anew that has not applied a missed step within the time of an ordinary apply."""
+    limit = run.manifest.limits.lease_seconds
+    for peer, transfer in list(run.peers.syncing.items()):
+        missed = transfer.missed_apply
+        if missed is not None and now - transfer.asked_at > limit:
+            reason = f"it did not apply step {missed} in time"
+            membership.resync(run, run.peers[peer], reason, now)
+
+
+def _proceed_without_last(run: RunState, step: StepState, found: Round, now: float) -> None:
+    """Exclude the last members of a stage, whose others have all averaged in far less time."""
+    last: list[PeerId] = []
+    for peer_id in sorted(found.awaited):
+        most_at = found.most_reported_at.get(found.members[peer_id])
+        if most_at is None or now <= held_up.deadline(run, step, found.asked_at, most_at):
+            return  # it has time left, so that the round cannot end yet
+        last.append(peer_id)
+    if found.completes_without(last):
+        _exclude_silent(run, step, found, last, now)
+    elif found.unchecked:
+        _abort_without(run, step, found, last, now)
+
+
+def _exclude_silent(
+    run: RunState, step: StepState, found: Round, silent: list[PeerId], now: float
+) -> None:
+    """Let a round end without its silent members, at their charge."""
+    found.awaited.difference_update(silent)
+    for peer_id in silent:
+        _charge_silent(run, step, found, peer_id, now)
+        _exclude_late(run, step, found, peer_id, now)
+
+
+def _exclude_late(
+    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+) -> None:
+    """Exclude a member that has not answered; at its cost alone where most of its stage have."""
+    peer = run.peers.get(peer_id)
+    if peer is not None and found.members.get(peer_id) in found.most_reported_at:
+        exclusions.exclude_alone(run, step, peer, now)
+    else:
+        exclusions.exclude(run, step, peer_id, now)
+
+
+def _charge_silent(
+    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+) -> None:
+    """Charge a silent member; a minority of its stage that has reported is no evidence against it,
+    as it may have reported without averaging."""
+    peer, stage = run.peers.get(peer_id), found.members[peer_id]
+    most_at = found.most_reported_at.get(stage)
+    if peer is None:
+        return
+    free = held_up.free_until(step, found.asked_at, most_at or found.asked_at)
+    if most_at is not None:
+        held_up.charge(run, peer, free, now, now)
+        return
+    reported = sorted(p for p in found.answered if found.members.get(p) == stage)
+    others = [run.peers[p] for p in reported if p in run.peers]
+    if others:
+        held_up.dispute(run, peer, others[0], free, now, now)
+
+
+def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: float) -> None:
+    """Exclude the silent members of an overdue round, or abort it.
+
+    A stage that is silent as a whole is slow. A member that is silent while others of its stage
+    have reported is stuck.
+    """
+    done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
+    silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
+    if late.completes_without(silent):
+        _exclude_silent(run, step, late, silent, now)
+        return
+    _abort_without(run, step, late, silent, now)
+
+
+def _abort_without(
+    run: RunState, step: StepState, late: Round, silent: list[PeerId], now: float
+) -> None:
+    """Abort an overdue round, and exclude its silent members at their charge."""
+    for peer in silent:
+        _charge_silent(run, step, late, peer, now)
+    round_membership.abort(run, late, "it took too long", now)
+    for peer in silent:
+        _exclude_late(run, step, late, peer, now)
