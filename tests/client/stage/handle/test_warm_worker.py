@@ -38,8 +38,8 @@ def resident_mib(tunables: str) -> int:
 def test_the_users_own_settings_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TUNABLES, raising=False)
     assert _tunables() == KEEP_FREED_MEMORY
-    monkeypatch.setenv(TUNABLES, "glibc.malloc.hugetlb=0")
-    assert _tunables() == f"{KEEP_FREED_MEMORY}:glibc.malloc.hugetlb=0"
+    monkeypatch.setenv(TUNABLES, "glibc.malloc.tcache_count=0")
+    assert _tunables() == f"{KEEP_FREED_MEMORY}:glibc.malloc.tcache_count=0"
 
 
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="not glibc")
