@@ -63,7 +63,7 @@ MODULES = {
 """What the command line of a role's processes holds; the first match counts."""
 
 PRODUCTS, CHECKS, KERNELS = "matrix products", "checks for finiteness", "other kernels of torch"
-THREADS, DIGESTS, ENCRYPTION = "torch's threads in step", "digests", "encryption"
+THREADS, DIGESTS, ENCRYPTION = "torch's threads waiting", "digests", "encryption"
 FAULTS, SYSTEM, LIBRARY = "page faults", "kernel, other", "C library"
 CATEGORIES = (
     PRODUCTS, KERNELS, THREADS, CHECKS, DIGESTS, FAULTS, SYSTEM, LIBRARY, ENCRYPTION,
