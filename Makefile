@@ -19,7 +19,7 @@ PROOF = tests/integration/test_exact.py tests/client/pipeline/test_exact_run.py 
         tests/client/averaging/all_reduce/test_reduce.py tests/shared/model/test_fixed_point_sums.py
 
 .PHONY: help setup setup-dev demo prove test test-process test-lab test-nightly test-strangers fuzz \
-        check format docs lock bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
+        check format docs lock bench bench-processor-seconds bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing bench-routing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-local-steps bench-agreement bench-trust bench-trust-detection \
@@ -42,6 +42,7 @@ help:
 	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
 	@echo "make lock     write the versions of all installed packages to constraints.txt"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
+	@echo "make bench-processor-seconds where the processors' seconds of a step go, beside torch's own pipeline; needs perf and root"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-lab needs"
 	@echo "make bench-wan train over emulated home links, compared with torch and hivemind; needs what test-lab needs"
@@ -136,6 +137,9 @@ lock: setup-dev
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)
+
+bench-processor-seconds: setup-dev
+	@$(PY) -m benchmarks.processor_seconds $(ARGS)
 
 bench-faults: setup-dev
 	@$(PY) -m benchmarks.faults $(ARGS)

@@ -25,6 +25,7 @@ from benchmarks.copies.__main__ import copies_markdown
 from benchmarks.honest.page import honest_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.local_steps.page import local_steps_markdown
+from benchmarks.processor_seconds import processor_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.routing.__main__ import routing_markdown
@@ -86,6 +87,9 @@ GENERATED = (
     GeneratedTable("README.md", headline.MARK, headline.SOURCES, headline.headline_markdown),
     GeneratedTable(
         "docs/benchmarks.md", "figures", ("throughput-small",), tables.throughput_markdown
+    ),
+    GeneratedTable(
+        "docs/benchmarks.md", "processor figures", ("processor-seconds",), processor_markdown
     ),
     GeneratedTable("docs/benchmarks.md", "net figures", ("net",), tables.net_markdown),
     GeneratedTable("docs/benchmarks.md", "wan ratios", ("wan",), ratios_markdown),

@@ -67,13 +67,7 @@ def _measure(
         if shape in templates:
             continue
         templates[shape] = work / f"template-{stages}x{peers}"
-        click.echo(f"making a run of {stages} stage(s), {peers} peer(s) each")
-        initialise_run(templates[shape], preset, stages=stages, overrides={
-            "training.steps": steps, "training.evaluation_microbatches": 0,
-            "run.name": "benchmark", "network.listen_host": "127.0.0.1",
-            "limits.starting_peers_per_stage": peers,
-            **PLAIN_BORDERS, **preset_sizes(preset),
-        })  # fmt: skip
+        make_template(templates[shape], contender, steps, preset)
     results: Results = {name: [] for name in chosen}
     for repetition in range(1, repetitions + 1):
         for name, contender in chosen.items():
@@ -86,6 +80,18 @@ def _measure(
                 f"{tokens_per_second(timed[1:]):>10,.0f} tokens/s  loss {timed[-1].loss:.4f}"
             )
     return results
+
+
+def make_template(place: Path, contender: Contender, steps: int, preset: str) -> None:
+    """Make the run folder that `run_contender` takes."""
+    stages, peers = _shape(contender)
+    click.echo(f"making a run of {stages} stage(s), {peers} peer(s) each")
+    initialise_run(place, preset, stages=stages, overrides={
+        "training.steps": steps, "training.evaluation_microbatches": 0,
+        "run.name": "benchmark", "network.listen_host": "127.0.0.1",
+        "limits.starting_peers_per_stage": peers,
+        **PLAIN_BORDERS, **preset_sizes(preset),
+    })  # fmt: skip
 
 
 def _shape(contender: Contender) -> tuple[int, int]:

@@ -21,6 +21,7 @@ prints what torch finds on this machine, as JSON (`found`).
 
 from __future__ import annotations
 
+import ctypes
 import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -262,9 +263,13 @@ def accelerator_named(name: str) -> Accelerator | None:
 
 
 def release_cached() -> None:
-    """Return memory that torch holds for later on any device."""
+    """Return memory that is held for later: by torch on any device, and on the host by glibc, which
+    is told to keep it (`swarm_client.stage.handle.warm_worker`)."""
     for one in accelerators():
         one.release_cached()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
