@@ -203,7 +203,7 @@ WORKLOADS: Mapping[str, Prepare] = {
     "coordinator: a receipt, checked and counted": _receipt_heard,
     "coordinator: a lease resolved": _lease_resolved,
     f"coordinator: a tick with {STAGES * PEERS_PER_STAGE} members": _tick,
-    "coordinator: the last receipt of a step, with the closes that follow": _last_receipt,
+    "coordinator: the last receipt of a step, with the close of its stage": _last_receipt,
     f"coordinator: a placement decision over {MACHINES} machines": _placement,
     f"volunteer: a heartbeat with {NEIGHBOURS} links, encoded": _heartbeat_said,
     "volunteer: a receipt, signed": _receipt_signed,

@@ -78,7 +78,7 @@ def retract(run: RunState, now: float) -> None:
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:
         return
-    cells, step.audits.retracted = step.audits.retracted, set()
+    cells, run.audits.retracted = run.audits.retracted, set()
     for found in step.closing.each_round() if step.closing is not None else ():
         wrong = run.audits.expelled.keys() & (found.members.keys() | found.kept.keys())
         if wrong or any(stage in found.stages for _, stage in cells):

@@ -63,21 +63,19 @@ def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     Only until a round of the step fails. Those that are open then wait for the whole table, since
     what failed may have to be settled first (`start_close`).
     """
-    if step.failed_rounds or now < step.close_not_before:
+    size = len(microbatches.numbers(run))
+    if len(step.table) < size or step.failed_rounds or now < step.close_not_before:
         return
-    settled = _settled_stages(run, step, now)
+    settled = _settled_stages(run, step, size, now)
     if settled:
         switching = rebalancing.switching(run)
         found = [stages for stages in _unopened_rounds(run, switching) if stages <= settled]
         _open_rounds(run, step, found, switching, now)
 
 
-def _settled_stages(run: RunState, step: StepState, now: float) -> set[StageIndex]:
-    """Return the stages without a round that are complete, and that no audit, chain of transcripts,
-    removal or download delays."""
-    size = len(microbatches.numbers(run))
-    if len(step.table) < size or run.audits.expelled:
-        return set()
+def _settled_stages(run: RunState, step: StepState, size: int, now: float) -> set[StageIndex]:
+    """Return the stages without a round that have counted all of a step's microbatches, `size`, and
+    that no audit, chain of transcripts, removal or download delays."""
     complete = {
         stage
         for stage in run.stage_indices

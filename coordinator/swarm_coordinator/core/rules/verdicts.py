@@ -588,7 +588,7 @@ def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
     if known is None:
         return
     if step is run.steps.current and run.steps.round_of(cell[1]) is not None:
-        step.audits.retracted.add(cell)
+        run.audits.retracted.add(cell)
         return
     del step.table[cell]
     run.statistics.work.cleared += 1

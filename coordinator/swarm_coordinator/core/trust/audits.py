@@ -173,8 +173,6 @@ class StepAudits:
     dropping: set[tuple[MicrobatchIndex, StageIndex, PeerId]] = field(default_factory=set)
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
-    retracted: set[tuple[MicrobatchIndex, StageIndex]] = field(default_factory=set)
-    """Cells that are to be cleared as soon as the rounds that average them are aborted."""
 
     secrets: dict[StageIndex, CheckSecret] = field(default_factory=dict)
     """What the seeds of the checks of sums to come follow from, by stage; auditors know it."""
@@ -222,6 +220,9 @@ class AuditBook:
     """Attached peers to be removed, with the reason."""
     withholding: set[PeerId] = field(default_factory=set)
     """Peers that are to sit the step out, as they gave their auditors nothing."""
+    retracted: set[tuple[MicrobatchIndex, StageIndex]] = field(default_factory=set)
+    """Cells of the current step that are to be cleared as soon as the rounds that average them are
+    aborted."""
     passed: int = 0
     """Audits of this start of the coordinator that passed."""
     unanswered: int = 0
