@@ -6,6 +6,11 @@ Budgets take turns, so that a slow second of the machine strikes all of them. Pe
 rounds of their own, tensor by tensor. Below the least budget weights lie in host memory, and are
 copied at the rate of an engine that is as fast beside this processor as PCIe beside a card
 (`benchmarks.throttled_copies`). Two budgets are measured once more with graphs in host memory.
+
+    make bench-memory ARGS=--least
+
+computes stages of the large presets in the least memory that they are said to need, and says their
+peaks. It takes 13 GB of memory and, on two cores, half an hour.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from swarm_shared.run.stage_cut import (
 )
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
-OUT = Path(__file__).parent / "results" / "stage-memory.json"
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "swarmtrain")
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Budgets: how much of the memory between the least and the comfortable is added to the least."""
@@ -56,6 +61,9 @@ PLANNED_MICROBATCHES = 6
 """So many plans are read for the prediction of copied graphs, as those of microbatches differ."""
 PASSES = 3
 """Forward, again, and backward."""
+LEAST = (("1b", 3), ("7b", 2))
+"""Presets, and the layers of the largest of their inner stages."""
+LEAST_MICROBATCHES = 2
 RESIDENT_BYTES_PER_PARAMETER = 8
 """Weights and sums, which are there before a microbatch."""
 STEP = Step(1)
@@ -124,9 +132,9 @@ class BudgetedStage:
             self._runner.backward(self._number - 1, self._payload)
         return (self._now() - began) / microbatches
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, microbatches: int = 3) -> int:
         with LiveBytes() as used:
-            self.seconds(3)
+            self.seconds(microbatches)
         peak: int = used.peak
         return self.resident_bytes + peak
 
@@ -178,6 +186,30 @@ def measure(name: str, layers: int, microbatches: int, rounds: int) -> dict[str,
     }
 
 
+def measure_least(name: str, layers: int) -> list[dict[str, Any]]:
+    """Compute microbatches of a middle stage in the least memory of a device, and in the least with
+    weights in host memory; return the peaks."""
+    preset = PRESETS[name].model_copy(update={"sequences_per_microbatch": 1})
+    manifest = stage_manifest(preset, layers, "float32")
+    memory = layers_memory(profile_layers(preset.model, preset.sequences_per_microbatch), layers)
+    rows = []
+    for streamed in (0, memory.streamable_bytes):
+        budget_bytes = memory.device_bytes - streamed
+        stage = BudgetedStage(manifest, budget_bytes, streamed, PLENTY if streamed else 0.0)
+        rows.append(
+            {
+                "preset": name,
+                "layers": layers,
+                "parameters": stage_sizes(manifest)[MIDDLE].parameters,
+                "budget_bytes": budget_bytes,
+                "streamed_bytes": streamed,
+                "peak_bytes": stage.peak_bytes(LEAST_MICROBATCHES),
+            }
+        )
+        del stage
+    return rows
+
+
 def _offloading(
     manifest: Manifest, memory: StageMemory, layers: int, seconds: float
 ) -> list[BudgetedStage]:
@@ -223,6 +255,32 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", _cells(stage))])
 
 
+def least_markdown(document: Mapping[str, Any]) -> str:
+    """Return the page's table of the large presets."""
+    columns = (
+        "an inner stage of",
+        "parameters",
+        "weights in host memory, GB",
+        "least, GB",
+        "peak, GB",
+    )
+    rows = [
+        (
+            f"`{row['preset']}`, {row['layers']} layers",
+            f"{row['parameters'] / 1e6:.0f} M",
+            f"{row['streamed_bytes'] / 1e9:.2f}",
+            f"{row['budget_bytes'] / 1e9:.2f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        )
+        for row in document["rows"]
+    ]
+    head = (
+        f"{LEAST_MICROBATCHES} microbatches of one sequence in float32, "
+        f"{document['measured_at'][:10]}:"
+    )
+    return "\n".join([head, "", *markdown_table(columns, "lrrrr", rows)])
+
+
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     memory = StageMemory(**{name: stage[name] for name in StageMemory.model_fields})
     return [
@@ -244,17 +302,27 @@ def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
 @click.option("--layers", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--microbatches", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--out", default=OUT, type=click.Path(path_type=Path), help="Result file.")
-def main(preset: str, layers: int, microbatches: int, rounds: int, out: Path) -> None:
+@click.option("--least", is_flag=True, help="Stages of 1b and 7b in the least memory instead.")
+@click.option("--out", type=click.Path(path_type=Path), help=f"Default: under {RESULTS.name}/.")
+def main(
+    preset: str, layers: int, microbatches: int, rounds: int, least: bool, out: Path | None
+) -> None:
     """Measure one stage within several budgets of memory."""
+    if least:
+        rows = [row for one in LEAST for row in measure_least(*one)]
+        document = {**result_head(PACKAGES), "rows": rows}
+        click.echo(least_markdown(document))
+        write_result(out or RESULTS / "stage-memory-least.json", document)
+        return
     stage = measure(preset, layers, microbatches, rounds)
     document = {**result_head(PACKAGES), "threads": torch.get_num_threads(), "stage": stage}
     heads = (
         "budget", "of comfortable", "on the host", "peak", "seconds", "speed", "predicted",
     )  # fmt: skip
     click.echo(table(heads, _cells(stage), range(len(heads))))
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    path = out or RESULTS / "stage-memory.json"
+    write_result(path, document)
+    click.echo(f"\nwritten to {path}")
 
 
 if __name__ == "__main__":
