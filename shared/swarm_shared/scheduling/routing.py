@@ -39,8 +39,9 @@ MIN_PLANNED_PEERS = 3
 queue, and knows it better than a plan does."""
 
 PROBE_SHARE = 1 / 8
-"""Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that
-was measured in a slow moment would otherwise keep it without work, and so unmeasured."""
+"""Share of the steps whose first microbatch goes to a peer that the plan leaves out, or where there
+is none to one that this sender has not measured for a half-life. A rate that was measured in a slow
+moment would otherwise keep it without work, and so unmeasured."""
 
 TIE = 1.2
 """Ratio of two expected delays up to which they count as equal; estimates are no more exact."""
@@ -131,7 +132,7 @@ class StageRouting:
         Banned peers are skipped unless every peer of the table is banned; then the one whose ban
         ends first serves, so that the stage never becomes empty.
         """
-        planned = self._planned(microbatch)
+        planned = self._planned(microbatch, now)
         if planned is not None and planned in in_flight and self._keeps_to_plan(planned, now):
             return planned
         present = [(p, c) for p, c in self._candidates.items() if p in in_flight]
@@ -147,16 +148,24 @@ class StageRouting:
         shortest = TIE * min(delays.values())
         return self._rng.choice([p for p, delay in delays.items() if delay <= shortest])
 
-    def _planned(self, microbatch: MicrobatchIndex | None) -> PeerId | None:
-        if microbatch is None or len(self._prior) < MIN_PLANNED_PEERS:
+    def _planned(self, microbatch: MicrobatchIndex | None, now: float) -> PeerId | None:
+        if microbatch is None or not self._prior:
             return None
-        if self._plan is None:
+        has_plan = len(self._prior) >= MIN_PLANNED_PEERS
+        if has_plan and self._plan is None:
             self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
             self._left_out = sorted(self._prior.keys() - set(self._plan))
         # Of the first microbatch, which has the whole step, its only sender decides.
-        if self._left_out and microbatch == 0 and self._rng.random() < PROBE_SHARE:
-            return self._rng.choice(self._left_out)
-        return self._plan[microbatch % len(self._plan)]
+        if microbatch == 0:
+            idle = self._left_out if has_plan else self._unmeasured(now)
+            if idle and self._rng.random() < PROBE_SHARE:
+                return self._rng.choice(idle)
+        return self._plan[microbatch % len(self._plan)] if has_plan and self._plan else None
+
+    def _unmeasured(self, now: float) -> list[PeerId]:
+        """Return the peers whose estimate is older than a half-life."""
+        oldest = now - ESTIMATE_HALF_LIFE_SECONDS
+        return sorted(p for p, c in self._candidates.items() if c.seen_at < oldest)
 
     def _keeps_to_plan(self, peer: PeerId, now: float) -> bool:
         candidate, seconds = self._candidates[peer], self._prior[peer]

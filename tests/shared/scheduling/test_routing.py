@@ -115,7 +115,7 @@ def test_an_estimate_ages_towards_the_roster_so_that_an_idle_slow_peer_gets_noth
     routing.observe(B, Observation(20.0), 0.0)
     for now in (0.0, 15.0, 150.0, 1e6):
         for in_flight in range(8):
-            assert routing.choose(now, {A: in_flight, B: 0}, FIRST) == A
+            assert routing.choose(now, {A: in_flight, B: 0}, MicrobatchIndex(1)) == A
         assert routing.seconds_of(B, now) == pytest.approx(20.0)
 
 
@@ -203,6 +203,22 @@ def test_a_peer_that_the_plan_leaves_out_is_tried_with_the_first_microbatch_now_
     firsts = Counter(step[0] for step in steps)
     assert firsts[C] == pytest.approx(200 * PROBE_SHARE, abs=20)
     assert all(C not in step[1:] for step in steps)
+
+
+def test_of_two_peers_one_without_work_for_long_is_tried_with_the_first_microbatch() -> None:
+    routing = StageRouting(random.Random(7), 8)
+    routing.update({A: 10.0, B: 0.1})
+    now, tried = 100.0, 0
+    for _ in range(400):
+        now += 1.0
+        chosen = routing.choose(now, {A: 0, B: 0}, MicrobatchIndex(0))
+        assert routing.choose(now, {A: 1, B: 0}, MicrobatchIndex(1)) == A
+        assert chosen is not None
+        tried += chosen == B
+        # B stays slow: it has no more work than that.
+        routing.observe(chosen, Observation(10.0 if chosen == B else 0.1), now)
+    half_lives = 400.0 / ESTIMATE_HALF_LIFE_SECONDS
+    assert half_lives / 2 < tried <= half_lives + 1
 
 
 def test_of_two_peers_the_choice_is_by_the_shortest_delay_and_not_by_a_plan() -> None:
