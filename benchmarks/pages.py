@@ -29,7 +29,7 @@ from benchmarks.processor_seconds import processor_markdown
 from benchmarks.quality import quality_markdown
 from benchmarks.rebalancing import rebalancing_markdown
 from benchmarks.routing.__main__ import routing_markdown
-from benchmarks.stage_memory import memory_markdown
+from benchmarks.stage_memory import least_markdown, memory_markdown
 from benchmarks.strangers_page import strangers_markdown
 from benchmarks.summary import summary_markdown
 from benchmarks.trust_detection import detection_markdown
@@ -115,6 +115,7 @@ GENERATED = (
     GeneratedTable("docs/benchmarks.md", "agreement figures", ("agreement",), agreement_markdown),
     GeneratedTable("docs/benchmarks.md", "wire figures", ("wire-bytes",), wire_bytes_markdown),
     GeneratedTable("docs/benchmarks.md", "memory figures", ("stage-memory",), memory_markdown),
+    GeneratedTable("docs/benchmarks.md", "least figures", ("stage-memory-least",), least_markdown),
     GeneratedTable(
         "docs/local-steps.md", "local step figures", ("local-steps",), local_steps_markdown
     ),
