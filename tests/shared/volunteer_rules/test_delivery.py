@@ -64,7 +64,7 @@ class Sender:
     ) -> None:  # fmt: skip
         self.latency = LatencyEstimate(min_seconds=SOON, unknown_seconds=SOON)
         self.dispatcher = Dispatcher(STAGE, routing(), latency=self.latency)
-        self.now = 100.0
+        self.now = 10.0
         self.numbers: list[int] = []
         """Of the deliveries, in order."""
         self.credits, self.slow_to_open = credits, slow_to_open
