@@ -16,11 +16,10 @@ PRESET = "tiny"
 CHANGES = {
     "model.layers": 8, "training.sequences_per_microbatch": 4,
     "training.evaluation_microbatches": 0, "network.listen_host": "0.0.0.0",
-    "rebalancing.rule": "none", "trust.probation_cells": 0,
+    "rebalancing.rule": "none",
 }  # fmt: skip
 """Settings of the model, unless a mix has others; eight layers allow two chunks on each of four
-machines (interleaved 1F1B). Without probation: each machine would be a new owner for the whole run,
-a quarter of whose microbatches is audited."""
+machines (interleaved 1F1B)."""
 
 
 class Templates:
