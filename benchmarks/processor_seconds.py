@@ -159,7 +159,8 @@ def _watch_roles(roles: dict[int, Role], ended: threading.Event) -> None:
     while not ended.wait(ROLE_SECONDS):
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                roles[process.pid] = role_of(" ".join(process.cmdline()))
+                if command_line := process.cmdline():  # one that has ended has none
+                    roles[process.pid] = role_of(" ".join(command_line))
 
 
 def measure(contender: Contender, work: Path, steps: int, warmup: int, preset: str) -> Any:
