@@ -79,6 +79,7 @@ def _home_links(document: Document) -> str:
             _rate(mix, over) / _rate(mix, base)
             for mix in document["mixes"].values()
             for over, base in pairs
+            if {over, base} <= mix["contenders"].keys()
         ]
         return f"{100 * (min(ratios) - 1):.0f} to {100 * (max(ratios) - 1):.0f} % more"
 
