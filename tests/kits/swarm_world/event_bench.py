@@ -5,7 +5,7 @@ For tests of a single rule; `kits.swarm_world.world` simulates whole swarms.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kits.memory import offers
 from kits.swarm_world.checks import one_by_one
@@ -39,6 +39,8 @@ MessageT = TypeVar("MessageT")
 RecordT = TypeVar("RecordT")
 Commands = list[events.Command]
 SHA = "a" * 64
+OTHER_DIGEST = "f" * 32
+"""Of a tensor that no peer has computed."""
 
 
 class Bench:
@@ -219,6 +221,17 @@ class Bench:
         """The peer reports that it has accumulated these."""
         receipts = tuple(self.receipt(peer, m) for m in microbatches)
         return self.event(events.ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
+
+    def report_broken(
+        self, peer: str, microbatch: int, end: Literal["input", "output"]
+    ) -> Commands:
+        """The peer reports a microbatch of which another tensor crossed that end of its stage than
+        its neighbour says."""
+        good = self.receipt(peer, microbatch).transcript
+        receipt = self.receipt(
+            peer, microbatch, transcript=good.model_copy(update={end: OTHER_DIGEST})
+        )
+        return self.event(events.ReceiptsVerified(self.session(peer), PeerId(peer), (receipt,)))
 
     def resolve(self, trainer: str, microbatch: int, lease: int, **changes: Any) -> Commands:
         values: dict[str, Any] = {

@@ -263,8 +263,8 @@ def accelerator_named(name: str) -> Accelerator | None:
 
 
 def release_cached() -> None:
-    """Return memory that is held for later: by torch on any device, and on the host by glibc, which
-    is told to keep it (`swarm_client.stage.handle.warm_worker`)."""
+    """Return memory that is held for later: by torch on any device, and on the host by glibc, whose
+    settings keep it in a worker (`swarm_client.stage.handle.warm_worker`)."""
     for one in accelerators():
         one.release_cached()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

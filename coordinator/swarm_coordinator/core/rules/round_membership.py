@@ -75,10 +75,11 @@ def abort_all(run: RunState, reason: str, now: float) -> None:
 def retract(run: RunState, now: float) -> None:
     """Abort the rounds that contain what audits have found wrong since they began: cells that are
     to be cleared, and all that expelled peers have counted."""
+    # Taken in any case: what is found of a step that is over must not concern the next one.
+    cells, run.audits.retracted = run.audits.retracted, set()
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:
         return
-    cells, run.audits.retracted = run.audits.retracted, set()
     for found in step.closing.each_round() if step.closing is not None else ():
         wrong = run.audits.expelled.keys() & (found.members.keys() | found.kept.keys())
         if wrong or any(stage in found.stages for _, stage in cells):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.events import AppliedStep, ReceiptsVerified, Send, VerdictRecord
+from kits.swarm_world.event_bench import OTHER_DIGEST, Bench
+from swarm_coordinator.core.events import AppliedStep, Send, VerdictRecord
 from swarm_coordinator.core.rules.held_up import PACE_SHARE
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
@@ -13,7 +13,6 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.protocol import AbortRound, Apply, Audit, Close, Drop, Lease
 
 ALL = ("a0", "b0", "a1", "b1")
-OTHER = "f" * 32
 
 
 def collecting(*names: str, **options: Any) -> Bench:
@@ -44,14 +43,6 @@ def orders(bench: Bench) -> list[tuple[str, Audit]]:
 def agree(bench: Bench, auditor: str, order: Audit) -> None:
     held = bench.step().table[order.microbatch, order.stage].transcript
     bench.audited(auditor, order, held)
-
-
-def report_broken(bench: Bench, peer: str, microbatch: int) -> None:
-    """The peer reports a microbatch with another output than what the next stage has received."""
-    good = bench.receipt(peer, microbatch)
-    bad = good.transcript.model_copy(update={"output": OTHER})
-    receipt = bench.receipt(peer, microbatch, transcript=bad)
-    bench.event(ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,)))
 
 
 # ---- when a round opens
@@ -200,7 +191,7 @@ def test_a_cell_that_contradicts_what_comes_later_is_taken_out_of_an_average_tha
     bench.report("a1", 0, 1)
     bench.averaged("a1")
     bench.averaged("b1")
-    report_broken(bench, "a0", 0)
+    bench.report_broken("a0", 0, "output")
     for auditor, order in orders(bench):
         agree(bench, auditor, order)
     sent = [type(one.message) for one in bench.commands(Send, bench.log) if one.peer == "a1"]
@@ -217,7 +208,7 @@ def test_what_an_expelled_peer_has_counted_does_not_stay_in_an_average() -> None
     bench.report("b1", 1)
     for peer in ("a1", "b1", "c1"):
         bench.averaged(peer)
-    report_broken(bench, "a0", 1)
+    bench.report_broken("a0", 1, "output")
     done = 0
     while done < len(orders(bench)):
         auditor, order = orders(bench)[done]
@@ -226,7 +217,7 @@ def test_what_an_expelled_peer_has_counted_does_not_stay_in_an_average() -> None
         if held is None:
             continue
         if order.stage == 1:
-            false = held.transcript.model_copy(update={"gradient": OTHER})
+            false = held.transcript.model_copy(update={"gradient": OTHER_DIGEST})
             distance = 1.0 if order.claimed else None
             bench.audited(auditor, order, false, distance=distance)
         else:
@@ -235,3 +226,13 @@ def test_what_an_expelled_peer_has_counted_does_not_stay_in_an_average() -> None
     assert "b1" not in bench.run.peers
     assert not members(bench), "the round of stage 1 is aborted, although all had averaged"
     assert not bench.step().table.holds_any(PeerId("b1"))
+
+
+def test_what_is_found_of_a_step_that_is_decided_does_not_concern_the_next_one() -> None:
+    bench = collecting()
+    bench.fill()
+    bench.average_all()
+    bench.run.audits.retracted.add((MicrobatchIndex(0), StageIndex(1)))
+    bench.apply("a0")
+    assert bench.run.phase is RunPhase.APPLYING
+    assert not bench.run.audits.retracted

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import OTHER_DIGEST, Bench
 from kits.swarm_world.facts import Options, train_loss
 from kits.swarm_world.sweep import Course, finish
 from swarm_coordinator.core.events import (
@@ -42,7 +42,6 @@ from swarm_shared.protocol import (
 from swarm_shared.trust.votes import Claim
 
 ALL = AuditSettings(audit_share=1.0, probation_cells=0)
-OTHER = "f" * 32
 
 
 def draws(*numbers: float) -> Callable[[], float]:
@@ -76,7 +75,7 @@ def true(order: Audit, stages: int = 2) -> Transcript:
 
 
 def false(order: Audit) -> Transcript:
-    return true(order).model_copy(update={"gradient": OTHER})
+    return true(order).model_copy(update={"gradient": OTHER_DIGEST})
 
 
 def contradict(bench: Bench, auditor: str, order: Audit, distance: float | None = 1.0) -> None:
@@ -438,25 +437,18 @@ def test_an_auditor_that_is_lost_is_replaced() -> None:
 # ---------------------------------------------------------------- chains and drops
 
 
-def report_broken(bench: Bench, peer: str, microbatch: int) -> None:
-    good = bench.receipt(peer, microbatch)
-    bad = good.transcript.model_copy(update={"input": OTHER})
-    receipt = bench.receipt(peer, microbatch, transcript=bad)
-    bench.event(ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,)))
-
-
 def test_both_sides_of_a_broken_chain_are_audited_whatever_the_draw() -> None:
     bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
     bench.report("a0", 0)
     assert not orders(bench)
-    report_broken(bench, "a1", 0)
+    bench.report_broken("a1", 0, "input")
     assert {order.peer for sent in orders(bench).values() for order in sent} == {"a0", "a1"}
 
 
 def test_a_broken_chain_without_a_liar_is_computed_again_as_a_whole() -> None:
     bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
     bench.report("a0", 0)
-    report_broken(bench, "a1", 0)
+    bench.report_broken("a1", 0, "input")
     for auditor, order in orders_of_log(bench):
         held = bench.step().table[order.microbatch, order.stage].transcript
         bench.audited(auditor, order, held)
@@ -470,7 +462,7 @@ def test_a_broken_chain_without_auditors_is_computed_again_and_charged_to_both()
     bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
     bench.tick(3.0)
     bench.report("a0", 0)
-    report_broken(bench, "a1", 0)
+    bench.report_broken("a1", 0, "input")
     assert not bench.step().table
     held = bench.run.held_time
     assert held.seconds(PeerId("a0"), bench.now) == held.seconds(PeerId("a1"), bench.now) > 0.0
@@ -479,7 +471,7 @@ def test_a_broken_chain_without_auditors_is_computed_again_and_charged_to_both()
 def test_a_dropped_microbatch_counts_again_when_its_peer_has_taken_it_out() -> None:
     bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
     bench.report("a0", 0)
-    report_broken(bench, "a1", 0)
+    bench.report_broken("a1", 0, "input")
     bench.report("a0", 0)
     assert not bench.step().table, "it may be the receipt of what is being taken out"
     bench.send("a0", Dropped(step=Step(1), stage=StageIndex(0), microbatches=(MicrobatchIndex(0),)))
@@ -492,7 +484,7 @@ def test_a_dropped_microbatch_counts_again_when_its_peer_has_taken_it_out() -> N
 def test_a_peer_that_returns_is_sent_its_drops_again() -> None:
     bench = audited("a0", "b0", "a1", settings=AuditSettings(0.0, 0))
     bench.report("a0", 0)
-    report_broken(bench, "a1", 0)
+    bench.report_broken("a1", 0, "input")
     ((auditor, order),) = orders_of_log(bench)
     bench.audited(auditor, order, None)
     assert bench.sent("a0", Drop, bench.log)
@@ -500,7 +492,7 @@ def test_a_peer_that_returns_is_sent_its_drops_again() -> None:
     assert bench.sent("a0", Drop)[-1].microbatches == (0,)
 
 
-@pytest.mark.parametrize("changes", [{"input_gradient": OTHER}, {"output_gradient": ""}])
+@pytest.mark.parametrize("changes", [{"input_gradient": OTHER_DIGEST}, {"output_gradient": ""}])
 def test_a_receipt_without_the_digests_of_its_stage_does_not_count(
     changes: dict[str, str],
 ) -> None:
@@ -571,7 +563,7 @@ def test_receipts_of_other_data_do_not_count_and_their_peer_takes_them_out() -> 
     bench = Bench(audits=AuditBook(AuditSettings(0.0, 0), lambda: 0.5, tokens))
     bench.join_all("a0", "a1")
     for peer, field in (("a0", "input"), ("a1", "output")):
-        other = bench.receipt(peer, 0).transcript.model_copy(update={field: OTHER})
+        other = bench.receipt(peer, 0).transcript.model_copy(update={field: OTHER_DIGEST})
         receipt = bench.receipt(peer, 0, transcript=other)
         bench.event(ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,)))
         assert not bench.step().table.held_by(PeerId(peer))

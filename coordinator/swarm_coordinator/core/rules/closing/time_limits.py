@@ -35,7 +35,7 @@ def time_out(run: RunState, now: float) -> None:
     # Large states take long over slow uplinks: the limit follows the step before, and doubles with
     # each attempt that timed out.
     usual = max(limit, USUAL_FACTOR * run.history.averaging_seconds)
-    longest = min(usual * 2**step.timeouts, limit * MAX_TIME_FACTOR)
+    longest = min(usual * 2 ** min(step.timeouts, 5), limit * MAX_TIME_FACTOR)
     late = [r for r in closing.each_round() if r.awaited and now - r.asked_at > longest]
     step.timeouts += bool(late)
     for found in late:
