@@ -400,7 +400,7 @@ class SimulatedVolunteer(StageHolder[str]):
                 self.assigned(message)
             case Welcome():
                 self.beat_seconds = message.heartbeat_seconds or self.beat_seconds
-                self.send(first_request(message, MEMORY, 0.0))
+                self.send(first_request(message, MEMORY, self._world.sizes[0].streamed, 0.0))
             case Refused():
                 self._world.refused += 1
 

@@ -32,7 +32,7 @@ from benchmarks.throttled_copies import throttled_processor
 from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_coordinator.demo.run_summary import table
-from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory, StreamedWork
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
 from swarm_shared.model.layer_seconds import LayerSeconds, places
@@ -233,9 +233,21 @@ def _offloading(
     return found
 
 
+class ProcessorsWork(StreamedWork):
+    """Work of a processor, which begins the next copy when a product is done: copies hide behind
+    gradients of weights only. No gradient comes back, as it is there already."""
+
+    def slowdown(self, balance: MachineBalance | None, *, recomputed: bool) -> float:
+        forwards = 2 if recomputed else 1
+        # A forward pass takes 1, a backward pass 2.
+        copy = COPIED_SHARE / PASSES * (forwards + 2)
+        return (forwards * (1 + copy) + 1 + max(1.0, copy)) / (forwards + 2)
+
+
 def predicted(budget_bytes: int, memory: StageMemory) -> float:
-    host_bytes = memory.host_bytes + memory.streamable_bytes
-    return MemoryOffer(device_bytes=budget_bytes, host_bytes=host_bytes).speed(memory)
+    host_bytes = memory.host_bytes + memory.streamable_bytes + memory.stream_buffer_bytes
+    offer = MemoryOffer(device_bytes=budget_bytes, host_bytes=host_bytes)
+    return offer.speed(memory, ProcessorsWork(intensity=1.0))
 
 
 def memory_markdown(document: Mapping[str, Any]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.base.memory import MemoryOffer, StageMemory, StreamedWork
 from swarm_shared.protocol import StageNeeds
+
+WORK = StreamedWork(intensity=1024.0)
+"""Products with 2,048 tokens of a microbatch."""
 
 
 def takes(size_bytes: int) -> StageMemory:
@@ -20,6 +23,7 @@ def needs(memory: StageMemory) -> StageNeeds:
         layers=2,
         layer_input_bytes=0,
         is_last=False,
+        streamed=WORK,
     )
 
 

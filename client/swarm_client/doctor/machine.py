@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import trio
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
-from swarm_client.machine.devices import Device, choose_device, listed_accelerator
+from swarm_client.machine.devices import Device, DeviceRates, choose_device, listed_accelerator
 from swarm_client.machine.home import Home
 from swarm_client.stage.handle.self_test import ADVICE, passed_text, run_self_test
 from swarm_shared.base.errors import (
@@ -35,7 +36,7 @@ from swarm_shared.base.errors import (
     UsageError,
 )
 from swarm_shared.base.memory import MemoryOffer, StageMemory
-from swarm_shared.base.text import count_text, memory_text
+from swarm_shared.base.text import count_text, memory_text, rate_text
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import StageNeeds
 from swarm_shared.scheduling.placement.memory_plan import MemoryPlan, memory_plan
@@ -115,7 +116,7 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
     devices, driver = found["devices"], found["driver"]
     by_driver = f"driver {driver}" if driver else ""
     if devices:
-        first = devices[0]
+        first = {key: value for key, value in devices[0].items() if key != "rates"}
         words = (f"{first['name']}: {first['label']}", by_driver, first["details"])
         more = f", and {len(devices) - 1} more" if len(devices) > 1 else ""
         return ok(
@@ -164,10 +165,22 @@ def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device |
             "device", CapacityError, str(error), "Use --device auto to use what this machine has."
         ), None
     details: dict[str, Detail] = {"device": device.name, "memory_bytes": device.memory_bytes}
+    offered = f"{device.name}: {device.label}, {device.memory} to offer"
     if device.host_bytes is not None:
         details["host_bytes"] = device.host_bytes
-    offered = f"{device.name}: {device.label}, {device.memory} to offer"
+        details |= {} if device.rates is None else asdict(device.rates)
+        offered += f"; {_rates_text(device.rates)}"
     return ok("device", offered, **details), device
+
+
+def _rates_text(rates: DeviceRates | None) -> str:
+    if rates is None:
+        return "how fast it copies and computes could not be measured"
+    float32, bfloat16 = rates.float32_flops_per_second, rates.bfloat16_flops_per_second
+    return (
+        f"it copies {rate_text(rates.copied_bytes_per_second)} from and to the host's memory, and "
+        f"computes {float32 / 1e12:.3g} TFLOP/s in float32 and {bfloat16 / 1e12:.3g} in bfloat16"
+    )
 
 
 def fit_device(check: Check, device: Device | None, smallest: StageNeeds | None) -> Check:

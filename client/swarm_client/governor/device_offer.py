@@ -38,6 +38,7 @@ def permitted_memory(
     return MemoryOffer(
         device_bytes=min(vram_bytes // sharers or device.memory_bytes, device.memory_bytes),
         host_bytes=min(of_host // devices, device.host_bytes),
+        balance=device.memory.balance,
     )
 
 

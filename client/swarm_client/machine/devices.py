@@ -23,7 +23,7 @@ from swarm_client.machine.device_names import (
     number_of,
 )
 from swarm_shared.base.errors import CapacityError, UsageError
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import MachineBalance, MemoryOffer
 
 MEMORY_SHARE = 0.8
 """Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
@@ -38,6 +38,24 @@ PROBE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """How fast a device copies and computes, as measured."""
+
+    copied_bytes_per_second: float
+    """From and to pinned host memory, in each direction while both are copied."""
+    float32_flops_per_second: float
+    """Of products of matrices."""
+    bfloat16_flops_per_second: float
+
+    @property
+    def balance(self) -> MachineBalance:
+        return MachineBalance(
+            float32=self.float32_flops_per_second / self.copied_bytes_per_second,
+            bfloat16=self.bfloat16_flops_per_second / self.copied_bytes_per_second,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ListedAccelerator:
     """An accelerator of this machine, by its name in torch's spelling."""
 
@@ -46,6 +64,8 @@ class ListedAccelerator:
     free_bytes: int
     has_own_memory: bool = True
     """False: it computes in the host's memory."""
+    rates: DeviceRates | None = None
+    """None: unknown, or it has no memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +79,14 @@ class Device:
     """Number among volunteers that share the device."""
     host_bytes: int | None = None
     """Of the host besides; None: the device computes in the host's memory."""
+    rates: DeviceRates | None = None
 
     @property
     def memory(self) -> MemoryOffer:
-        return MemoryOffer(device_bytes=self.memory_bytes, host_bytes=self.host_bytes)
+        balance = None if self.rates is None else self.rates.balance
+        return MemoryOffer(
+            device_bytes=self.memory_bytes, host_bytes=self.host_bytes, balance=balance
+        )
 
     @property
     def id(self) -> str:
@@ -98,7 +122,7 @@ def choose_device(
         )
     return Device(
         found.name, found.label, memory_bytes or int(found.free_bytes * MEMORY_SHARE),
-        host_bytes=_host_bytes() if found.has_own_memory else None,
+        host_bytes=_host_bytes() if found.has_own_memory else None, rates=found.rates,
     )  # fmt: skip
 
 
@@ -170,7 +194,8 @@ def list_accelerators() -> list[ListedAccelerator]:
 
 def listed_accelerator(found: Mapping[str, Any]) -> ListedAccelerator:
     """One accelerator of the child's answer."""
+    rates = found["rates"]
     return ListedAccelerator(
         str(found["name"]), str(found["label"]), int(found["free_bytes"]),
-        bool(found["has_own_memory"]),
+        bool(found["has_own_memory"]), None if rates is None else DeviceRates(**rates),
     )  # fmt: skip

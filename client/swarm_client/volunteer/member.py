@@ -43,6 +43,7 @@ from swarm_shared.protocol import (
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.scheduling.placement.stage_sizes import streamed_work
 from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.source import TransferSource
 
@@ -141,7 +142,9 @@ class Member:
         await self._spare.ready()
         stage, up = options.wanted_stage, context.node.bandwidth.expected_up_bytes_per_second
         if stage is None:
-            stage = most_underserved_stage(welcome.stages, options.offer(trio.current_time()), up)
+            work = streamed_work(self.membership.manifest)
+            offer = options.offer(trio.current_time())
+            stage = most_underserved_stage(welcome.stages, offer, work, up)
         self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))
 
     def session_lost(self) -> None:

@@ -51,7 +51,8 @@ class ExpectedFleet:
         self.flops_per_second = math.fsum(one.flops_per_second for one in machines)
         self.up_bytes_per_second = math.fsum(one.up_bytes_per_second for one in machines)
         self._placed = machines[:MAX_PLACED]
-        offers = Counter(one.memory for one in machines)
+        # What they hold does not depend on their rates.
+        offers = Counter(one.memory.model_copy(update={"balance": None}) for one in machines)
         self._offers = dict(sorted(offers.items(), key=lambda item: item[0].device_bytes))
         self._averaging: dict[tuple[MemoryOffer, ...], float] = {}
 

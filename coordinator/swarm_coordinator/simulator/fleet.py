@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from swarm_shared.base.errors import DataError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import MachineBalance, MemoryOffer
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
@@ -51,16 +51,16 @@ class Hardware:
         """Return its microbatches per second at a stage, with this fraction of its uplink: the
         slowest of computing, sending and receiving."""
         seconds = max(
-            self.computing_seconds(stage),
+            self.computing_seconds(stage, sizes),
             sizes.sent_bytes / (uplink * self.up_bytes_per_second),
             sizes.received_bytes / self.down_bytes_per_second,
         )
         return 1.0 / seconds
 
-    def computing_seconds(self, stage: StageRange) -> float:
+    def computing_seconds(self, stage: StageRange, sizes: StageSizes) -> float:
         """Return the seconds of the device for a microbatch; more where the stage's memory is
         short."""
-        speed = self.memory.speed(stage.memory)
+        speed = self.memory.speed(stage.memory, sizes.streamed)
         return (stage.work_flops or 1.0) / (self.flops_per_second * speed)
 
 
@@ -81,6 +81,8 @@ class HardwareClass(FrozenModel):
     """Of the device that computes."""
     host_memory_gib: _Figure | None = None
     """None: the device computes in the host's memory."""
+    copied_gb_s: _Figure = 12.0
+    """GB/s between the two memories, in each direction."""
     up_mbit: _Figure
     down_mbit: _Figure
     latency_ms: float = Field(ge=0, le=1e6, allow_inf_nan=False)
@@ -162,12 +164,15 @@ def _machine(one: HardwareClass, rng: random.Random) -> Hardware:
     def about(median: float) -> float:
         return median * math.exp(rng.gauss(0.0, one.spread)) if one.spread else median
 
+    flops_per_second = about(one.teraflops) * 1e12
+    balance = flops_per_second / (one.copied_gb_s * 1e9)
     return Hardware(
         kind=one.name,
-        flops_per_second=about(one.teraflops) * 1e12,
+        flops_per_second=flops_per_second,
         memory=MemoryOffer(
             device_bytes=int(one.memory_gib * GIBIBYTE),
             host_bytes=None if one.host_memory_gib is None else int(one.host_memory_gib * GIBIBYTE),
+            balance=MachineBalance(float32=balance, bfloat16=balance),
         ),
         up_bytes_per_second=about(one.up_mbit) * MEGABIT_BYTES,
         down_bytes_per_second=about(one.down_mbit) * MEGABIT_BYTES,

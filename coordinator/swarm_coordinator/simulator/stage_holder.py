@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.simulator.transcripts import simulated_sums, simulated_transcript
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import MemoryOffer, StreamedWork
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
     Generation,
@@ -91,11 +91,11 @@ class LoadedStage(Generic[ReceiptT]):
 
 
 def first_request(
-    welcome: Welcome, memory: MemoryOffer, up_bytes_per_second: float
+    welcome: Welcome, memory: MemoryOffer, work: StreamedWork, up_bytes_per_second: float
 ) -> StageRequest:
     """Return what a joining volunteer answers to its welcome."""
     try:
-        stage = most_underserved_stage(welcome.stages, memory, up_bytes_per_second)
+        stage = most_underserved_stage(welcome.stages, memory, work, up_bytes_per_second)
     except CapacityError:
         stage = StageIndex(0)  # the coordinator refuses it with the reason
     return StageRequest(stage=stage, up_bytes_per_second=up_bytes_per_second)

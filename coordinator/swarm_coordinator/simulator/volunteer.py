@@ -154,7 +154,8 @@ class SimulatedVolunteer(StageHolder[Receipt]):
         return self.hardware.rate_at(swarm.manifest.stages[stage], swarm.sizes[stage], uplink)
 
     def computing_seconds(self, stage: StageIndex) -> float:
-        return self.hardware.computing_seconds(self._swarm.manifest.stages[stage])
+        swarm = self._swarm
+        return self.hardware.computing_seconds(swarm.manifest.stages[stage], swarm.sizes[stage])
 
     def uplink_seconds(self, stage: StageIndex) -> float:
         """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""
@@ -237,7 +238,8 @@ class SimulatedVolunteer(StageHolder[Receipt]):
             case Drop():
                 self._take_out(message)
             case Welcome():
-                request = first_request(message, self.hardware.memory, self._measured_up)
+                work = self._swarm.sizes[0].streamed
+                request = first_request(message, self.hardware.memory, work, self._measured_up)
                 self.later(self._round_trip(), lambda: self.send(request))
 
     # ---- its stages, as `stage_holder` asks

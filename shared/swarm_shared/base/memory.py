@@ -7,20 +7,52 @@ for both.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.text import memory_text
-from swarm_shared.base.types import MAX_EXACT_INTEGER, Count
+from swarm_shared.base.types import MAX_EXACT_INTEGER, Count, FlopsPerByte
 
 FORWARD_SHARE = 1 / 3
 """The forward pass's fraction of the work of a microbatch: a backward pass has two products of
 matrices for each of the forward's."""
 
-STREAMED_SPEED = 0.63
-"""Assumed fraction of the speed at which a device computes that copies all matrices of its layers
-for every pass, as measured where copies take nine tenths of the time of computing
-(docs/benchmarks.md). Where a microbatch has more tokens, the copies hide behind the products."""
+DEFAULT_BALANCE: FlopsPerByte = 1250.0
+"""FLOPs that a device of unknown rates is assumed to compute while it copies one byte: those of a
+card that computes 15 TFLOP/s and copies 12 GB/s."""
+
+
+class MachineBalance(FrozenModel):
+    """FLOPs that a device computes while it copies one byte from or to host memory, as measured."""
+
+    float32: FlopsPerByte
+    bfloat16: FlopsPerByte
+
+
+class StreamedWork(FrozenModel):
+    """What a device computes with matrices of layers that are copied to it for each pass."""
+
+    intensity: FlopsPerByte
+    """FLOPs of a layer's forward pass over the bytes of its matrices."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which it computes; matrices are copied in float32."""
+    are_frozen: bool = False
+    """Whether the matrices have no gradients."""
+
+    def slowdown(self, balance: MachineBalance | None, *, recomputed: bool) -> float:
+        """Return how many times as long a microbatch takes as with matrices on the device; at least
+        1. `recomputed`: its layers are computed again in the backward pass, in both cases.
+
+        The next matrix is copied beside a product, so that a pass takes as long as its products or
+        its copies, whichever take longer. A backward pass has two products for each matrix; its
+        gradient leaves on an engine of its own, and comes back when nothing else is computed.
+        """
+        device = DEFAULT_BALANCE if balance is None else getattr(balance, self.dtype)
+        copy = device / self.intensity  # a forward pass's products take 1
+        forwards, backward = (2 if recomputed else 1), (1 if self.are_frozen else 2)
+        takes = forwards * max(1.0, copy) + max(backward, copy)
+        takes += 0.0 if self.are_frozen else copy
+        return float(takes / (forwards + backward))
 
 
 class StageMemory(FrozenModel):
@@ -61,6 +93,8 @@ class MemoryOffer(FrozenModel):
     device_bytes: Count
     host_bytes: Count | None = None
     """None: the device computes in the host's memory, of which `device_bytes` are offered."""
+    balance: MachineBalance | None = None
+    """None: not measured."""
 
     def holds(self, stage: StageMemory) -> bool:
         """Whether the stage fits."""
@@ -85,20 +119,24 @@ class MemoryOffer(FrozenModel):
         taken += parameters.host_bytes if self.host_bytes is None else 0
         return max(0, self.device_bytes - taken)
 
-    def speed(self, stage: StageMemory) -> float:
+    def speed(self, stage: StageMemory, work: StreamedWork) -> float:
         """Return the expected fraction of full speed at which the stage is computed, if it fits.
+        `work` is that of its layers.
 
         With less memory than is comfortable, part of the forward pass is computed twice: the
         activations that are kept grow in proportion to the memory between both figures. With less
-        than the least, weights are copied to the device for each pass.
+        than the least, weights are copied to the device for each pass; more of them than is
+        lacking, as their buffers are on the device.
         """
         more = stage.comfortable_bytes - stage.device_bytes
         spare = self._spare_bytes(stage)
         if spare >= 0:
             return 1 / (1 + FORWARD_SHARE * (1 - spare / more)) if spare < more else 1.0
-        streamed = min(1.0, -spare / max(1, stage.streamable_bytes))
+        buffers = stage.stream_buffer_bytes
+        streamed = min(1.0, (buffers - spare) / max(1, stage.streamable_bytes + buffers))
         computed = 1 / (1 + FORWARD_SHARE) if more > 0 else 1.0
-        return computed / (1 + (1 / STREAMED_SPEED - 1) * streamed)
+        slowdown = work.slowdown(self.balance, recomputed=more > 0)
+        return computed / (1 + (slowdown - 1) * streamed)
 
     def _spare_bytes(self, stage: StageMemory) -> int:
         """Return what is offered for the device beyond the least; negative where it is less."""

@@ -91,6 +91,9 @@ UnixSeconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 """A rate per second, of bytes, tokens or microbatches."""
 Flops = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+FlopsPerByte = Annotated[float, Field(ge=1e-6, le=1e15, allow_inf_nan=False)]
+"""Of a device, its machine balance; of a computation, its arithmetic intensity (Williams et al.
+2009, Roofline)."""
 Loss = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE, allow_inf_nan=False)]
 """A loss in nats, of one token or summed over tokens."""
 Magnitude = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False)]

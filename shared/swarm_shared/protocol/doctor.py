@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.memory import StageMemory
+from swarm_shared.base.memory import StageMemory, StreamedWork
 from swarm_shared.base.types import (
     MAX_STAGES,
     Address,
@@ -70,6 +70,7 @@ class StageNeeds(FrozenModel):
     layer_input_bytes: Count
     """Of one microbatch."""
     is_last: bool
+    streamed: StreamedWork
 
 
 class DoctorWelcome(FrozenModel):

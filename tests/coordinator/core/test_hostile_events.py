@@ -20,7 +20,7 @@ from kits.swarm_world.facts import TOKENS
 from swarm_coordinator.core.events import AppliedStep, ReceiptsVerified
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import MachineBalance, MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Applied, ClientMessage, client_messages
@@ -102,7 +102,8 @@ hellos = st.fixed_dictionaries(
     {
         "stage": st.none() | indices, "version": indices, "wanted_stage": st.none() | indices,
         "averaged_attempt": st.none() | indices, "memory": st.builds(
-            MemoryOffer, device_bytes=counts, host_bytes=st.none() | counts
+            MemoryOffer, device_bytes=counts, host_bytes=st.none() | counts,
+            balance=st.none() | st.from_type(MachineBalance),
         ),
     }
 )  # fmt: skip

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kits.memory import WORK
 from swarm_coordinator.simulator.efficiency import best_rate
 from swarm_coordinator.simulator.fleet import Hardware
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
-SIZES = StageSizes(1, 0, 0, 0, 0)
+SIZES = StageSizes(1, 0, 0, 0, 0, WORK)
 
 
 def machine(flops_per_second: float, device_bytes: int) -> Hardware:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
-from kits.memory import offers
+from kits.memory import WORK, offers
 from kits.swarm_world import audits
 from kits.swarm_world.checks import check_account, check_hello
 from kits.swarm_world.decisions import CarryOut
@@ -306,7 +306,7 @@ class SimPeer:
         self._carry_out()
         if not self.leaving:
             try:
-                stage = most_underserved_stage(message.stages, self.memory)
+                stage = most_underserved_stage(message.stages, self.memory, WORK)
             except CapacityError:
                 stage = StageIndex(0)  # the coordinator has to refuse it
             self.later(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.memory import WORK
 from swarm_shared.base.errors import CapacityError, ConfigurationError
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.types import MAX_EXACT_INTEGER
@@ -229,7 +230,7 @@ def test_the_inner_stages_of_large_models_fit_cards_that_people_have(
     for cut in plan_stages(profile, chosen.stages, exact=True)[1:-1]:
         memory = stage_memory(profile, cut, False, False, exact=True)
         assert offer.holds(memory)
-        assert 0.75 <= offer.speed(memory) < 1
+        assert 0.75 <= offer.speed(memory, WORK) < 1
 
 
 def test_weights_in_host_memory_make_room_for_an_inner_stage_of_7b_on_a_card_of_6_gb() -> None:

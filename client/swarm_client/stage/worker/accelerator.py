@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor
 
 from swarm_client.machine.device_names import CUDA, MPS, PROCESSOR, XPU
+from swarm_client.machine.devices import DeviceRates
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
@@ -40,6 +43,16 @@ _OUT_OF_MEMORY = (
 
 CHECK_SIZE = 8
 """Rows and columns of the product by which a device proves that torch has kernels for it."""
+
+COPIED_BYTES = 2**24
+"""Of one measured copy: about a matrix of a layer."""
+
+PRODUCT_SIZE = 2048
+"""Rows and columns of a measured product, as many as tokens of a microbatch in common runs."""
+
+ROUND_SECONDS = 0.02
+"""Least duration of a measured round. A figure takes three times as long at most, and its first
+call."""
 
 
 class Event(Protocol):
@@ -300,6 +313,7 @@ class FoundAccelerator:
     free_bytes: int
     total_bytes: int
     has_own_memory: bool
+    rates: DeviceRates | None
 
 
 def found() -> list[FoundAccelerator]:
@@ -315,8 +329,67 @@ def describe(one: Accelerator) -> FoundAccelerator:
     memory = one.memory()
     return FoundAccelerator(
         str(one.device), one.label, one.details(), memory.free_bytes, memory.total_bytes,
-        one.has_own_memory,
+        one.has_own_memory, measured_rates(one),
     )  # fmt: skip
+
+
+def measured_rates(
+    one: Accelerator, clock: Callable[[], float] = time.perf_counter
+) -> DeviceRates | None:
+    """Measure how fast a device copies and multiplies. None for a device that copies nothing beside
+    its computations, or where that fails."""
+    streams = one.streams
+    if streams is None:
+        return None
+    try:
+        return DeviceRates(
+            COPIED_BYTES / _seconds(_copies_both_ways(one, streams), one, clock),
+            *(
+                2 * PRODUCT_SIZE**3 / _seconds(_product(one, dtype), one, clock)
+                for dtype in (torch.float32, torch.bfloat16)
+            ),
+        )
+    except (RuntimeError, MemoryError):  # what torch raises where a device cannot
+        return None
+
+
+def _copies_both_ways(one: Accelerator, streams: Streams) -> Callable[[], None]:
+    """Return what begins a copy of `COPIED_BYTES` in each direction."""
+    host = [streams.pinned(COPIED_BYTES) for _ in range(2)]
+    there = [torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=one.device) for _ in range(2)]
+    up, down = streams.stream(), streams.stream()
+    one.synchronise()
+
+    def copy() -> None:
+        with streams.using(up):
+            there[0].copy_(host[0], non_blocking=True)
+        with streams.using(down):
+            host[1].copy_(there[1], non_blocking=True)
+
+    return copy
+
+
+def _product(one: Accelerator, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what begins a product of two matrices."""
+    ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype, device=one.device)
+    return lambda: ones @ ones
+
+
+def _seconds(begin: Callable[[], object], one: Accelerator, clock: Callable[[], float]) -> float:
+    """Return the seconds that a device takes for what a call begins, the first call apart, in which
+    kernels are loaded."""
+    begin()
+    one.synchronise()
+    calls = 1
+    while True:
+        began = clock()
+        for _ in range(calls):
+            begin()
+        one.synchronise()
+        taken = clock() - began
+        if taken >= ROUND_SECONDS:
+            return taken / calls
+        calls *= 2
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from swarm_shared.protocol import (
     Welcome,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.scheduling.placement.stage_sizes import streamed_work
 
 MAX_STAGE_PEERS = 1000
 """Number of peers that a stage takes, below the 1,024 members that an all-reduce carries; some more
@@ -201,7 +202,9 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         preferred = _without_conflicts(run, peer, open_rows, now)
         allowed = [row.stage for row in preferred or open_rows]
     try:
-        stage = most_underserved_stage(rows, memory, request.up_bytes_per_second, allowed)
+        stage = most_underserved_stage(
+            rows, memory, streamed_work(run.manifest), request.up_bytes_per_second, allowed
+        )
     except CapacityError as error:
         refuse(run, peer, str(error))
         return

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import MemoryOffer, StreamedWork
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 
@@ -23,11 +23,12 @@ NEARLY_EQUAL = 1.05
 def most_underserved_stage(
     rows: Sequence[StageRow],
     memory: MemoryOffer,
+    work: StreamedWork,
     up_bytes_per_second: float = 0.0,
     allowed: Collection[StageIndex] | None = None,
 ) -> StageIndex:
     """Return the stage with the least service relative to its work, among those that fit and are
-    `allowed` (all by default). `rows` are those of all stages.
+    `allowed` (all by default). `rows` are those of all stages, `work` is that of their layers.
 
     Stages without any peer come first, then the smallest rate if every stage with peers has one,
     and fewer peers per unit of work otherwise; ties go to the earlier stage. Raises CapacityError
@@ -66,7 +67,7 @@ def most_underserved_stage(
     def flops_per_second(row: StageRow) -> float:
         up = up_bytes_per_second or math.inf
         sent = up / row.sent_bytes if row.sent_bytes else math.inf
-        return min(computed * memory.speed(row.memory), sent * (row.work_flops or mean_work))
+        return min(computed * memory.speed(row.memory, work), sent * (row.work_flops or mean_work))
 
     most = NEARLY_EQUAL * service(slowest)[0]
     near = [row for row in fitting if service(row)[0] <= most]

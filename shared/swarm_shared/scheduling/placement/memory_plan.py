@@ -32,6 +32,7 @@ def stage_needs(manifest: Manifest, stage: StageIndex) -> StageNeeds:
         layers=cut.end_layer - cut.first_layer,
         layer_input_bytes=manifest.tokens_per_microbatch * manifest.model.hidden_size * item_bytes,
         is_last=stage == manifest.stage_count - 1,
+        streamed=sizes.streamed,
     )
 
 
@@ -55,5 +56,5 @@ def memory_plan(offer: MemoryOffer, needs: StageNeeds) -> MemoryPlan:
     return MemoryPlan(
         recomputed_layers=sizes.recomputed_layers(budget_bytes, needs.is_last),
         streamed_bytes=offer.streamed_bytes(memory),
-        speed=offer.speed(memory),
+        speed=offer.speed(memory, needs.streamed),
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.memory import StreamedWork
 from swarm_shared.run.codec_sizes import encoded_bytes
 from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange, TrainingSection
 from swarm_shared.run.model_config import AdapterTarget, ModelConfig
+from swarm_shared.run.stage_cut import WEIGHT_BYTES, LayerMatrices
 
 FLOAT_BYTES = 4
 TOKEN_BYTES = 4
@@ -30,6 +32,8 @@ class StageSizes:
     """Bytes of the gradient sent back; 0 at the first stage, whose input has no gradient."""
     output_gradient_bytes: int
     """Bytes of the gradient received for the output; 0 at the last stage."""
+    streamed: StreamedWork
+    """What a device computes that copies the layers' matrices for each pass."""
     frozen_parameters: int = 0
     """Parameters that are not trained, which are no part of a state: `parameters` are the
     others."""
@@ -107,6 +111,23 @@ def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
     return config.hidden_size + matrix, matrix
 
 
+def streamed_work(manifest: Manifest) -> StreamedWork:
+    """Return what a device computes that copies the layers' matrices for each pass."""
+    return _streamed_work(manifest.model, manifest.training)
+
+
+def _streamed_work(config: ModelConfig, training: TrainingSection) -> StreamedWork:
+    """Products with the matrices, and attention."""
+    matrices = LayerMatrices.of(config)
+    attention = 4 * config.sequence_length * config.query_size
+    tokens = training.sequences_per_microbatch * config.sequence_length
+    return StreamedWork(
+        intensity=tokens * (2 * matrices.total + attention) / (WEIGHT_BYTES * matrices.total),
+        dtype=training.dtype,
+        are_frozen=matrices.are_frozen,
+    )
+
+
 def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
     """Return the sizes of every stage of a run."""
     return sizes_of_cut(manifest.model, manifest.stages, manifest.training, manifest.codecs)
@@ -128,6 +149,7 @@ def sizes_of_cut(
     table = config.vocabulary_size * config.hidden_size
     last = len(stages) - 1
     narrow, widen = bottleneck_parameters(config)
+    streamed = _streamed_work(config, training)
     sizes: list[StageSizes] = []
     for index, cut in enumerate(stages):
         layers = cut.end_layer - cut.first_layer
@@ -150,6 +172,7 @@ def sizes_of_cut(
                 output_bytes=activation if index < last else 0,
                 input_gradient_bytes=gradient if index else 0,
                 output_gradient_bytes=gradient if index < last else 0,
+                streamed=streamed,
                 staleness=training.staleness,
             )
         )

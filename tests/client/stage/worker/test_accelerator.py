@@ -249,6 +249,7 @@ def test_the_door_finds_devices_by_name_and_describes_them(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door, "accelerators", lambda: [fake])
+    monkeypatch.setattr(door, "PRODUCT_SIZE", 32)
     kind = fake.device.type
     assert door.accelerator_named(f"{kind}:0") is fake
     assert door.accelerator_named(f"{kind}:1") is None
@@ -256,6 +257,7 @@ def test_the_door_finds_devices_by_name_and_describes_them(
     (found,) = door.found()
     assert (found.name, found.label) == (f"{kind}:0", f"fake {kind}")
     assert found.has_own_memory is (kind != "mps")
+    assert (found.rates is None) is (kind == "mps")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.memory import offers, takes
+from kits.memory import WORK, offers, takes
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
@@ -40,40 +40,57 @@ rows_strategy = st.lists(
 
 
 def test_a_stage_without_a_peer_comes_first() -> None:
-    assert most_underserved_stage([row(0, 1), row(1, 0, work=1e-3), row(2, 1)], offers(100)) == 1
+    assert (
+        most_underserved_stage([row(0, 1), row(1, 0, work=1e-3), row(2, 1)], offers(100), WORK) == 1
+    )
 
 
 def test_the_stage_with_the_fewest_peers_for_its_work_comes_next() -> None:
-    assert most_underserved_stage([row(0, 2, work=1.0), row(1, 3, work=2.0)], offers(100)) == 1
-    assert most_underserved_stage([row(0, 2, work=1.0), row(1, 5, work=2.0)], offers(100)) == 0
+    assert (
+        most_underserved_stage([row(0, 2, work=1.0), row(1, 3, work=2.0)], offers(100), WORK) == 1
+    )
+    assert (
+        most_underserved_stage([row(0, 2, work=1.0), row(1, 5, work=2.0)], offers(100), WORK) == 0
+    )
 
 
 def test_ties_go_to_the_earlier_stage() -> None:
-    assert most_underserved_stage([row(0, 1), row(1, 1), row(2, 1)], offers(100)) == 0
+    assert most_underserved_stage([row(0, 1), row(1, 1), row(2, 1)], offers(100), WORK) == 0
 
 
 def test_a_stage_whose_work_is_unknown_counts_like_the_mean() -> None:
-    assert most_underserved_stage([row(0, 2, work=0.0), row(1, 3, work=4.0)], offers(100)) == 1
-    assert most_underserved_stage([row(0, 2, work=0.0), row(1, 1, work=0.0)], offers(100)) == 1
+    assert (
+        most_underserved_stage([row(0, 2, work=0.0), row(1, 3, work=4.0)], offers(100), WORK) == 1
+    )
+    assert (
+        most_underserved_stage([row(0, 2, work=0.0), row(1, 1, work=0.0)], offers(100), WORK) == 1
+    )
 
 
 def test_a_stage_that_does_not_fit_is_left_to_others() -> None:
-    assert most_underserved_stage([row(0, 0, memory=101), row(1, 9, memory=100)], offers(100)) == 1
+    assert (
+        most_underserved_stage([row(0, 0, memory=101), row(1, 9, memory=100)], offers(100), WORK)
+        == 1
+    )
 
 
 def test_a_machine_that_fits_no_stage_is_told_what_would() -> None:
     with pytest.raises(CapacityError, match=r"offers 1 GiB.*needs 2 GiB"):
-        most_underserved_stage([row(0, memory=3 * 2**30), row(1, memory=2 * 2**30)], offers(2**30))
+        most_underserved_stage(
+            [row(0, memory=3 * 2**30), row(1, memory=2 * 2**30)], offers(2**30), WORK
+        )
 
 
 def test_a_run_without_stages_is_an_error_that_is_explained() -> None:
     with pytest.raises(CapacityError, match="no stage"):
-        most_underserved_stage([], offers(100))
+        most_underserved_stage([], offers(100), WORK)
 
 
 @pytest.mark.parametrize("works", [(LARGEST, LARGEST), (5e-324, LARGEST), (5e-324, 0.0)])
 def test_absurd_numbers_from_the_network_do_not_overflow(works: tuple[float, float]) -> None:
-    assert most_underserved_stage([row(0, 2, works[0]), row(1, 0, works[1])], offers(100)) == 1
+    assert (
+        most_underserved_stage([row(0, 2, works[0]), row(1, 0, works[1])], offers(100), WORK) == 1
+    )
 
 
 def test_newcomers_one_after_the_other_spread_in_proportion_to_the_work() -> None:
@@ -81,7 +98,7 @@ def test_newcomers_one_after_the_other_spread_in_proportion_to_the_work() -> Non
     peers = [0, 0, 0]
     for _ in range(60):
         rows = [row(i, peers[i], works[i]) for i in range(3)]
-        peers[most_underserved_stage(rows, offers(100))] += 1
+        peers[most_underserved_stage(rows, offers(100), WORK)] += 1
     assert peers == [30, 10, 20]
 
 
@@ -90,9 +107,9 @@ def test_the_choice_fits_and_no_fitting_stage_is_emptier(rows: list[StageRow], m
     fitting = [r for r in rows if r.memory.device_bytes <= memory]
     if not fitting:
         with pytest.raises(CapacityError):
-            most_underserved_stage(rows, offers(memory))
+            most_underserved_stage(rows, offers(memory), WORK)
         return
-    chosen = rows[most_underserved_stage(rows, offers(memory))]
+    chosen = rows[most_underserved_stage(rows, offers(memory), WORK)]
     assert chosen in fitting
     assert chosen.peers == 0 or all(r.peers > 0 for r in fitting)
 
@@ -100,8 +117,8 @@ def test_the_choice_fits_and_no_fitting_stage_is_emptier(rows: list[StageRow], m
 @given(rows_strategy, st.permutations(range(8)))
 def test_the_order_of_the_rows_does_not_matter(rows: list[StageRow], order: list[int]) -> None:
     shuffled = [rows[i] for i in order if i < len(rows)]
-    assert most_underserved_stage(rows, offers(200)) == most_underserved_stage(
-        shuffled, offers(200)
+    assert most_underserved_stage(rows, offers(200), WORK) == most_underserved_stage(
+        shuffled, offers(200), WORK
     )
 
 
@@ -131,14 +148,14 @@ def pipeline(counts: list[int], boundary_bytes: int = 1_000_000) -> list[StageRo
 @given(st.one_of(measured_rows, rows_strategy))
 def test_with_an_unlimited_uplink_the_choice_is_that_without_one(rows: list[StageRow]) -> None:
     # Faster than any of these stages can compute.
-    assert most_underserved_stage(rows, offers(200), 1e30) == most_underserved_stage(
-        rows, offers(200)
+    assert most_underserved_stage(rows, offers(200), WORK, 1e30) == most_underserved_stage(
+        rows, offers(200), WORK
     )
 
 
 @given(measured_rows, st.floats(1, 1e12))
 def test_a_known_uplink_chooses_only_among_the_slowest(rows: list[StageRow], up: float) -> None:
-    chosen = rows[most_underserved_stage(rows, offers(200), up)]
+    chosen = rows[most_underserved_stage(rows, offers(200), WORK, up)]
     slowest = min(one.microbatches_per_second for one in rows)
     assert chosen.microbatches_per_second <= NEARLY_EQUAL * slowest
 
@@ -148,20 +165,22 @@ def test_a_peer_with_a_slow_uplink_takes_an_end_where_rates_are_equal(
     stages: int, peers: int, up: float
 ) -> None:
     rows = pipeline([peers] * stages)
-    assert most_underserved_stage(rows[1:], offers(100), up) == stages - 1
-    assert most_underserved_stage(rows[1:], offers(100), 2e6) == 1, "a middle stage loses nothing"
+    assert most_underserved_stage(rows[1:], offers(100), WORK, up) == stages - 1
+    assert most_underserved_stage(rows[1:], offers(100), WORK, 2e6) == 1, (
+        "a middle stage loses nothing"
+    )
 
 
 def test_a_slower_stage_comes_before_what_the_uplink_prefers() -> None:
-    assert most_underserved_stage(pipeline([10, 9, 10]), offers(100), 1.0) == 1
-    assert most_underserved_stage(pipeline([10, 0, 10]), offers(100), 1.0) == 1
-    assert most_underserved_stage(pipeline([31, 30, 31]), offers(100), 1.0) == 0, (
+    assert most_underserved_stage(pipeline([10, 9, 10]), offers(100), WORK, 1.0) == 1
+    assert most_underserved_stage(pipeline([10, 0, 10]), offers(100), WORK, 1.0) == 1
+    assert most_underserved_stage(pipeline([31, 30, 31]), offers(100), WORK, 1.0) == 0, (
         "by one peer of thirty"
     )
 
 
 def test_of_stages_without_a_peer_it_takes_an_end() -> None:
-    assert most_underserved_stage(pipeline([2, 0, 0]), offers(100), 1.0) == 2
+    assert most_underserved_stage(pipeline([2, 0, 0]), offers(100), WORK, 1.0) == 2
 
 
 @given(
@@ -173,18 +192,18 @@ def test_only_a_stage_that_is_allowed_is_chosen(
 ) -> None:
     allowed = {StageIndex(stage) for stage in stages}
     if any(one.stage in allowed and one.memory.device_bytes <= 200 for one in rows):
-        assert most_underserved_stage(rows, offers(200), up, allowed) in allowed
+        assert most_underserved_stage(rows, offers(200), WORK, up, allowed) in allowed
     else:
         with pytest.raises(CapacityError):
-            most_underserved_stage(rows, offers(200), up, allowed)
+            most_underserved_stage(rows, offers(200), WORK, up, allowed)
     with suppress(CapacityError):
-        free = most_underserved_stage(rows, offers(200))
-        assert most_underserved_stage(rows, offers(200), allowed=allowed | {free}) == free
+        free = most_underserved_stage(rows, offers(200), WORK)
+        assert most_underserved_stage(rows, offers(200), WORK, allowed=allowed | {free}) == free
 
 
 def test_before_rates_are_known_peers_are_counted() -> None:
     rows = [row(0, 1, sent=2), row(1, 1, sent=1)]
-    assert most_underserved_stage(rows, offers(100), 1e-6) == 0
+    assert most_underserved_stage(rows, offers(100), WORK, 1e-6) == 0
 
 
 def test_thin_newcomers_one_after_the_other_serve_all_stages_alike() -> None:
@@ -195,7 +214,7 @@ def test_thin_newcomers_one_after_the_other_serve_all_stages_alike() -> None:
             one.model_copy(update={"microbatches_per_second": rate})
             for one, rate in zip(pipeline(counts), rates, strict=True)
         ]
-        stage = most_underserved_stage(rows, offers(100), uplink)
+        stage = most_underserved_stage(rows, offers(100), WORK, uplink)
         counts[stage] += 1
         rates[stage] += 1.0 if stage in (0, 3) else 0.5
     assert counts == [10, 20, 20, 10]
