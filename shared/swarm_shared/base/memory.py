@@ -44,15 +44,16 @@ class StreamedWork(FrozenModel):
         1. `recomputed`: its layers are computed again in the backward pass, in both cases.
 
         The next matrix is copied beside a product, so that a pass takes as long as its products or
-        its copies, whichever take longer. A backward pass has two products for each matrix; its
-        gradient leaves on an engine of its own, and comes back when nothing else is computed.
+        its copies, whichever take longer. A backward pass has two products for each matrix, beside
+        which its gradient leaves on an engine of its own. Nothing is computed while gradients come
+        back to be added, nor, wherever weights are, while what is added is copied to be hashed.
         """
         device = DEFAULT_BALANCE if balance is None else getattr(balance, self.dtype)
         copy = device / self.intensity  # a forward pass's products take 1
         forwards, backward = (2 if recomputed else 1), (1 if self.are_frozen else 2)
-        takes = forwards * max(1.0, copy) + max(backward, copy)
-        takes += 0.0 if self.are_frozen else copy
-        return float(takes / (forwards + backward))
+        gradients = 0.0 if self.are_frozen else copy
+        streamed = forwards * max(1.0, copy) + max(backward, copy) + 2 * gradients
+        return float(streamed / (forwards + backward + gradients))
 
 
 class StageMemory(FrozenModel):

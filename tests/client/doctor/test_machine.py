@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from kits.memory import needs, takes
 from shared.scheduling.placement.test_memory_need import honest_manifest
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import State, ok
-from swarm_client.machine.devices import Device
+from swarm_client.machine.devices import Device, DeviceRates
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
     CapacityError,
@@ -25,7 +26,7 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
-from swarm_shared.base.memory import StageMemory
+from swarm_shared.base.memory import MachineBalance, StageMemory
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import StageNeeds
@@ -40,6 +41,10 @@ CPU: dict[str, Any] = {
 H100 = {
     "name": "cuda:0", "label": "NVIDIA H100 80GB HBM3", "details": "compute capability 9.0",
     "free_bytes": 78 * GIB, "total_bytes": 79 * GIB, "has_own_memory": True,
+    "rates": {
+        "copied_bytes_per_second": 25e9, "float32_flops_per_second": 5e13,
+        "bfloat16_flops_per_second": 6e14,
+    },
 }  # fmt: skip
 CUDA = {
     **CPU, "torch": "2.13.0+cu128", "built_for": "CUDA 12.8",
@@ -112,6 +117,8 @@ def test_a_gpu_is_named_with_driver_capability_and_memory() -> None:
     for part in ("H100", "570.86.15", "9.0", "78.0 of 79.0 GiB", "and 1 more"):
         assert part in check.seen
     assert check.details["label"] == H100["label"]
+    assert json.loads(json.dumps(check.details)).keys() == check.details.keys() >= {"total_bytes"}
+    assert "rates" not in check.details
 
 
 def test_the_device_is_chosen_as_joining_does_it() -> None:
@@ -119,6 +126,18 @@ def test_the_device_is_chosen_as_joining_does_it() -> None:
     assert check.state is State.OK
     assert device is not None
     assert device.name == "cuda:0"
+    assert check.seen.endswith(
+        "of the host's to offer; it copies 25 GB/s from and to the host's memory, and computes 50 "
+        "TFLOP/s in float32 and 600 in bfloat16"
+    )
+    assert check.details.items() >= H100["rates"].items()  # type: ignore[attr-defined]
+    assert device.memory.balance == MachineBalance(float32=2000.0, bfloat16=24000.0)
+    unmeasured, device = machine.check_device(
+        {**CUDA, "devices": [{**H100, "rates": None}]}, "auto"
+    )
+    assert unmeasured.seen.endswith("; how fast it copies and computes could not be measured")
+    assert device is not None
+    assert device.memory.balance is None
     assert machine.check_device(CPU, "auto")[1].name == "cpu"  # type: ignore[union-attr]
     assert machine.check_device(CPU, "cuda:0")[0].exit_code == CapacityError.exit_code
     assert machine.check_device(CPU, "toaster")[0].exit_code == UsageError.exit_code
@@ -165,7 +184,9 @@ def test_the_plan_for_a_card_of_8_gb_is_one_sentence_with_every_figure() -> None
 
 def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> None:
     check, _ = machine.check_device(CPU, "cpu")
-    card = Device("cuda:0", "card", GIB, host_bytes=2 * GIB)
+    # A pass of copies takes as long as two of products.
+    rates = DeviceRates(1e9, 2048e9, 2e15)
+    card = Device("cuda:0", "card", GIB, host_bytes=2 * GIB, rates=rates)
     tight = StageMemory(
         device_bytes=GIB + GIB // 2, comfortable_bytes=2 * GIB, host_bytes=GIB,
         streamable_bytes=GIB,
@@ -174,7 +195,7 @@ def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> No
     assert found.state is State.OK
     assert found.seen.endswith(
         "; with 2 of 2 layers recomputed in the backward pass and 512 MiB of weights copied from "
-        "the host's memory for each pass, it is computed at 0.58 of full speed"
+        "the host's memory for each pass, it is computed at 0.56 of full speed"
     )
     assert found.details["streamed_bytes"] == GIB // 2
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kits.memory import WORK
 from swarm_coordinator.simulator.efficiency import best_rate
-from swarm_coordinator.simulator.fleet import Hardware
+from swarm_coordinator.simulator.fleet import (
+    GIBIBYTE,
+    FleetFile,
+    Hardware,
+    HardwareClass,
+    make_fleet,
+)
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
@@ -34,3 +42,22 @@ def test_a_fast_machine_takes_the_stage_that_the_others_cannot_hold(
 
 def test_without_a_machine_for_each_stage_nothing_is_trained() -> None:
     assert best_rate([machine(8, 60)], [stage(2, 10), stage(2, 10)], [SIZES, SIZES]) == 0
+
+
+def test_a_card_behind_a_slow_link_computes_streamed_weights_more_slowly() -> None:
+    tight = StageMemory(
+        device_bytes=3 * GIBIBYTE, comfortable_bytes=4 * GIBIBYTE, streamable_bytes=2 * GIBIBYTE
+    )
+    held = StageRange(first_layer=0, end_layer=1, work_flops=1e12, memory=tight)
+
+    def seconds(**link: float) -> float:
+        one = HardwareClass(
+            name="card", teraflops=15, memory_gib=1, host_memory_gib=32, up_mbit=1, down_mbit=1,
+            latency_ms=1, **link,
+        )  # fmt: skip
+        (card,) = make_fleet(FleetFile(classes=(one,)), 1, random.Random(1))
+        assert card.memory.balance is not None
+        assert card.memory.balance.float32 == 15e12 / (link.get("copied_gb_s", 12.0) * 1e9)
+        return card.computing_seconds(held, SIZES)
+
+    assert seconds() == seconds(copied_gb_s=12.0) < seconds(copied_gb_s=3.0)

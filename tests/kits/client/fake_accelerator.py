@@ -19,7 +19,7 @@ the real device, and that memory returns to the allocator too early (`Streams.us
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
@@ -95,6 +95,44 @@ class Order:
                 raise RuntimeError(f"{by.name} {what} by {other.name}, without waiting for it")
 
 
+class TimedOrder(Order):
+    """Streams whose copies and products take time, as a path through all that was awaited."""
+
+    def __init__(
+        self, up_bytes_per_second: float, down_bytes_per_second: float,
+        flops_per_second: Mapping[torch.dtype, float],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._up, self._down = up_bytes_per_second, down_bytes_per_second
+        self._flops = flops_per_second
+        self._ends: dict[tuple[object, int], float] = {}
+
+    def now(self) -> float:
+        """Return the end of all that the host has awaited."""
+        return self._end_of(self.host.clock)
+
+    def access(self, by: FakeStream, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        reads, writes = list(reads), list(writes)
+        before = by.clock.get(by, 0)
+        super().access(by, reads, writes)
+        began = max(self._end_of(by.clock), self._ends.get((by, before), 0.0))
+        seconds = sum(self.seconds(reads, one) for one in writes if by is not self.host)
+        self._ends[self._now(by)] = began + seconds
+
+    def _end_of(self, clock: Clock) -> float:
+        return max((self._ends.get(moment, 0.0) for moment in clock.items()), default=0.0)
+
+    def seconds(self, reads: Sequence[Tensor], written: Tensor) -> float:
+        """Return the time of a copy between memories, or of a product; of all else, none."""
+        if reads and device_of(reads[0]) != device_of(written):
+            return written.nbytes / (self._down if device_of(written) == HOST else self._up)
+        if len(reads) == 2 and all(one.ndim == 2 for one in (*reads, written)):
+            (rows, inner), (also_inner, columns) = (tuple(one.shape) for one in reads)
+            if inner == also_inner and written.shape == (rows, columns):
+                return 2 * rows * inner * columns / self._flops[written.dtype]
+        return 0.0
+
+
 class FakeStream:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -128,11 +166,11 @@ class FakeStreams:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.current = order.computing
-        self._count = 0
+        self.all = [order.computing]
 
     def stream(self) -> FakeStream:
-        self._count += 1
-        return FakeStream(f"stream {self._count}")
+        self.all.append(FakeStream(f"stream {len(self.all)}"))
+        return self.all[-1]
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
@@ -162,10 +200,10 @@ class FakeStreams:
 class FakeAccelerator(Accelerator):
     """One of `KINDS`. Tensors are on it within `at_work`, in this thread."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, order: Order | None = None) -> None:
         super().__init__(torch.device(kind, 0))
         self.limit_bytes: int | None = None
-        self.order = Order()
+        self.order = order or Order()
         self.kernels = None if kind in UNLISTED_KINDS else kernels_of(kind.upper())
         self.has_own_memory = kind != "mps"
         self.fake_streams = FakeStreams(self.order)
@@ -189,7 +227,8 @@ class FakeAccelerator(Accelerator):
         self.limit_bytes = nbytes
 
     def synchronise(self) -> None:
-        self.order.host.learn(self.fake_streams.current.clock)
+        for stream in self.fake_streams.all:
+            self.order.host.learn(stream.clock)
 
     def place(self, tensor: Tensor) -> Tensor:
         """Have a new tensor lie on the device. TypeError for float64."""

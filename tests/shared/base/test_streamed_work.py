@@ -69,8 +69,8 @@ class Card:
             self.host = self.leaving.popleft()
 
     def add_gradients(self, seconds: float) -> None:
-        """All gradients come back."""
-        self.now = self.host = max(self.now, self.down) + seconds * self.copy
+        """All gradients come back, and what is added of them is copied to be hashed."""
+        self.now = self.host = max(self.now, self.down) + 2 * seconds * self.copy
 
     def _buffer_of(self, key: Key) -> Buffer | None:
         return next((one for one in self.buffers if one.holds == key), None)
@@ -110,6 +110,7 @@ def followed(
     """How many times as long a microbatch takes as with resident weights."""
     operations = microbatch(layers, recomputed=recomputed, frozen=frozen)
     products = deque((key, seconds) for kind, key, seconds in operations if kind == "product")
+    added = 0.0 if frozen or card.is_processor else sum(matrices(one) for one in layers)
     ends: list[float] = []
     for _ in range(MICROBATCHES):
         for kind, key, seconds in operations:
@@ -120,10 +121,10 @@ def followed(
                 card.gradient(seconds)
             else:
                 card.compute(seconds)
-        if not frozen and not card.is_processor:
-            card.add_gradients(sum(matrices(one) for one in layers))
+        if added:
+            card.add_gradients(added)
         ends.append(card.now)
-    resident = sum(seconds for _, _, seconds in operations)
+    resident = sum(seconds for _, _, seconds in operations) + added * card.copy
     return (ends[-1] - ends[0]) / (MICROBATCHES - 1) / resident
 
 
@@ -154,16 +155,18 @@ def test_the_cost_of_streamed_weights_is_that_of_products_and_copies_one_by_one(
     assert predicted(copy, one) == pytest.approx(seen, rel=0.1)
 
 
-@given(layers_strategy, st.integers(1, 4), copies, st.booleans())
+@pytest.mark.parametrize(
+    ("recomputed", "frozen", "low", "high"),
+    [(False, False, 0.85, 1.1), (False, True, 0.8, 1.6), (True, True, 0.8, 1.4)],
+)
+@given(layers_strategy, st.integers(1, 4), copies)
 def test_layers_that_are_kept_and_frozen_weights_cost_about_as_much_as_is_predicted(
-    one: Layer, count: int, copy: float, frozen: bool
+    recomputed: bool, frozen: bool, low: float, high: float, one: Layer, count: int, copy: float
 ) -> None:
-    """Frozen weights are found in their buffers where the direction turns; matrices of unlike
-    sizes wait for each other where copies take as long as products."""
-    seen = followed(Card(copy), [one] * count, recomputed=not frozen, frozen=frozen)
-    low, high = (0.8, 1.4) if frozen else (0.85, 1.1)
-    # `predicted` over `seen`
-    assert low < predicted(copy, one, recomputed=not frozen, frozen=frozen) / seen < high
+    """Where the direction turns, matrices are still in their buffers; where copies take as long as
+    products, matrices of unlike sizes wait for each other."""
+    seen = followed(Card(copy), [one] * count, recomputed=recomputed, frozen=frozen)
+    assert low < predicted(copy, one, recomputed=recomputed, frozen=frozen) / seen < high
 
 
 @pytest.mark.parametrize("attention", [0.0, 1.0, 3.0])
@@ -176,4 +179,4 @@ def test_a_processor_whose_copies_take_nine_tenths_of_the_time_computes_at_063(
     copy = 0.3 * 4 * (matrices(of_125m) + attention) / matrices(of_125m)
     processor = followed(Card(copy, is_processor=True), [of_125m] * 5)
     assert 1 / processor == pytest.approx(0.63, abs=0.015)
-    assert 1 / followed(Card(copy), [of_125m] * 5) == pytest.approx(0.69, abs=0.01)
+    assert 1 / followed(Card(copy), [of_125m] * 5) == pytest.approx(0.74, abs=0.01)

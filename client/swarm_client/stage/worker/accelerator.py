@@ -1,8 +1,8 @@
 """The door to devices: what differs between a processor and the kinds of accelerators.
 
 Nothing else in the product asks torch for a kind of device. Tensors are made and computed the same
-way on all of them; what is here is the memory of a device, its streams, its waits, and its name.
-`torch.accelerator` answers for all kinds where it can, and the module of the kind
+way on all of them; what is here is the memory of a device, its streams, its waits, its rates, and
+its name. `torch.accelerator` answers for all kinds where it can, and the module of the kind
 (`torch.get_device_module`) where it cannot; Apple's is the only one with answers of its own.
 
     kind  device                            memory        copies

@@ -85,13 +85,13 @@ class Pipeline:
     def step(self, step: Step) -> list[str]:
         """Train one step, with one microbatch taken out and computed again; the digests."""
         for number in range(MICROBATCHES):
-            self._microbatch(step, MicrobatchIndex(number))
+            self.microbatch(step, MicrobatchIndex(number))
         middle = self.runners[0]
         assert middle.uncommit(step, (MicrobatchIndex(0),))
-        self._microbatch(step, MicrobatchIndex(0))
+        self.microbatch(step, MicrobatchIndex(0))
         return self._close(step)
 
-    def _microbatch(self, step: Step, index: MicrobatchIndex) -> None:
+    def microbatch(self, step: Step, index: MicrobatchIndex) -> None:
         inputs, targets = tokens_of(self._manifest, index)
         self._requests += 1
         payload = memoryview(bytearray(inputs.tobytes()))

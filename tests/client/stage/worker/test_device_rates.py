@@ -1,23 +1,23 @@
-"""The measurement of a device that copies and computes at known rates, in its own time."""
+"""The rates of a device that takes time for copies and products: measured, and as a stage that
+streams its weights lives by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from kits.client.fake_accelerator import (
-    HOST,
-    FakeAccelerator,
-    FakeStream,
-    FakeStreams,
-    Order,
-    device_of,
-)
+from client.stage.worker.test_accelerator import Pipeline
+from client.stage.worker.test_stage_runner import make_manifest
+from kits.client.fake_accelerator import FakeAccelerator, TimedOrder
 from swarm_client.machine.devices import DeviceRates
 from swarm_client.stage.worker import accelerator as door
+from swarm_shared.base.memory import MachineBalance, StreamedWork
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.run.manifest import CodecsConfig
+from swarm_shared.run.stage_cut import LayerMatrices
 
 UP, DOWN = 4e9, 3e9
 FLOPS = {torch.float32: 1e9, torch.bfloat16: 8e9}
@@ -25,58 +25,32 @@ FIRST_CALL_SECONDS = 0.3
 """Of each kind of product, in which kernels are loaded."""
 
 
-class TimedOrder(Order):
-    """Streams that work side by side, each for as long as its copies and products take."""
-
+class WarmingUp(TimedOrder):
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._busy_until: dict[FakeStream, float] = {}
+        super().__init__(UP, DOWN, FLOPS)
         self._loaded: set[torch.dtype] = set()
 
-    def access(self, by: FakeStream, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        reads, writes = list(reads), list(writes)
-        super().access(by, reads, writes)
-        began = max(self.now, self._busy_until.get(by, 0.0))
-        self._busy_until[by] = began + self._seconds(by, reads, writes)
-
-    def _seconds(self, by: FakeStream, reads: list[Tensor], writes: list[Tensor]) -> float:
-        (written,) = writes
-        if by is not self.computing:
-            return written.nbytes / (DOWN if device_of(written) == HOST else UP)
-        if not reads:
-            return 0.0
-        loading = 0.0 if written.dtype in self._loaded else FIRST_CALL_SECONDS
+    def seconds(self, reads: Sequence[Tensor], written: Tensor) -> float:
+        seconds = super().seconds(reads, written)
+        if len(reads) < 2 or written.dtype in self._loaded:
+            return seconds
         self._loaded.add(written.dtype)
-        return loading + 2 * written.shape[0] ** 3 / FLOPS[written.dtype]
-
-    def wait(self) -> None:
-        self.now = max(self.now, *self._busy_until.values())
-
-
-class TimedAccelerator(FakeAccelerator):
-    def __init__(self) -> None:
-        super().__init__("cuda")
-        self.timed = self.order = TimedOrder()
-        self.streams = self.fake_streams = FakeStreams(self.order)
-
-    def synchronise(self) -> None:
-        super().synchronise()
-        self.timed.wait()
+        return seconds + FIRST_CALL_SECONDS
 
 
 def test_a_device_is_measured_as_fast_as_it_is_in_less_than_half_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "PRODUCT_SIZE", 64)
-    accelerator = TimedAccelerator()
+    order = WarmingUp()
+    accelerator = FakeAccelerator("cuda", order)
     with accelerator.at_work():
-        rates = door.measured_rates(accelerator, lambda: accelerator.timed.now)
+        rates = door.measured_rates(accelerator, order.now)
     assert rates == DeviceRates(pytest.approx(DOWN), pytest.approx(1e9), pytest.approx(8e9))
-    assert accelerator.timed.now < 2 * FIRST_CALL_SECONDS + 0.5
     assert rates is not None
     balance = (rates.balance.float32, rates.balance.bfloat16)
     assert balance == pytest.approx((1 / 3, 8 / 3))
+    assert order.now() < 2 * FIRST_CALL_SECONDS + 0.3
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, torch.OutOfMemoryError])
@@ -86,8 +60,8 @@ def test_a_device_that_cannot_be_measured_has_unknown_rates(
     def refuse(nbytes: int) -> Tensor:
         raise error("no pinned memory")
 
-    accelerator = TimedAccelerator()
-    monkeypatch.setattr(accelerator.streams, "pinned", refuse)
+    accelerator = FakeAccelerator("cuda")
+    monkeypatch.setattr(accelerator.fake_streams, "pinned", refuse)
     with accelerator.at_work():
         assert door.measured_rates(accelerator) is None
 
@@ -95,3 +69,42 @@ def test_a_device_that_cannot_be_measured_has_unknown_rates(
 def test_what_computes_in_the_hosts_memory_is_not_measured() -> None:
     assert door.measured_rates(door.processor()) is None
     assert door.measured_rates(FakeAccelerator("mps")) is None
+
+
+# ---------------------------------------------------------------- stages
+
+
+def microbatch_seconds(copies_over_products: float, *, streamed: bool) -> float:
+    """How long a microbatch takes of a stage whose layers are computed again, all of whose matrices
+    are on the device or streamed."""
+    manifest = make_manifest(1)
+    training = manifest.training.model_copy(update={"sequences_per_microbatch": 5})
+    manifest = manifest.model_copy(
+        update={"training": training, "codecs": CodecsConfig(average="exact")}
+    )
+    # A weight takes 4 bytes, and 2 FLOPs for each token.
+    rate = 2 * FLOPS[torch.float32] / (manifest.tokens_per_microbatch * copies_over_products)
+    order = TimedOrder(rate, rate, FLOPS)
+    accelerator = FakeAccelerator("cuda", order)
+    matrices = LayerMatrices.of(manifest.model)
+    streamed_bytes = matrices.streamable_bytes(manifest.model.layers, 0) if streamed else 0
+    with accelerator.at_work():
+        pipeline = Pipeline(manifest, accelerator, 0, streamed_bytes)
+        ends: list[float] = []
+        for number in range(4):
+            pipeline.microbatch(Step(1), MicrobatchIndex(number))
+            accelerator.synchronise()
+            ends.append(order.now())
+    return (ends[-1] - ends[1]) / 2
+
+
+@pytest.mark.parametrize("copies_over_products", [0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
+def test_a_stage_that_streams_its_weights_is_as_slow_as_predicted(
+    copies_over_products: float,
+) -> None:
+    resident, streamed = (
+        microbatch_seconds(copies_over_products, streamed=streamed) for streamed in (False, True)
+    )
+    balance = MachineBalance(float32=copies_over_products, bfloat16=1.0)
+    predicted = StreamedWork(intensity=1.0).slowdown(balance, recomputed=True)
+    assert streamed / resident == pytest.approx(predicted, rel=0.1)

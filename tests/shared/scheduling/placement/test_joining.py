@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kits.memory import WORK, offers, takes
 from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory, StreamedWork
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageRow
 from swarm_shared.scheduling.placement import most_underserved_stage
@@ -37,6 +38,25 @@ rows_strategy = st.lists(
     min_size=1,
     max_size=8,
 ).map(lambda entries: [row(i, *entry) for i, entry in enumerate(entries)])
+
+
+@given(
+    st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=6), st.from_type(MachineBalance),
+    st.from_type(StreamedWork),
+)  # fmt: skip
+def test_a_claimed_balance_buys_only_a_choice_among_stages_about_as_slow_as_the_slowest(
+    rates: list[float], balance: MachineBalance, work: StreamedWork
+) -> None:
+    rows = [row(index, 1, rate=rate) for index, rate in enumerate(rates)]
+    streamed = StageMemory(device_bytes=100, comfortable_bytes=150, streamable_bytes=50)
+    rows = [
+        one.model_copy(update={"memory": streamed} if at % 2 else {}) for at, one in enumerate(rows)
+    ]
+    offer = MemoryOffer(device_bytes=100, host_bytes=100, balance=balance)
+    chosen = rows[most_underserved_stage(rows, offer.replaced(60), work)]
+    fitting = [one for one in rows if offer.replaced(60).holds(one.memory)]
+    slowest = min(one.microbatches_per_second for one in fitting)
+    assert chosen.microbatches_per_second <= NEARLY_EQUAL * slowest
 
 
 def test_a_stage_without_a_peer_comes_first() -> None:
