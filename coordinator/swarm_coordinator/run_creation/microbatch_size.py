@@ -106,8 +106,10 @@ def choose_queue(
     gradient_seconds: float,
     microbatches_per_step: int,
 ) -> int:
-    """Return the microbatches that one peer may hold: twice what one pipeline carries, which is its
-    rate times the round trip of a microbatch without queues (decision 0022).
+    """Return the microbatches that one peer may hold: four times what one pipeline carries.
+
+    A pipeline carries its rate times the round trip of a microbatch without queues (decision 0022).
+    A peer that is faster than the others of its stage holds more than they do (0037).
 
     At least the manifest's default, and at most the microbatches of a step where those are more.
     `activation_seconds` and `gradient_seconds`: a microbatch's at the uplink of a peer.
@@ -119,7 +121,7 @@ def choose_queue(
     round_trip = sum(task_seconds) + borders * (2 * HOP_SECONDS + sending)
     carried = round_trip / max(*task_seconds, longest_sending)
     default = LimitsConfig().stage_queue
-    return max(default, min(math.ceil(2 * carried), microbatches_per_step, MAX_QUEUE))
+    return max(default, min(math.ceil(4 * carried), microbatches_per_step, MAX_QUEUE))
 
 
 def choice_text(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
-from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
+from swarm_coordinator.core.rules.microbatches import pipeline_windows
 from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -206,11 +206,11 @@ class FluidPlane:
 
     def _window(self) -> float:
         """Microbatches in flight of all trainers, by `swarm_shared.scheduling.inflight_window`."""
-        limit = self._swarm.manifest.limits.stage_queue
-        least = min(len(self._shares) + EXTRA_IN_FLIGHT, limit)
         pipelines = max(1, len(self._shares[0].rates))
+        limit = self._swarm.manifest.limits.stage_queue
+        least, most = pipeline_windows(len(self._shares), limit, pipelines)
         slowest = min(shares.rate for shares in self._shares)
-        return max(pipelines * least, min(pipelines * limit, GAIN * slowest * self._latency))
+        return max(pipelines * least, min(pipelines * most, GAIN * slowest * self._latency))
 
     def _rates_changed(self) -> None:
         slowest = min(shares.rate for shares in self._shares)

@@ -141,15 +141,15 @@ class _Node(PipelinePeer[Receipt]):
         self, part: Part, request: Request[Receipt] | WeightGradients, done: Action
     ) -> None:
         task = _Compute(PART_OF_WORK * self.microbatch_seconds, request, done)
-        self._add(part, request.step, task)
+        self._add(part, request.step, request.index, task)
 
     def audit(self, audit: _Audit, share: float, done: Action) -> None:
         """Compute a share of a microbatch for an audit."""
         task = _Compute(share * self.microbatch_seconds, audit, done)
-        self._add(Part.AUDIT, audit.order.step, task)
+        self._add(Part.AUDIT, audit.order.step, audit.order.microbatch, task)
 
-    def _add(self, part: Part, step: Step, task: _Compute) -> None:
-        self._waiting.add(part, step, task)
+    def _add(self, part: Part, step: Step, index: MicrobatchIndex, task: _Compute) -> None:
+        self._waiting.add(part, step, index, task)
         self._next()
 
     def _next(self) -> None:

@@ -204,6 +204,10 @@ class Request(Generic[ReceiptT]):
     def step(self) -> Step:
         return self.microbatch.step
 
+    @property
+    def index(self) -> MicrobatchIndex:
+        return self.microbatch.index
+
     def begin(self) -> None:
         """The request has arrived."""
         peer, microbatch = self.peer, self.microbatch
@@ -290,6 +294,10 @@ class WeightGradients:
     @property
     def step(self) -> Step:
         return self.computation.step
+
+    @property
+    def index(self) -> MicrobatchIndex:
+        return self.computation.microbatch
 
 
 class PipelinePeer(ABC, Generic[ReceiptT]):

@@ -205,13 +205,13 @@ class LimitsConfig(FrozenModel):
         default=0.5, ge=0.01, le=60, description="Longest time before finished work is reported."
     )
     edge_credits: int = Field(
-        default=16,
+        default=32,
         ge=1,
         le=1024,
         description="Microbatches that one sender may have outstanding at one receiver.",
     )
     stage_queue: int = Field(
-        default=16,
+        default=32,
         ge=1,
         le=4096,
         description="Microbatches that one peer holds at once, over all senders.",

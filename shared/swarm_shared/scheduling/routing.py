@@ -148,19 +148,30 @@ class StageRouting:
         shortest = TIE * min(delays.values())
         return self._rng.choice([p for p, delay in delays.items() if delay <= shortest])
 
+    def planned(self, microbatch: MicrobatchIndex, now: float) -> PeerId | None:
+        """Return the peer that the plan has for `microbatch`, unless this sender departs from the
+        plan there, or there is none."""
+        peer = self._peer_by_plan(microbatch)
+        return peer if peer is not None and self._keeps_to_plan(peer, now) else None
+
     def _planned(self, microbatch: MicrobatchIndex | None, now: float) -> PeerId | None:
         if microbatch is None or not self._prior:
             return None
-        has_plan = len(self._prior) >= MIN_PLANNED_PEERS
-        if has_plan and self._plan is None:
-            self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
-            self._left_out = sorted(self._prior.keys() - set(self._plan))
+        planned = self._peer_by_plan(microbatch)
         # Of the first microbatch, which has the whole step, its only sender decides.
         if microbatch == 0:
-            idle = self._left_out if has_plan else self._unmeasured(now)
+            idle = self._unmeasured(now) if planned is None else self._left_out
             if idle and self._rng.random() < PROBE_SHARE:
                 return self._rng.choice(idle)
-        return self._plan[microbatch % len(self._plan)] if has_plan and self._plan else None
+        return planned
+
+    def _peer_by_plan(self, microbatch: MicrobatchIndex) -> PeerId | None:
+        if len(self._prior) < MIN_PLANNED_PEERS:
+            return None
+        if self._plan is None:
+            self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
+            self._left_out = sorted(self._prior.keys() - set(self._plan))
+        return self._plan[microbatch % len(self._plan)] if self._plan else None
 
     def _unmeasured(self, now: float) -> list[PeerId]:
         """Return the peers whose estimate is older than a half-life."""

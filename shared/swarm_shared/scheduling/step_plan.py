@@ -4,7 +4,8 @@ The plan is a pure function of the roster's rates and of the number of microbatc
 every sender makes the same one, and they need not exchange anything to share the peers among them.
 Each peer gets work in proportion to its rate, and microbatches with neighbouring numbers, which are
 under way at the same time, are for different peers. (It is list scheduling on uniform machines,
-Graham 1969: each microbatch goes to the machine that would be done with it first.)
+Graham 1969: each microbatch goes to the machine that would be done with it first.) The numbers
+follow the order in which the peers are done, so that the last ones are not those of slow peers.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def plan_step(seconds: tuple[tuple[PeerId, float], ...], microbatches: int) -> t
     """
     done_at = [((1 + HANDICAP) * each, peer, each) for peer, each in seconds]
     heapq.heapify(done_at)
-    planned: list[PeerId] = []
+    planned: list[tuple[float, PeerId]] = []
     for _ in range(min(microbatches, MAX_PLANNED)):
         at, peer, each = done_at[0]
-        planned.append(peer)
+        planned.append((at - HANDICAP * each, peer))
         heapq.heapreplace(done_at, (at + each, peer, each))
-    return tuple(planned)
+    return tuple(peer for _, peer in sorted(planned))

@@ -5,9 +5,9 @@ memory is free soonest (1F1B, Narayanan et al. 2019, PipeDream): gradients of in
 The gradients of weights, for which only the step's end waits, fill the time that is left (ZB-H1,
 Qi et al. 2024, arXiv 2401.10241, section 2.1); they go before a forward when what is kept for them
 takes the memory that the forward needs, and before a forward of a later step, whose start they do
-not delay but whose predecessor's end they do. Within a part an older step goes first, else the one
-that came first. An audit goes when nothing else waits, or after some others: the close of its step
-waits for it.
+not delay but whose predecessor's end they do. Within a part an older step goes first, and of one
+step the lower microbatch, which is planned to be done first (`swarm_shared.scheduling.step_plan`).
+An audit goes when nothing else waits, or after some others: the close of its step waits for it.
 
 Pure; whether memory is short is an argument.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from swarm_shared.base.types import Step
+from swarm_shared.base.types import MicrobatchIndex, Step
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Part(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[T]):
     step: Step
+    microbatch: MicrobatchIndex
     item: T
 
 
@@ -53,8 +54,8 @@ class ComputeOrder(Generic[T]):
     def __bool__(self) -> bool:
         return any(self._waiting.values())
 
-    def add(self, part: Part, step: Step, item: T) -> None:
-        self._waiting[part].append(_Waiting(step, item))
+    def add(self, part: Part, step: Step, microbatch: MicrobatchIndex, item: T) -> None:
+        self._waiting[part].append(_Waiting(step, microbatch, item))
 
     def discard(self, matches: Callable[[T], bool]) -> bool:
         """Drop the first computation that matches; False if none does."""
@@ -66,7 +67,7 @@ class ComputeOrder(Generic[T]):
         return False
 
     def next_forward(self) -> T | None:
-        """Return the forward whose turn is before that of all others, which keeps it."""
+        """Return the forward whose turn is before that of all others that wait."""
         found = self._first(Part.FORWARD)
         return None if found is None else found.item
 
@@ -99,4 +100,5 @@ class ComputeOrder(Generic[T]):
         return Part.FORWARD
 
     def _first(self, part: Part) -> _Waiting[T] | None:
-        return min(self._waiting[part], key=lambda one: one.step, default=None)
+        waiting = self._waiting[part]
+        return min(waiting, key=lambda one: (one.step, one.microbatch), default=None)

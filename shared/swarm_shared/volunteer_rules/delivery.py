@@ -25,8 +25,9 @@ Invariants:
    asked for after the failure. A hedge of a training microbatch is sent only with a mask asked for
    when it began. Both masks are restricted to this stage and those after it.
 5. No attempt waits while an open edge has room to a peer that the routing allows and that has not
-   got its microbatch; and for each attempt that waits an edge is being opened, as long as there are
-   such peers without one. Attempts wait in the order in which they began to.
+   got its microbatch, unless an edge to its planned peer is being opened, and then no longer than
+   that peer takes for a microbatch; and for each attempt that waits an edge is being opened, as
+   long as there are such peers without one. Attempts wait in the order in which they began to.
 6. A delivery that has ended has no request in flight: each was answered, failed, or cancelled.
 7. Nothing is sent to a peer that does not serve the stage, and nothing of a step older than the
    oldest wanted one.
@@ -234,8 +235,8 @@ class Dispatcher:
         """Edges that take requests. One that only finishes what it has is in its requests alone."""
         self._opening: dict[PeerId, None] = {}
         self._deliveries: dict[int, _Delivery] = {}
-        self._waiting: dict[_Attempt, None] = {}
-        """In the order in which they began to wait."""
+        self._waiting: dict[_Attempt, float] = {}
+        """Since when, in the order in which they began to wait."""
         self._pausing: dict[_Attempt, _Pausing] = {}
         self._sent: dict[int, _Sent] = {}
         """By request, in the order in which they were sent."""
@@ -244,8 +245,9 @@ class Dispatcher:
         self._numbers = itertools.count(1)
         self._oldest_step: Step | None = Step(0)
         self._closed = False
-        self._ban_ends_at: float | None = None
-        """When an attempt that waits may be sent although nothing is reported."""
+        self._retry_at: float | None = None
+        """When an attempt that waits may be sent although nothing is reported: a ban ends, or the
+        time in which a planned peer's edge was to open."""
         self._overdue_checked_at = -math.inf
         self._actions: list[Action] = []
 
@@ -259,7 +261,7 @@ class Dispatcher:
 
         To be read after every report.
         """
-        times = [] if self._ban_ends_at is None else [self._ban_ends_at]
+        times = [] if self._retry_at is None else [self._retry_at]
         if self._pausing:
             times.append(min(pausing.until for pausing in self._pausing.values()))
         if self._sent and not self._waiting and len(self._serving) > 1:
@@ -273,7 +275,7 @@ class Dispatcher:
         """Carry on with what waited for this time: pauses, bans, overdue answers."""
         for attempt in [a for a, pausing in self._pausing.items() if pausing.until <= now]:
             del self._pausing[attempt]
-            self._wait(attempt)
+            self._wait(attempt, now)
         self._dispatch(now)
         if now >= self._overdue_checked_at + OVERDUE_CHECK_SECONDS:
             self._overdue_checked_at = now
@@ -297,7 +299,7 @@ class Dispatcher:
         elif not self._wants(step):
             self._abandon(delivery, "the step is over")
         else:
-            self._wait(_begin_attempt(delivery, accumulate))
+            self._wait(_begin_attempt(delivery, accumulate), now)
             self._dispatch(now)
         return delivery.number
 
@@ -454,38 +456,64 @@ class Dispatcher:
                 # It gets nothing more until it has answered something.
                 self._routing.failed(overdue, now)
             attempt.accumulate = tuple(stage for stage in missing if stage >= self.stage)
-            self._wait(attempt)
+            self._wait(attempt, now)
         self._dispatch(now)
 
     # ---- decisions
 
-    def _wait(self, attempt: _Attempt) -> None:
+    def _wait(self, attempt: _Attempt, now: float) -> None:
         attempt.state = _WAITING
-        self._waiting[attempt] = None
+        self._waiting[attempt] = now
 
     def _dispatch(self, now: float) -> None:
         """Send what waits, in its order, as far as there is room; open an edge where a peer without
         one would be done sooner."""
+        self._retry_at = None
         if not self._waiting:
-            self._ban_ends_at = None
             return
-        opening = [peer for peer in self._opening if peer in self._serving]
-        for attempt in list(self._waiting):
+        awaiting = self._await_planned(now)
+        awaited = {peer for peer, _ in awaiting.values()}
+        opening = [p for p in self._opening if p in self._serving and p not in awaited]
+        for attempt in [a for a in self._waiting if a not in awaiting]:
             has_it = attempt.delivery.peers()
             expected = next((peer for peer in opening if peer not in has_it), None)
             if expected is not None:
                 opening.remove(expected)
             peer = self._choose(attempt, has_it, now, may_open=expected is None)
             if peer is not None and peer not in self._edges:
-                self._opening[peer] = None
-                self._actions.append(OpenEdge(peer))
+                self._open(peer)
                 # Which may take long, and fail in the end: meanwhile any open edge will do.
                 peer = self._choose(attempt, has_it, now, may_open=False)
             elif peer is None and expected is None and not has_it:
                 break  # nor is there a peer for any later attempt
             if peer is not None:
                 self._transmit(attempt, self._edges[peer], now)
-        self._ban_ends_at = self._routing.next_ban_end(now) if self._waiting else None
+        times = [until for _, until in awaiting.values()]
+        ban_ends_at = self._routing.next_ban_end(now) if self._waiting else None
+        if ban_ends_at is not None:
+            times.append(ban_ends_at)
+        self._retry_at = min(times, default=None)
+
+    def _await_planned(self, now: float) -> dict[_Attempt, tuple[PeerId, float]]:
+        """Open edges to the planned peers of attempts that wait; return the attempts with these
+        peers, and until when they wait: for as long as the peer takes for a microbatch. Another
+        peer would have more than its share of the step meanwhile."""
+        awaiting: dict[_Attempt, tuple[PeerId, float]] = {}
+        for attempt, since in self._waiting.items():
+            delivery = attempt.delivery
+            peer = None if attempt.failures else self._routing.planned(delivery.microbatch, now)
+            if peer is None or peer not in self._serving or peer in self._edges:
+                continue
+            until = since + self._routing.seconds_of(peer, now)
+            if now < until and peer not in delivery.peers():
+                awaiting[attempt] = peer, until
+                self._open(peer)
+        return awaiting
+
+    def _open(self, peer: PeerId) -> None:
+        if peer not in self._opening:
+            self._opening[peer] = None
+            self._actions.append(OpenEdge(peer))
 
     def _choose(
         self, attempt: _Attempt, has_it: Container[PeerId], now: float, *, may_open: bool

@@ -438,8 +438,8 @@ ANY_PRESET = {"data.tokenizer": "bytes", "data.heldout_share": 0.5}
 @pytest.mark.parametrize(
     ("preset", "stages", "sizes", "queue"),
     [
-        ("tiny", None, (16, 8), 16), ("small", None, (16, 4), 16), ("125m", None, (128, 2), 16),
-        ("1b", None, (256, 1), 20), ("7b", None, (512, 1), 30), ("small", 4, (32, 2), 16),
+        ("tiny", None, (16, 8), 32), ("small", None, (16, 4), 32), ("125m", None, (128, 2), 32),
+        ("1b", None, (256, 1), 39), ("7b", None, (512, 1), 60), ("small", 4, (32, 2), 32),
     ],
 )  # fmt: skip
 def test_a_presets_sequences_are_divided_into_fine_microbatches(
@@ -464,10 +464,10 @@ def _settings(place: Path) -> RunSettings:
 @pytest.mark.parametrize(
     ("overrides", "sizes", "limits"),
     [
-        ({"training.sequences_per_microbatch": 3}, (64, 3), (16, 16)),
-        ({"training.microbatches_per_step": 7}, (7, 4), (16, 16)),
-        ({"limits.stage_queue": 5}, (128, 2), (5, 16)),
-        ({"limits.edge_credits": 9}, (128, 2), (16, 9)),
+        ({"training.sequences_per_microbatch": 3}, (64, 3), (32, 32)),
+        ({"training.microbatches_per_step": 7}, (7, 4), (32, 32)),
+        ({"limits.stage_queue": 5}, (128, 2), (5, 32)),
+        ({"limits.edge_credits": 9}, (128, 2), (32, 9)),
     ],
 )
 def test_what_is_given_is_kept(

@@ -120,11 +120,11 @@ def test_queues_are_accepted_by_the_manifest(
     LimitsConfig.model_validate({"stage_queue": queue, "edge_credits": queue})
 
 
-def test_a_queue_is_twice_what_a_pipeline_carries():
+def test_a_queue_is_four_times_what_a_pipeline_carries():
     # 20 stages of 1 s: 20 microbatches compute, 1.52 s of hops are 2 more.
-    assert choose_queue([1.0] * 20, 0.0, 0.0, 1000) == math.ceil(2 * (20 + 19 * 0.08))
+    assert choose_queue([1.0] * 20, 0.0, 0.0, 1000) == math.ceil(4 * (20 + 19 * 0.08))
     # Lines of 2 s each way: a middle peer sends for 4 s, so that a pipeline has 1/4 a second.
-    assert choose_queue([1.0] * 20, 2.0, 2.0, 1000) == math.ceil(2 * (20 + 19 * 4.08) / 4)
+    assert choose_queue([1.0] * 20, 2.0, 2.0, 1000) == math.ceil(4 * (20 + 19 * 4.08) / 4)
     assert choose_queue([1.0], 2.0, 2.0, 1000) == LimitsConfig().stage_queue
 
 

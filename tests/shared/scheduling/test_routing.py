@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 import statistics
@@ -22,7 +23,7 @@ from swarm_shared.scheduling.routing import (
     Observation,
     StageRouting,
 )
-from swarm_shared.scheduling.step_plan import HANDICAP, MAX_RATE_OVER_MEDIAN
+from swarm_shared.scheduling.step_plan import HANDICAP, MAX_RATE_OVER_MEDIAN, plan_step
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
@@ -167,6 +168,20 @@ def test_senders_that_know_the_same_rates_share_the_peers_in_proportion_to_them(
     ends = {peer: (got[peer] + HANDICAP) / rate for peer, rate in counted.items() if got[peer]}
     for peer, rate in counted.items():
         assert max(ends.values()) <= (got[peer] + 1 + HANDICAP) / rate * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0.2, 5.0), min_size=1, max_size=20), st.integers(1, 200))
+def test_the_numbers_of_a_plan_follow_the_order_in_which_the_peers_are_done(
+    seconds: list[float], microbatches: int
+) -> None:
+    plan = plan_step(tuple((PeerId(f"p{n}"), each) for n, each in enumerate(seconds)), microbatches)
+    assert len(plan) == microbatches
+    got: Counter[PeerId] = Counter()
+    done_at: list[float] = []
+    for peer in plan:
+        got[peer] += 1
+        done_at.append(got[peer] * seconds[int(peer[1:])])
+    assert all(later >= before * (1 - 1e-9) for before, later in itertools.pairwise(done_at))
 
 
 def test_a_claimed_rate_counts_up_to_four_times_the_median_of_the_stage() -> None:

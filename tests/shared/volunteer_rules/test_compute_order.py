@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.base.types import Step
+from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.volunteer_rules.compute_order import (
     COMPUTATIONS_BEFORE_AUDIT,
     ComputeOrder,
@@ -14,14 +14,14 @@ from swarm_shared.volunteer_rules.compute_order import (
 )
 
 FIRST, SECOND = Step(1), Step(2)
-Item = tuple[Part, int, int]
-"""Part, step, and place among all that came."""
+Item = tuple[Part, int, int, int]
+"""Part, step, microbatch, and place among all that came."""
 
 
 def filled(*items: tuple[Part, Step]) -> ComputeOrder[Part]:
     order: ComputeOrder[Part] = ComputeOrder()
     for part, step in items:
-        order.add(part, step, part)
+        order.add(part, step, MicrobatchIndex(0), part)
     return order
 
 
@@ -72,18 +72,18 @@ def test_what_is_discarded_is_never_taken() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(Part), st.integers(1, 3)), max_size=30),
+    st.lists(st.tuples(st.sampled_from(Part), st.integers(1, 3), st.integers(0, 9)), max_size=30),
     st.randoms(use_true_random=False),
 )
-def test_each_is_taken_once_and_within_a_part_the_older_step_and_then_the_first_to_come(
-    arrivals: list[tuple[Part, int]], rng
+def test_each_is_taken_once_and_within_a_part_the_older_step_and_then_the_lower_microbatch(
+    arrivals: list[tuple[Part, int, int]], rng
 ) -> None:
     order: ComputeOrder[Item] = ComputeOrder()
     waiting: list[Item] = []
     found: list[Item] = []
-    for place, (part, step) in enumerate(arrivals):
-        item = (part, step, place)
-        order.add(part, Step(step), item)
+    for place, (part, step, microbatch) in enumerate(arrivals):
+        item = (part, step, microbatch, place)
+        order.add(part, Step(step), MicrobatchIndex(microbatch), item)
         waiting.append(item)
         while waiting and rng.random() < 0.4:
             found.append(_take_checked(order, waiting, rng.random() < 0.5))

@@ -219,6 +219,37 @@ def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room()
     assert sent == sender.numbers
 
 
+def test_a_microbatch_waits_for_the_edge_to_its_planned_peer_as_long_as_that_takes_for_one() -> (
+    None
+):
+    sender = Sender(A, B, C, slow_to_open=[A], rate=0.5)
+    assert the_transmit(sender.submit(1)).peer == B
+    assert sender.submit(0) == [OpenEdge(A)]
+    assert sender.submit(3) == [], "the edge that is being opened is for it, too"
+    assert sender.pass_time(1.9) == []
+    sender.dispatcher.opened(A, 2, sender.now)
+    assert [t.peer for t in sender.actions() if isinstance(t, Transmit)] == [A, A]
+
+
+def test_a_microbatch_goes_to_another_peer_when_the_edge_to_its_planned_one_takes_too_long() -> (
+    None
+):
+    sender = Sender(A, B, C, slow_to_open=[A], rate=0.5)
+    assert the_transmit(sender.submit(1)).peer == B
+    assert sender.submit(0) == [OpenEdge(A)]
+    assert sender.pass_time(1.9) == []
+    assert the_transmit(sender.pass_time(0.2)).peer == B
+
+
+def test_a_microbatch_whose_planned_peer_has_failed_it_waits_for_no_edge() -> None:
+    sender = Sender(A, B, C, rate=0.5)
+    sent = the_transmit(sender.submit(0))
+    assert sent.peer == A
+    sender.dispatcher.edge_lost(A, "the link broke", sender.now)
+    question = the_question(sender.actions())
+    assert the_transmit(sender.mask(question.query, 1)).peer in {B, C}
+
+
 def test_a_peer_that_cannot_be_reached_is_banned_for_a_while() -> None:
     sender = Sender(A, B, credits=1, slow_to_open=[A])
     assert sender.submit() == [OpenEdge(A)]

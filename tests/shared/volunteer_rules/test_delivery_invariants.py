@@ -54,7 +54,9 @@ class Attempt:
     delivery: int
     mask: Mask
     """The only one that it may be sent with. Every mask of a test is another one."""
+    microbatch: MicrobatchIndex
     failures: int = 0
+    waits_since: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Sent:
 @dataclass(eq=False)
 class Submitted:
     step: Step
+    microbatch: MicrobatchIndex
     hedges: int = 0
 
 
@@ -140,8 +143,8 @@ class DeliveryMachine(RuleBasedStateMachine):
             for attempt in self.waiting
             if (attempt.delivery, attempt.mask) == (action.delivery, action.accumulate)
         )
-        before = self.waiting[: self.waiting.index(attempt)]
-        assert all(action.peer in self.peers(earlier.delivery) for earlier in before)
+        for earlier in self.waiting[: self.waiting.index(attempt)]:
+            assert action.peer in self.peers(earlier.delivery) or self.awaited(earlier)
         self.waiting.remove(attempt)
         edge.requests.add(action.request)
         self.sent[action.request] = Sent(attempt, edge, self.now)
@@ -156,7 +159,7 @@ class DeliveryMachine(RuleBasedStateMachine):
                 return
         self.check_hedge(action.delivery)
         delivery.hedges += 1
-        self.asking[action.query] = Attempt(action.delivery, ())
+        self.asking[action.query] = Attempt(action.delivery, (), delivery.microbatch)
 
     def check_hedge(self, number: int) -> None:
         """It is with peers only and the latest is overdue, while another peer has room and
@@ -216,13 +219,28 @@ class DeliveryMachine(RuleBasedStateMachine):
     def check_that_room_is_used(self) -> None:
         assert self.edges.keys() <= set(self.serving)
         room = {peer: len(e.requests) for peer, e in self.edges.items() if e.has_room}
-        has_it = [self.peers(attempt.delivery) for attempt in self.waiting]
+        awaited = {peer for peer in map(self.awaited, self.waiting) if peer is not None}
+        assert awaited <= self.opening
+        has_it = [self.peers(a.delivery) for a in self.waiting if self.awaited(a) is None]
         for peers in has_it:
             usable = {peer: count for peer, count in room.items() if peer not in peers}
             assert self.chosen(usable) is None, "waits although there is room"
-        if len(has_it) > len(self.opening & set(self.serving)) and not any(has_it):
+        opening = (self.opening & set(self.serving)) - awaited
+        if len(has_it) > len(opening) and not any(has_it):
             closed = [p for p in self.serving if p not in {*self.edges, *self.opening}]
             assert self.chosen(room | dict.fromkeys(closed, 0)) is None, "no edge is opened"
+
+    def awaited(self, attempt: Attempt) -> PeerId | None:
+        """The planned peer that the attempt may wait for, although others have room."""
+        peer = self.routing.planned(attempt.microbatch, self.now)
+        if peer is None or attempt.failures or peer not in self.serving or peer in self.edges:
+            return None
+        late_at = attempt.waits_since + self.routing.seconds_of(peer, self.now)
+        return peer if self.now < late_at and peer not in self.peers(attempt.delivery) else None
+
+    def waits(self, attempt: Attempt) -> None:
+        attempt.waits_since = self.now
+        self.waiting.append(attempt)
 
     def chosen(self, usable: dict[PeerId, int]) -> PeerId | None:
         """What the routing would choose; it stays as it is."""
@@ -234,17 +252,18 @@ class DeliveryMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         ahead=st.sampled_from([0, 0, 0, 1]),
         stages=st.sets(st.integers(0, 3)),
+        first=st.integers(0, 7),
     )
-    def submit(self, count: int, ahead: int, stages: set[int]) -> None:
+    def submit(self, count: int, ahead: int, stages: set[int], first: int) -> None:
         step = Step((self.oldest or 0) + ahead)
-        for _ in range(count):
-            self.submit_one(step, self.new_mask(stages))
+        for index in range(first, first + count):
+            self.submit_one(step, MicrobatchIndex(index), self.new_mask(stages))
 
-    def submit_one(self, step: Step, mask: Mask) -> None:
-        number = self.dispatcher.submit(step, MicrobatchIndex(0), mask, self.now)
+    def submit_one(self, step: Step, microbatch: MicrobatchIndex, mask: Mask) -> None:
+        number = self.dispatcher.submit(step, microbatch, mask, self.now)
         assert number not in self.ended | self.submitted.keys()
-        self.submitted[number] = Submitted(step)
-        self.waiting.append(Attempt(number, mask))
+        self.submitted[number] = Submitted(step, microbatch)
+        self.waits(Attempt(number, mask, microbatch))
         self.follow()
 
     def new_mask(self, stages: set[int]) -> Mask:
@@ -296,7 +315,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.dispatcher.oldest_step_is(self.oldest, self.now)
         self.follow()
         over = Step(0 if self.oldest is None else self.oldest - 1)
-        self.submit_one(over, self.new_mask(set()))
+        self.submit_one(over, MicrobatchIndex(0), self.new_mask(set()))
         assert max(self.ended) > max(self.submitted, default=0), "accepted, though it is over"
 
     def withdraw(self, data: st.DataObject) -> None:
@@ -394,7 +413,7 @@ class DeliveryMachine(RuleBasedStateMachine):
         else:
             missing = self.new_mask(stages)
             attempt.mask = tuple(stage for stage in missing if stage >= STAGE)
-            self.waiting.append(attempt)
+            self.waits(attempt)
             self.dispatcher.masked(query, missing, self.now)
         self.follow()
 
@@ -411,7 +430,9 @@ class DeliveryMachine(RuleBasedStateMachine):
         self.tick()
 
     def tick(self) -> None:
-        self.waiting += [attempt for until, attempt in self.pausing if until <= self.now]
+        for until, attempt in self.pausing:
+            if until <= self.now:
+                self.waits(attempt)
         self.pausing = [entry for entry in self.pausing if entry[0] > self.now]
         self.ticking = True
         self.dispatcher.tick(self.now)
@@ -433,7 +454,7 @@ class DeliveryMachine(RuleBasedStateMachine):
                 if query in self.asking:
                     del self.asking[query]
                     attempt.mask = self.new_mask({1})
-                    self.waiting.append(attempt)
+                    self.waits(attempt)
                     self.dispatcher.masked(query, attempt.mask, self.now)
                     self.follow()
             for request in sorted(self.sent):

@@ -40,7 +40,7 @@ from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.base.text import memory_text
-from swarm_shared.base.types import Step
+from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
@@ -127,7 +127,7 @@ class ComputeLoop:
         return True
 
     def _add(self, part: Part, request: Computation) -> None:
-        self._waiting.add(part, self._step_of(request), request)
+        self._waiting.add(part, *self._cell_of(request), request)
 
     def _has_message(self, wait_seconds: float) -> bool:
         return bool(self._unread) or self._link.has_message(wait_seconds)
@@ -170,7 +170,7 @@ class ComputeLoop:
                 added=added, transcript=transcript, seconds=self._seconds(started)
             )
         payload = self._memory.slot(request.slot, request.nbytes)
-        step = self._step_of(request)
+        step, _ = self._cell_of(request)
         result: ForwardResult | BackwardResult
         match request:
             case messages.RunForward():
@@ -201,14 +201,14 @@ class ComputeLoop:
                     distance=found.distance, sums=found.sums,
                 )  # fmt: skip
 
-    def _step_of(self, request: Computation) -> Step:
+    def _cell_of(self, request: Computation) -> tuple[Step, MicrobatchIndex]:
         match request:
             case messages.RunBackward():
-                return self._runner.step_of(request.forward)
+                return self._runner.cell_of(request.forward)
             case messages.RunWeights():
-                return self._runner.step_of(request.computation)
+                return self._runner.cell_of(request.computation)
             case _:
-                return request.step
+                return request.step, request.microbatch
 
     def _answer_of(
         self,

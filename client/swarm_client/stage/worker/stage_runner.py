@@ -356,13 +356,15 @@ class StageRunner:
         self._in_flight.pop(forward_request, None)
         self._owed.pop(forward_request, None)
 
-    def step_of(self, request: int) -> Step:
-        """The step of a microbatch in flight or owed; if it is neither, the step that is applied
-        next."""
+    def cell_of(self, request: int) -> tuple[Step, MicrobatchIndex]:
+        """The step and the number of a microbatch in flight or owed; if it is neither, the first
+        one of the step that is applied next."""
         flight, owed = self._in_flight.get(request), self._owed.get(request)
         if flight is not None:
-            return flight.step
-        return Step(self.version + 1) if owed is None else owed.digests.step
+            return flight.step, flight.microbatch
+        if owed is not None:
+            return owed.digests.step, owed.digests.microbatch
+        return Step(self.version + 1), MicrobatchIndex(0)
 
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
         """Take microbatches out of the step's accumulator; False, with nothing changed, if one of

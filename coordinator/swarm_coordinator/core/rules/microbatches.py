@@ -30,6 +30,7 @@ from swarm_coordinator.core.trust import chains
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest, NotCounted
+from swarm_shared.scheduling.step_plan import MAX_RATE_OVER_MEDIAN
 
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the latency of the links."""
@@ -119,7 +120,7 @@ def begin_ahead(run: RunState, step: StepState, now: float) -> None:
     if not training.staleness or run.steps.ahead is not None:
         return
     cells = training.microbatches_per_step * run.manifest.stage_count
-    carried = len(run.peers.working(0)) * run.manifest.limits.stage_queue
+    carried = len(run.peers.working(0)) * run.manifest.limits.stage_queue // 2
     if (
         step.step >= training.steps
         or run.stop_requested_at is not None
@@ -161,16 +162,22 @@ def _start(run: RunState, step: StepState, now: float) -> None:
     lease_open_microbatches(run, step, now)
 
 
+def pipeline_windows(stages: int, stage_queue: int, pipelines: int) -> tuple[int, int]:
+    """Smallest and largest number of microbatches in flight for each pipeline: enough that every
+    stage has work despite the latency of the links, and few enough that no queue overflows. Among
+    several peers one holds more than the mean in proportion to its rate, so the mean is at most a
+    queue over the largest rate that counts (decision 0037)."""
+    least = min(stages + EXTRA_IN_FLIGHT, stage_queue)
+    of_fastest = 2 if pipelines == 1 else int(MAX_RATE_OVER_MEDIAN)
+    return least, max(least, stage_queue // of_fastest)
+
+
 def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
-    """Smallest and largest number of microbatches that one trainer keeps in flight: enough that
-    every stage has work despite the latency of the links, and few enough that no queue
-    overflows. A peer of twice the mean rate holds twice the mean, so that among several peers the
-    mean is at most half a queue (decision 0037)."""
+    """Smallest and largest number of microbatches that one trainer keeps in flight."""
     pipelines = max(1, len(run.peers.working(0)))
-    limit = run.manifest.limits.stage_queue
-    least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
-    most = limit if pipelines == 1 else max(least, limit // 2)
-    return -(-pipelines * least // max(1, trainers)), -(-pipelines * most // max(1, trainers))
+    windows = pipeline_windows(run.manifest.stage_count, run.manifest.limits.stage_queue, pipelines)
+    least, most = (-(-pipelines * window // max(1, trainers)) for window in windows)
+    return least, most
 
 
 def numbers(run: RunState) -> range:

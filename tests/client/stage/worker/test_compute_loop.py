@@ -204,7 +204,7 @@ def test_the_next_input_goes_to_the_device_while_another_computes_and_nothing_el
 ) -> None:
     def outputs() -> list[bytes]:
         requests = [rig.forward(number, slot=number) for number in range(3)]
-        misfit = requests[0].model_copy(update={"request": 9, "nbytes": 4})
+        misfit = requests[1].model_copy(update={"request": 9, "nbytes": 4})
         rig.ask(*requests[:2], misfit, requests[2])
         answers = [rig.link.receive() for _ in range(4)]
         assert isinstance(answers[2], messages.Failed)
@@ -365,7 +365,9 @@ def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
     assert told.microbatches == (2,)
 
 
-def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
+def test_of_two_steps_the_older_one_is_computed_first_and_within_it_the_lower_microbatch(
+    stale_rig: Rig,
+) -> None:
     rig = stale_rig
     nbytes = rig.runner.sizes.output_bytes
 
@@ -377,7 +379,7 @@ def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
     rig.ask(*(rig.forward(number, number - 1, step) for number, step in steps.items()))
     assert [rig.link.receive().request for _ in steps] == [3, 4, 1, 2]
     rig.ask(backward(5, of=2, slot=0), backward(6, of=4, slot=1), backward(7, of=3, slot=2))
-    assert [rig.link.receive().request for _ in range(3)] == [6, 7, 5]
+    assert [rig.link.receive().request for _ in range(3)] == [7, 6, 5]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[c10] can't allocate memory: x")])

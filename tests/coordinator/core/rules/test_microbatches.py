@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
+from swarm_coordinator.core.rules.microbatches import pipeline_windows
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotCounted, NotFinite
+from swarm_shared.scheduling.step_plan import MAX_RATE_OVER_MEDIAN
 
 
 def collecting(**options: Any) -> Bench:
@@ -425,3 +429,12 @@ def test_a_trainer_whose_microbatch_is_counted_late_keeps_its_other_leases() -> 
     assert bench.peer(trainer).delivered_at < bench.now
     bench.report("a0", 0)
     assert bench.peer(trainer).delivered_at == bench.now
+
+
+@given(stages=st.integers(1, 64), queue=st.integers(1, 1024), pipelines=st.integers(2, 1000))
+def test_the_fastest_peer_that_counts_has_room_for_its_share_of_what_is_in_flight(
+    stages: int, queue: int, pipelines: int
+) -> None:
+    least, most = pipeline_windows(stages, queue, pipelines)
+    assert 1 <= least <= most <= queue
+    assert most * MAX_RATE_OVER_MEDIAN <= queue or most == least
