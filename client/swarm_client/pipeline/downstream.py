@@ -50,6 +50,8 @@ class MicrobatchRequest:
     targets: Buffer
     ticket: str
     """The coordinator's signed ticket of the microbatch, in base64."""
+    is_copy: bool = False
+    """Whether another copy of it may be under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +114,7 @@ class Downstream:
             sending = _Sending(request, nursery)
             delivery = self._dispatcher.submit(
                 request.step, request.microbatch, request.accumulate,
-                trio.current_time(),
+                trio.current_time(), is_copy=request.is_copy,
             )  # fmt: skip
             self._sendings[delivery] = sending
             try:
@@ -204,6 +206,7 @@ class Downstream:
             input_bytes=memoryview(request.input).nbytes,
             target_bytes=memoryview(request.targets).nbytes,
             ticket=request.ticket,
+            is_copy=action.is_copy,
         )
         try:
             with scope:

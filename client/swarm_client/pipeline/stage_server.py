@@ -418,7 +418,7 @@ class _MicrobatchTask:
         return await next_stage.send(
             MicrobatchRequest(
                 message.step, message.microbatch, accumulate,
-                output.payload, self._targets, message.ticket,
+                output.payload, self._targets, message.ticket, message.is_copy,
             )
         )  # fmt: skip
 

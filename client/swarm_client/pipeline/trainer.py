@@ -140,6 +140,7 @@ class Trainer:
             np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
             np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
             leased.ticket,
+            leased.is_copy,
         )
         answer = await source.first_stage.send(request)
         header = answer.header

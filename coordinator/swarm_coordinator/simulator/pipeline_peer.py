@@ -50,6 +50,7 @@ class Microbatch:
     step: Step
     index: MicrobatchIndex
     accumulate: tuple[StageIndex, ...]
+    is_copy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ class Downstream(Generic[ReceiptT]):
     def send(self, microbatch: Microbatch, done: Callable[[Answer[ReceiptT]], None]) -> int:
         """Deliver to any peer of the stage; return the delivery's number."""
         number = self._dispatcher.submit(
-            microbatch.step, microbatch.index, microbatch.accumulate, self.peer.now
-        )
+            microbatch.step, microbatch.index, microbatch.accumulate, self.peer.now,
+            is_copy=microbatch.is_copy,
+        )  # fmt: skip
         self._deliveries[number] = (microbatch, done)
         self._carry_out()
         return number
@@ -145,9 +147,9 @@ class Downstream(Generic[ReceiptT]):
         while actions := dispatcher.take_actions():
             for action in actions:
                 match action:
-                    case Transmit(request, delivery, peer, accumulate):
+                    case Transmit(request, delivery, peer, accumulate, is_copy):
                         sent, _ = self._deliveries[delivery]
-                        microbatch = Microbatch(sent.step, sent.index, accumulate)
+                        microbatch = Microbatch(sent.step, sent.index, accumulate, is_copy)
                         self._transmit(request, peer, microbatch)
                     case Completed(delivery):
                         self._deliveries.pop(delivery)[1](answer or failed)
@@ -429,7 +431,9 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
     def _start_leased(self) -> None:
         for started in self.leases.start(self.account.step, self.now):
             leased = started.leased
-            microbatch = Microbatch(started.lease.step, leased.microbatch, leased.accumulate)
+            microbatch = Microbatch(
+                started.lease.step, leased.microbatch, leased.accumulate, leased.is_copy
+            )
             self._to(StageIndex(0)).send(microbatch, partial(self._ended, started))
 
     def _ended(self, started: StartedMicrobatch, answer: Answer[ReceiptT]) -> None:

@@ -437,6 +437,8 @@ class LeasedMicrobatch(FrozenModel):
     """Stages whose peers count this microbatch; other stages compute it and pass it on."""
     ticket: Envelope = ""
     """The signed `LeaseTicket` that travels with it; set by the coordinator's shell."""
+    is_copy: bool = False
+    """Whether it has been leased before in this step."""
 
 
 class Lease(FrozenModel):

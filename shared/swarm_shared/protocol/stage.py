@@ -80,6 +80,9 @@ class Forward(FrozenModel):
     target_bytes: Count
     ticket: Envelope
     """The coordinator's signed `LeaseTicket` of this microbatch."""
+    is_copy: bool = False
+    """Whether it has been sent before. Its peers are those that would be done soonest: the other
+    copy may wait at a planned one."""
 
 
 class Backward(FrozenModel):

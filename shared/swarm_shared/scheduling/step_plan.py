@@ -17,9 +17,6 @@ from collections.abc import Mapping
 
 from swarm_shared.base.types import PeerId
 
-MAX_RATE_OVER_MEDIAN = 4.0
-"""Largest rate that counts, as a multiple of the stage's median: a claim buys no more work."""
-
 MAX_PLANNED = 4096
 """Entries of a plan at most, which is repeated beyond: about 5 ms of computing."""
 
@@ -34,9 +31,8 @@ def prior_seconds(rates: Mapping[PeerId, float]) -> dict[PeerId, float]:
     known = [rate for rate in rates.values() if rate > 0]
     if not known:
         return {}
-    largest = MAX_RATE_OVER_MEDIAN * statistics.median(known)
-    mean = statistics.fmean(min(rate, largest) for rate in known)
-    return {peer: 1 / (min(rate, largest) if rate > 0 else mean) for peer, rate in rates.items()}
+    mean = statistics.fmean(known)
+    return {peer: 1 / (rate if rate > 0 else mean) for peer, rate in rates.items()}
 
 
 @functools.lru_cache(maxsize=64)

@@ -61,6 +61,10 @@ MAX_HEDGES = 2
 OVERDUE_CHECK_SECONDS = 0.25
 """Minimum seconds between two searches for overdue answers."""
 
+OVERDUE_MICROBATCHES = 2.0
+"""Microbatches of the peer itself for which an answer may take longer than usual: the usual latency
+is that of all peers, of which one may be much slower."""
+
 RETRY_SECONDS = {
     RefusalReason.BUSY: BUSY_RETRY_SECONDS,
     RefusalReason.WRONG_STEP: STEP_RETRY_SECONDS,
@@ -94,6 +98,8 @@ class Transmit:
     peer: PeerId
     accumulate: tuple[StageIndex, ...]
     """The stages that shall count the microbatch."""
+    is_copy: bool
+    """Whether another copy of it may be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class _Delivery:
     number: int
     step: Step
     microbatch: MicrobatchIndex
+    is_copy: bool
     attempts: list[_Attempt] = field(default_factory=list)
     """Those under way."""
     hedges: int = 0
@@ -177,6 +184,8 @@ class _Sent:
     at: float
     in_flight: int
     """Requests in flight on the edge when it was sent, itself included."""
+    expected_at: float
+    """When the answer is expected, but for the usual latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +213,7 @@ class _Attempt:
 
     delivery: _Delivery
     accumulate: tuple[StageIndex, ...]
+    is_copy: bool
     state: _Waiting | _Sent | _Pausing | _AskingMask = _WAITING
     failures: int = 0
 
@@ -265,9 +275,8 @@ class Dispatcher:
         if self._pausing:
             times.append(min(pausing.until for pausing in self._pausing.values()))
         if self._sent and not self._waiting and len(self._serving) > 1:
-            # No answer is overdue before the oldest request's is.
-            oldest = next(iter(self._sent.values()))
-            overdue_at = oldest.at + self._latency.limit_seconds(self._depth)
+            first = min(sent.expected_at for sent in self._sent.values())
+            overdue_at = first + self._latency.limit_seconds(self._depth)
             times.append(max(overdue_at, self._overdue_checked_at + OVERDUE_CHECK_SECONDS))
         return min(times, default=None)
 
@@ -290,16 +299,20 @@ class Dispatcher:
         microbatch: MicrobatchIndex,
         accumulate: tuple[StageIndex, ...],
         now: float,
+        *,
+        is_copy: bool = False,
     ) -> int:
-        """Begin a delivery; return its number. It may end before this returns (`take_actions`)."""
-        delivery = _Delivery(next(self._numbers), step, microbatch)
+        """Begin a delivery; return its number. It may end before this returns (`take_actions`).
+        `is_copy`: another copy of the microbatch may be under way, at a planned peer of this stage
+        or a later one."""
+        delivery = _Delivery(next(self._numbers), step, microbatch, is_copy)
         self._deliveries[delivery.number] = delivery
         if self._closed:
             self._abandon(delivery, "this peer has given up its stage")
         elif not self._wants(step):
             self._abandon(delivery, "the step is over")
         else:
-            self._wait(_begin_attempt(delivery, accumulate), now)
+            self._wait(_begin_attempt(delivery, accumulate, is_copy), now)
             self._dispatch(now)
         return delivery.number
 
@@ -501,7 +514,7 @@ class Dispatcher:
         awaiting: dict[_Attempt, tuple[PeerId, float]] = {}
         for attempt, since in self._waiting.items():
             delivery = attempt.delivery
-            peer = None if attempt.failures else self._routing.planned(delivery.microbatch, now)
+            peer = None if attempt.is_copy else self._routing.planned(delivery.microbatch, now)
             if peer is None or peer not in self._serving or peer in self._edges:
                 continue
             until = since + self._routing.seconds_of(peer, now)
@@ -530,16 +543,18 @@ class Dispatcher:
                 in_flight[peer] = 0
         if not in_flight:
             return None
-        # One that has failed goes to another peer than the planned one.
-        microbatch = None if attempt.failures else attempt.delivery.microbatch
+        microbatch = None if attempt.is_copy else attempt.delivery.microbatch
         return self._routing.choose(now, in_flight, microbatch)
 
     def _transmit(self, attempt: _Attempt, edge: _Edge, now: float) -> None:
         del self._waiting[attempt]
         request, number = next(self._numbers), attempt.delivery.number
-        sent = _Sent(attempt, request, edge, now, len(edge.requests) + 1)
+        own_seconds = OVERDUE_MICROBATCHES * self._routing.seconds_of(edge.peer, now)
+        sent = _Sent(attempt, request, edge, now, len(edge.requests) + 1, now + own_seconds)
         attempt.state = self._sent[request] = edge.requests[request] = sent
-        self._actions.append(Transmit(request, number, edge.peer, attempt.accumulate))
+        self._actions.append(
+            Transmit(request, number, edge.peer, attempt.accumulate, attempt.is_copy)
+        )
 
     def _forget(self, sent: _Sent) -> None:
         """The request is no longer in flight."""
@@ -554,6 +569,7 @@ class Dispatcher:
         """Count a failure of the attempt and of the peer; go on, or end the attempt."""
         attempt = sent.attempt
         attempt.failures += 1
+        attempt.is_copy = True
         self._routing.failed(sent.edge.peer, now)
         if attempt.failures >= MAX_FAILURES:
             self._end_attempt(
@@ -584,12 +600,14 @@ class Dispatcher:
             if len(sent) < len(delivery.attempts) or delivery.hedges >= MAX_HEDGES:
                 continue
             latest = max(sent, key=lambda one: one.at)
-            if now < latest.at + limit_seconds or not self._has_other_room(delivery.peers()):
+            if now < latest.expected_at + limit_seconds or not self._has_other_room(
+                delivery.peers()
+            ):
                 continue
             delivery.hedges += 1
             self.hedged += 1
             overdue = latest.edge.peer
-            hedge = _begin_attempt(delivery, latest.attempt.accumulate)
+            hedge = _begin_attempt(delivery, latest.attempt.accumulate, is_copy=True)
             self._ask_mask(hedge, overdue)
 
     def _has_other_room(self, has_it: Container[PeerId]) -> bool:
@@ -628,7 +646,9 @@ class Dispatcher:
                     del self._asking[query]
 
 
-def _begin_attempt(delivery: _Delivery, accumulate: tuple[StageIndex, ...]) -> _Attempt:
-    attempt = _Attempt(delivery, accumulate)
+def _begin_attempt(
+    delivery: _Delivery, accumulate: tuple[StageIndex, ...], is_copy: bool
+) -> _Attempt:
+    attempt = _Attempt(delivery, accumulate, is_copy)
     delivery.attempts.append(attempt)
     return attempt

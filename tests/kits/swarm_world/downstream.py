@@ -51,6 +51,7 @@ class Parcel:
     step: Step
     microbatch: MicrobatchIndex
     accumulate: tuple[StageIndex, ...]
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,9 @@ class Downstream:
     def send(self, parcel: Parcel, done: Callable[[Answer], None]) -> int:
         """Deliver to any peer of the stage; return the delivery's number."""
         number = self._dispatcher.submit(
-            parcel.step, parcel.microbatch, parcel.accumulate, self.peer.world.now
-        )
+            parcel.step, parcel.microbatch, parcel.accumulate, self.peer.world.now,
+            is_copy=parcel.is_copy,
+        )  # fmt: skip
         self._deliveries[number] = (parcel, done)
         self._carry_out()
         return number
@@ -154,12 +156,12 @@ class Downstream:
 
     def _carry_out_one(self, action: Action) -> None:
         match action:
-            case Transmit(request, delivery, target, accumulate):
+            case Transmit(request, delivery, target, accumulate, is_copy):
                 parcel = self._deliveries[delivery][0]
                 self._check_mask(delivery, accumulate)
                 self._transmit(
                     request, delivery, self._edges[target],
-                    Parcel(parcel.step, parcel.microbatch, accumulate),
+                    Parcel(parcel.step, parcel.microbatch, accumulate, is_copy),
                 )  # fmt: skip
             case Completed(delivery, request):
                 self._deliveries.pop(delivery)[1](self._answers.pop(request))

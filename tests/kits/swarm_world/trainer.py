@@ -67,7 +67,7 @@ class Trainer:
         computed = LeaseResult(
             step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True
         )
-        parcel = Parcel(lease.step, leased.microbatch, leased.accumulate)
+        parcel = Parcel(lease.step, leased.microbatch, leased.accumulate, leased.is_copy)
         self.first.send(parcel, done)
 
     def _hand_back(self, results: list[LeaseResult]) -> None:

@@ -19,6 +19,7 @@ from swarm_shared.volunteer_rules.delivery import (
     MAX_FAILURES,
     MAX_HEDGES,
     OVERDUE_CHECK_SECONDS,
+    OVERDUE_MICROBATCHES,
     STEP_RETRY_SECONDS,
     Abandoned,
     Action,
@@ -60,7 +61,7 @@ class Sender:
 
     def __init__(
         self, *peers: PeerId, credits: int = 2, slow_to_open: Sequence[PeerId] = (),
-        rate: float = 1.0,
+        rate: float = 100.0,
     ) -> None:  # fmt: skip
         self.latency = LatencyEstimate(min_seconds=SOON, unknown_seconds=SOON)
         self.dispatcher = Dispatcher(STAGE, routing(), latency=self.latency)
@@ -151,7 +152,7 @@ def test_a_microbatch_is_sent_to_a_peer_and_its_answer_completes_it() -> None:
     assert sender.submit() == [OpenEdge(A)]
     sender.dispatcher.opened(A, 2, sender.now)
     (sent,) = sender.actions()
-    assert sent == Transmit(the_transmit([sent]).request, 1, A, ALL_STAGES)
+    assert sent == Transmit(the_transmit([sent]).request, 1, A, ALL_STAGES, is_copy=False)
     assert sender.answer(the_transmit([sent]).request) == [
         Completed(1, the_transmit([sent]).request)
     ]
@@ -283,7 +284,7 @@ def test_a_peer_that_cannot_serve_now_is_asked_again_later_with_the_same_mask(
         assert sender.refuse(sent.request, reason) == []
         assert sender.pass_time(0.9 * pause_seconds) == []
         again = the_transmit(sender.pass_time(0.2 * pause_seconds))
-        assert again == Transmit(again.request, 1, A, ALL_STAGES)
+        assert again == Transmit(again.request, 1, A, ALL_STAGES, is_copy=False)
         sent = again
 
 
@@ -322,7 +323,7 @@ def test_after_a_failure_the_mask_is_asked_for_and_another_peer_counts_what_is_m
     assert sender.pass_time(0.9 * FIRST_BAN_SECONDS) == []
     again = the_transmit(sender.mask(question.query, 0, 2))
     # Stage 0 is upstream of this sender's target: its mask has not to do with it.
-    assert again == Transmit(again.request, question.delivery, B, (StageIndex(2),))
+    assert again == Transmit(again.request, question.delivery, B, (StageIndex(2),), is_copy=True)
 
 
 def test_a_peer_that_failed_is_banned_and_what_has_no_other_waits_for_the_end_of_the_ban() -> None:
@@ -366,7 +367,7 @@ def test_an_overdue_microbatch_goes_to_another_peer_too_with_the_mask_of_that_mo
     question = the_question(sender.pass_time(OVERDUE))
     assert (question.step, question.microbatch) == (1, 4)
     second = the_transmit(sender.mask(question.query, 0, 1))
-    assert second == Transmit(second.request, 1, B, (STAGE,))
+    assert second == Transmit(second.request, 1, B, (STAGE,), is_copy=True)
     assert sender.dispatcher.hedged == 1
     # The second answers first, and the peer that hangs is relieved of the microbatch.
     assert sender.answer(second.request) == [
@@ -375,6 +376,25 @@ def test_an_overdue_microbatch_goes_to_another_peer_too_with_the_mask_of_that_mo
     # It gets nothing more until its ban ends.
     assert [the_transmit(sender.submit()).peer for _ in range(2)] == [B, B]
     assert sender.submit() == []
+
+
+def test_a_peer_that_is_slower_than_others_is_overdue_later_by_its_own_time() -> None:
+    sender = Sender(A, B, rate=0.5)
+    sender.submit()
+    assert sender.pass_time(SOON + 0.9 * OVERDUE_MICROBATCHES / 0.5) == []
+    assert the_question(sender.pass_time(0.1 * OVERDUE_MICROBATCHES / 0.5 + OVERDUE_CHECK_SECONDS))
+
+
+def test_a_copy_goes_by_the_shortest_delay_and_waits_for_no_planned_peer() -> None:
+    sender = Sender(A, B, C, slow_to_open=[A])
+    assert the_transmit(sender.submit(1)).peer == B
+    sender.numbers.append(
+        sender.dispatcher.submit(
+            Step(1), MicrobatchIndex(0), ALL_STAGES, sender.now, is_copy=True
+        )
+    )  # fmt: skip
+    sent = the_transmit(sender.actions())
+    assert sent.is_copy, "so that the next stage knows it, too"
 
 
 def test_an_answer_that_comes_late_but_first_is_taken_and_the_second_request_cancelled() -> None:
@@ -522,7 +542,7 @@ def test_answers_lower_the_limit_and_what_is_in_flight_is_overdue_by_the_new_one
     sender.roster(A, B)
     slow, fast = (the_transmit(sender.submit(microbatch)) for microbatch in range(2))
     sender.answer(fast.request)
-    question = the_question(sender.pass_time(MIN_OVERDUE_SECONDS))
+    question = the_question(sender.pass_time(MIN_OVERDUE_SECONDS + OVERDUE_CHECK_SECONDS))
     assert question.delivery == slow.delivery
 
 

@@ -30,7 +30,7 @@ from swarm_coordinator.core.trust import chains
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest, NotCounted
-from swarm_shared.scheduling.step_plan import MAX_RATE_OVER_MEDIAN
+from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
 
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the latency of the links."""
@@ -166,7 +166,7 @@ def pipeline_windows(stages: int, stage_queue: int, pipelines: int) -> tuple[int
     """Smallest and largest number of microbatches in flight for each pipeline: enough that every
     stage has work despite the latency of the links, and few enough that no queue overflows. Among
     several peers one holds more than the mean in proportion to its rate, so the mean is at most a
-    queue over the largest rate that counts (decision 0037)."""
+    queue over the largest rate that any peer is believed to have (decision 0037)."""
     least = min(stages + EXTRA_IN_FLIGHT, stage_queue)
     of_fastest = 2 if pipelines == 1 else int(MAX_RATE_OVER_MEDIAN)
     return least, max(least, stage_queue // of_fastest)
@@ -542,6 +542,7 @@ def grant(
                 LeasedMicrobatch(
                     microbatch=microbatch,
                     accumulate=missing_stages(run, step, microbatch),
+                    is_copy=microbatch in step.leases,
                 )
                 for microbatch in microbatches
             ),

@@ -430,6 +430,7 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
     if agreements := run.audits.classes.take_changed():
         run.commands.append(Remember(AgreementsRecord(agreements)))
     run.history.apply(applied)
+    run.peers.record_counted(applied.shares)
     run.history.averaging_seconds = max(r.averaged_at - r.began_at for r in closing.each_round())
     enter_phase(run, RunPhase.APPLYING)
     closing.decided_at = now

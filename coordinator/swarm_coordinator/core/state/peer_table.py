@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from swarm_coordinator.core.events import StageShare
 from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.peers import (
     NO_VERSION,
@@ -23,6 +24,7 @@ from swarm_coordinator.core.state.peers import (
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import AddressUpdate, PeerRecord, StageRow
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.claimed_rates import ClaimedRate, believed_rates
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 ValueT = TypeVar("ValueT")
@@ -238,15 +240,20 @@ class PeerTable(dict[PeerId, PeerState]):
         known = self._records.get(stage)
         if known is None:
             alone = not view.trainers
-            known = self._records[stage] = tuple(
-                _record(peer, not peer.paused and (alone or not peer.leaving))
+            claims = [
+                ClaimedRate(peer.rates.microbatches_per_second, peer.rates.counted)
                 for peer in view.ready
+            ]
+            known = self._records[stage] = tuple(
+                _record(peer, not peer.paused and (alone or not peer.leaving), rate)
+                for peer, rate in zip(view.ready, believed_rates(claims), strict=True)
             )
         return known
 
     def record_of(self, peer: PeerState) -> PeerRecord:
         """A peer's roster record."""
-        return _record(peer, not peer.leaving and not peer.paused)
+        accepts_work = not peer.leaving and not peer.paused
+        return _record(peer, accepts_work, peer.rates.microbatches_per_second)
 
     # ---- changes of a peer
 
@@ -347,6 +354,14 @@ class PeerTable(dict[PeerId, PeerState]):
             record.microbatches_per_second, microbatches_per_second
         ):
             self._invalidate_records(peer)
+
+    def record_counted(self, shares: Iterable[StageShare]) -> None:
+        """Set what each peer counted for its stage in the step that is applied."""
+        counted = {(share.peer, share.stage): share.microbatches for share in shares}
+        for peer in self.values():
+            stage = peer.stage
+            peer.rates.counted = 0 if stage is None else counted.get((peer.peer, stage), 0)
+        self._records.clear()
 
     def exclude(self, peer: PeerState) -> None:
         """Let a peer take no further part in the current step."""
@@ -449,10 +464,11 @@ def _put(those: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None
         those.pop(key, None)
 
 
-def _record(peer: PeerState, accepts_work: bool) -> PeerRecord:
-    """The peer's roster record, which is the same object until it changes."""
+def _record(peer: PeerState, accepts_work: bool, rate: float) -> PeerRecord:
+    """The peer's roster record, which is the same object until it changes. `rate` is what is
+    believed of its claim."""
     assert peer.stage is not None
-    rate, known = peer.rates.microbatches_per_second, peer.record
+    known = peer.record
     if (
         known is not None
         and known.accepts_work == accepts_work

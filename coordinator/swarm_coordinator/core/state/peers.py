@@ -79,6 +79,8 @@ class PeerRates:
     reported_microbatches_per_second: float = 0.0
     """Its last reported computing rate; heartbeats repeat it only when it has changed."""
     queued: int = 0
+    counted: int = 0
+    """Microbatches that it counted for its stage in the last step."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotCounted, NotFinite
-from swarm_shared.scheduling.step_plan import MAX_RATE_OVER_MEDIAN
+from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
 
 
 def collecting(**options: Any) -> Bench:
