@@ -34,14 +34,9 @@ SLOWER_THAN_PLANNED = 2.0
 """Own estimate over the planned time above which a sender departs from the plan: the roster does
 not know the link between the two."""
 
-MIN_PLANNED_PEERS = 3
-"""Fewest peers of a stage for which there is a plan. Of two peers each sender sees most of the
-queue, and knows it better than a plan does."""
-
 PROBE_SHARE = 1 / 8
-"""Share of the steps whose first microbatch goes to a peer that the plan leaves out, or where there
-is none to one that this sender has not measured for a half-life. A rate that was measured in a slow
-moment would otherwise keep it without work, and so unmeasured."""
+"""Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that
+was measured in a slow moment would otherwise keep it without work, and so unmeasured."""
 
 TIE = 1.2
 """Ratio of two expected delays up to which they count as equal; estimates are no more exact."""
@@ -155,28 +150,21 @@ class StageRouting:
         return peer if peer is not None and self._keeps_to_plan(peer, now) else None
 
     def _planned(self, microbatch: MicrobatchIndex | None, now: float) -> PeerId | None:
-        if microbatch is None or not self._prior:
+        if microbatch is None:
             return None
         planned = self._peer_by_plan(microbatch)
         # Of the first microbatch, which has the whole step, its only sender decides.
-        if microbatch == 0:
-            idle = self._unmeasured(now) if planned is None else self._left_out
-            if idle and self._rng.random() < PROBE_SHARE:
-                return self._rng.choice(idle)
+        if microbatch == 0 and self._left_out and self._rng.random() < PROBE_SHARE:
+            return self._rng.choice(self._left_out)
         return planned
 
     def _peer_by_plan(self, microbatch: MicrobatchIndex) -> PeerId | None:
-        if len(self._prior) < MIN_PLANNED_PEERS:
-            return None
+        if not self._prior:
+            return None  # no rate is known
         if self._plan is None:
             self._plan = plan_step(tuple(sorted(self._prior.items())), self._microbatches)
             self._left_out = sorted(self._prior.keys() - set(self._plan))
-        return self._plan[microbatch % len(self._plan)] if self._plan else None
-
-    def _unmeasured(self, now: float) -> list[PeerId]:
-        """Return the peers whose estimate is older than a half-life."""
-        oldest = now - ESTIMATE_HALF_LIFE_SECONDS
-        return sorted(p for p, c in self._candidates.items() if c.seen_at < oldest)
+        return self._plan[microbatch % len(self._plan)]
 
     def _keeps_to_plan(self, peer: PeerId, now: float) -> bool:
         candidate, seconds = self._candidates[peer], self._prior[peer]

@@ -212,7 +212,7 @@ def test_the_routing_learns_how_many_requests_shared_the_link() -> None:
 
 
 def test_a_microbatch_does_not_wait_for_an_opening_while_an_open_edge_has_room() -> None:
-    sender = Sender(A, B, slow_to_open=[A, B])
+    sender = Sender(A, B, slow_to_open=[A, B], rate=0.0)  # without which there is no plan
     assert sender.submit(0) == [OpenEdge(A)]
     assert sender.submit(1) == [OpenEdge(B)]
     sender.dispatcher.opened(B, 2, sender.now)
@@ -449,10 +449,9 @@ def test_a_hedge_that_waits_holds_up_no_other_microbatch() -> None:
     sender.submit()
     question = the_question(sender.pass_time(OVERDUE))
     others = [the_transmit(sender.submit(number)) for number in range(1, 4)]
-    # The edge to B opens with the first of them, which does not wait for it.
-    assert [transmit.peer for transmit in others] == [A, B, B]
-    sender.dispatcher.withdraw(others[0].delivery, sender.now)
-    assert sender.actions() == [CancelRequest(others[0].request)]
+    assert [transmit.peer for transmit in others] == [B, A, B]
+    sender.dispatcher.withdraw(others[1].delivery, sender.now)
+    assert sender.actions() == [CancelRequest(others[1].request)]
     # Now the hedge waits for B, which is full; A has room, and is banned as its answer is overdue.
     assert sender.mask(question.query, 1) == []
     assert sender.submit(4) == []
