@@ -3,20 +3,18 @@
 While the serving peers do not change, microbatches complete at a constant rate. Each is attributed
 to one peer of each stage, in proportion to the peers' rates, which is how the routing
 (`swarm_shared.scheduling.routing`) distributes work under load. The rate is that of the bottleneck
-stage, less the loss from the limited number of microbatches in flight: with W microbatches on N
-equally busy peers some peers have none and others two, and with constant service times a fraction 1
-/ (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing network,
-Reiser and Lavenberg 1980, with the residual of constant service). Peers of the other stages count
-in proportion to their utilisation.
+stage, if enough microbatches are in flight. The fill of the pipeline, its drain and the stragglers
+of a step take time that does not depend on the number of microbatches: a share of the time that one
+takes through the pipeline and back, which is calibrated against the fine level (docs/simulator.md).
 
-Not modelled: individual queues, stragglers at the end of a step beyond the pipeline's own length,
-and the work in flight at a peer that is lost.
+Not modelled: individual queues, and the work in flight at a peer that is lost.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,6 +29,11 @@ from swarm_shared.scheduling.inflight_window import GAIN
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
+
+END_SHARE_ALONE, END_SHARE_OF_MANY = 0.15, 0.75
+"""The end of a step as a share of a microbatch's time through the pipeline and back, with one peer
+in each stage and with very many. Among many some are slow, and the last microbatches wait for
+those."""
 
 REPORT_SECONDS = 5.0
 """Seconds between batches of results to the coordinator; real trainers report every half second."""
@@ -104,6 +107,8 @@ class FluidPlane:
         """Completed microbatches that are not reported yet."""
         self._progress = 0.0
         """Completed fraction of the first waiting microbatch."""
+        self._flows_from: float | None = None
+        """When microbatches of this step begin to return; None: it has not begun."""
         self._rate = 0.0
         self._latency = 0.0
         self._settled_at = 0.0
@@ -162,7 +167,7 @@ class FluidPlane:
     def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None:
         self._settle()
         if lease.step != self._step:
-            self._step, self._progress = lease.step, 0.0
+            self._step, self._progress, self._flows_from = lease.step, 0.0, None
             self._waiting.clear()
             self._completed.clear()
         for item in lease.microbatches:
@@ -216,35 +221,42 @@ class FluidPlane:
         slowest = min(shares.rate for shares in self._shares)
         self._rate = 0.0
         if slowest > 0 and self._waiting:
-            self._latency = self._pipeline_seconds()
-            window = self._window()
-            busy = sum(len(s.rates) * slowest / s.rate for s in self._shares)
-            used = 1 / (1 + max(0.0, busy - 1) / (2 * window))
-            self._rate = min(slowest * used, window / self._latency)
+            self._latency = self._pipeline_seconds() + self._link_seconds()
+            self._rate = min(slowest, self._window() / self._latency)
             self._plan += 1
+            now = self._swarm.event_heap.now
+            if self._flows_from is None:
+                self._flows_from = now + self._end_seconds()
             plan, left = self._plan, len(self._waiting) - self._progress
-            self._swarm.event_heap.later(left / self._rate, lambda: self._drained(plan))
+            drained_at = max(now, self._flows_from) + left / self._rate
+            self._swarm.event_heap.at(drained_at, lambda: self._drained(plan))
             if not self._reporting:
                 self._reporting = True
                 self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
     def _pipeline_seconds(self) -> float:
         """Seconds for one microbatch through an idle pipeline and back, at the average peer."""
-        swarm = self._swarm
-        seconds = 0.0
-        for stage, shares in enumerate(self._shares):
-            seconds += len(shares.rates) / shares.rate
-            if stage:
-                seconds += 4 * swarm.mean_latency_seconds
-        return seconds
+        return sum(len(shares.rates) / shares.rate for shares in self._shares)
+
+    def _link_seconds(self) -> float:
+        """Seconds of its packets on the links."""
+        return 4 * self._swarm.mean_latency_seconds * (len(self._shares) - 1)
+
+    def _end_seconds(self) -> float:
+        """Seconds of a step in which not all peers of the bottleneck have work, at its beginning
+        and at its end; they are counted at its beginning."""
+        stages = len(self._shares)
+        alone = stages / sum(len(shares.rates) for shares in self._shares)
+        share = END_SHARE_OF_MANY + (END_SHARE_ALONE - END_SHARE_OF_MANY) * math.sqrt(alone)
+        return share * self._pipeline_seconds() + self._link_seconds()
 
     def _settle(self) -> None:
         """Complete the microbatches of the time since the last change."""
         now = self._swarm.event_heap.now
-        elapsed, self._settled_at = now - self._settled_at, now
+        since, self._settled_at = max(self._settled_at, self._flows_from or now), now
         if self._rate <= 0 or not self._waiting:
             return
-        self._progress += elapsed * self._rate
+        self._progress += max(0.0, now - since) * self._rate
         whole = min(len(self._waiting), int(self._progress + 1e-9))
         self._progress = self._progress - whole if whole < len(self._waiting) else 0.0
         for microbatch in list(itertools.islice(self._waiting, whole)):
@@ -256,11 +268,7 @@ class FluidPlane:
             self._completed[microbatch] = leased
 
     def _drained(self, plan: int) -> None:
-        """The last microbatch has entered the pipeline; its gradient returns after the latency."""
-        if plan == self._plan:
-            self._swarm.event_heap.later(self._latency, lambda: self._at_the_end(plan))
-
-    def _at_the_end(self, plan: int) -> None:
+        """The last microbatch has returned."""
         if plan == self._plan:
             self._progress = float(len(self._waiting))
             self._settle()
