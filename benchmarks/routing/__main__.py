@@ -7,7 +7,8 @@ coordinator, delivery and hedges. A step has as many microbatches as `per peer` 
 over the stages. The rates are those of whole steps, so the beginning, the end and the close of a
 step are in them. `at most` is a bound for any rule, without close and links: the slowest stage's
 work at the rate of all its peers, after a microbatch has come through the fastest peers before it,
-and before its gradient has gone back through them. Writes benchmarks/results/routing.json.
+and before its gradient has gone back through them. `fluid level` is the plan's rate as the coarse
+level predicts it. Writes benchmarks/results/routing.json.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.routing.rules import RULES
 from benchmarks.simulator_scenarios import manifest_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.simulator.fleet import FleetFile, Hardware, HardwareClass, make_fleet
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.pipeline_peer import PART_OF_WORK
 from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
@@ -65,20 +67,23 @@ def fleet_of(machines: int, seed: int) -> list[Hardware]:
     return make_fleet(FleetFile(classes=(one,)), machines, random.Random(f"{seed} fleet"))
 
 
-def simulated(rule: str, machines: int, per_peer: int, seed: int) -> dict[str, Any]:
+def simulated(
+    rule: str, machines: int, per_peer: int, seed: int,
+    level: type[FluidPlane] | type[MicrobatchPlane] = MicrobatchPlane,
+) -> dict[str, Any]:  # fmt: skip
     microbatches = max(1, machines * per_peer // STAGES)
     rng = random.Random(f"{seed} join")
     joins = sorted(rng.uniform(0, JOIN_SECONDS) for _ in range(machines))
     changes = [TraceEvent(at, "join", f"machine-{n}") for n, at in enumerate(joins)]
     options = SwarmOptions(
         moves=RebalancingSettings(RebalancingRule.THROUGHPUT, MovePolicy(period_seconds=60.0)),
-        tick_seconds=MicrobatchPlane.TICK_SECONDS,
+        tick_seconds=level.TICK_SECONDS,
         heartbeat_seconds=15.0,
         routing=RULES[rule],
     )
     manifest = manifest_of("tiny", STAGES, microbatches)
     with collect_rarely():
-        swarm = Swarm(manifest, fleet_of(machines, seed), changes, options, seed, MicrobatchPlane)
+        swarm = Swarm(manifest, fleet_of(machines, seed), changes, options, seed, level)
         swarm.event_heap.run_until(WARM_UP_SECONDS)
         began_at, possible = _end_of_step(swarm, 1)
         ended_at, possible_at_end = _end_of_step(swarm, STEPS)
@@ -112,15 +117,20 @@ def _shortest_seconds(swarm: Swarm, microbatches: int) -> float:
 
 def routing_markdown(results: Mapping[str, Any]) -> str:
     rows: list[list[str]] = []
+    errors: list[float] = []
     for case in results["cases"]:
         shares = {name: _mean(found, "share") for name, found in case["rules"].items()}
         best = _mean(case["rules"]["plan"], "at_most")
-        figures = [f"{shares[name]:.2f}" for name in RULES]
-        rows.append([f"{case['machines']:,}", str(case["per_peer"]), *figures, f"{best:.2f}"])
-    head = ["machines", "microbatches a peer", *RULES, "at most"]
+        fluid = _mean(case["fluid"], "share")
+        errors.append(fluid / shares["plan"] - 1)
+        figures = [f"{share:.2f}" for share in (*shares.values(), best, fluid)]
+        rows.append([f"{case['machines']:,}", str(case["per_peer"]), *figures])
+    head = ["machines", "microbatches a peer", *RULES, "at most", "fluid level"]
     described = (
         f"{results['date']}: rate of whole steps over the placement's rate; {STAGES} stages, "
-        f"seeds: {results['seeds']} (above {MANY_MACHINES} machines: 1)."
+        f"seeds: {results['seeds']} (above {MANY_MACHINES} machines: 1). The error of the fluid "
+        f"level is {min(errors):+.0%} to {max(errors):+.0%}, of the absolute values the mean is "
+        f"{statistics.fmean(map(abs, errors)):.0%}."
     )
     return "\n".join([described, "", *markdown_table(head, "r" * len(head), rows)])
 
@@ -145,7 +155,8 @@ def main(seeds: int) -> None:
         }
         shares = ", ".join(f"{rule} {_mean(found, 'share'):.3f}" for rule, found in rules.items())
         click.echo(f"{machines} machines, {per_peer} a peer: {shares}")
-        cases.append({"machines": machines, "per_peer": per_peer, "rules": rules})
+        fluid = [simulated("plan", machines, per_peer, seed, FluidPlane) for seed in numbers]
+        cases.append({"machines": machines, "per_peer": per_peer, "rules": rules, "fluid": fluid})
         write_result(RESULTS, document)
 
 
