@@ -115,7 +115,7 @@ class StageRouting:
             return
         self._rates = dict(rates)
         self._candidates = {p: self._candidates.get(p) or _PeerEstimate() for p in rates}
-        self._prior, self._plan = prior_seconds(rates), None
+        self._prior, self._plan, self._left_out = prior_seconds(rates), None, []
 
     def choose(
         self, now: float, in_flight: Mapping[PeerId, int], microbatch: MicrobatchIndex | None

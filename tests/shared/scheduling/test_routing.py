@@ -216,6 +216,14 @@ def test_a_peer_that_the_plan_leaves_out_is_tried_with_the_first_microbatch_now_
     assert all(C not in step[1:] for step in steps)
 
 
+def test_once_no_rate_is_known_there_is_neither_a_plan_nor_a_peer_that_it_leaves_out() -> None:
+    routing = StageRouting(random.Random(1), 8)
+    routing.update({A: 1.0, C: 0.01})
+    routing.choose(0.0, nothing(A, C), FIRST)
+    routing.update({A: 0.0, C: 0.0})
+    assert {routing.choose(0.0, nothing(A, C), FIRST) for _ in range(100)} == {A, C}
+
+
 @given(
     st.lists(
         st.tuples(
