@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -311,6 +312,15 @@ def wait_for_status(capsys: pytest.CaptureFixture[str], folder: RunFolder, words
     return out
 
 
+def accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
 @pytest.mark.process
 def test_a_coordinator_that_was_killed_leaves_nothing_that_a_command_trips_over(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
@@ -320,6 +330,9 @@ def test_a_coordinator_that_was_killed_leaves_nothing_that_a_command_trips_over(
             time.sleep(0.02)
         started.process.kill()
         started.process.wait()
+        # A process that it had just started has the socket, too, until it runs its own program.
+        while accepts(folder.socket):
+            time.sleep(0.02)
         assert "no coordinator is running" in said(capsys, "ban", folder.path, ANNA)
     with Started(folder) as started:
         started.invite()
