@@ -156,7 +156,6 @@ class _Delivery:
     number: int
     step: Step
     microbatch: MicrobatchIndex
-    is_copy: bool
     attempts: list[_Attempt] = field(default_factory=list)
     """Those under way."""
     hedges: int = 0
@@ -214,6 +213,7 @@ class _Attempt:
     delivery: _Delivery
     accumulate: tuple[StageIndex, ...]
     is_copy: bool
+    """Whether another copy of the microbatch may be under way: its peer is not the planned one."""
     state: _Waiting | _Sent | _Pausing | _AskingMask = _WAITING
     failures: int = 0
 
@@ -305,7 +305,7 @@ class Dispatcher:
         """Begin a delivery; return its number. It may end before this returns (`take_actions`).
         `is_copy`: another copy of the microbatch may be under way, at a planned peer of this stage
         or a later one."""
-        delivery = _Delivery(next(self._numbers), step, microbatch, is_copy)
+        delivery = _Delivery(next(self._numbers), step, microbatch)
         self._deliveries[delivery.number] = delivery
         if self._closed:
             self._abandon(delivery, "this peer has given up its stage")

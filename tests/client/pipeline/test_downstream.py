@@ -13,8 +13,8 @@ import trio.testing
 
 from client.pipeline.test_pipeline import RUN, Peer, parcel, world
 from kits.tickets import ticket
-from swarm_client.pipeline.downstream import MicrobatchAbandoned
-from swarm_client.pipeline.edge import Stream
+from swarm_client.pipeline.downstream import MicrobatchAbandoned, MicrobatchRequest
+from swarm_client.pipeline.edge import EdgeAnswer, Stream
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.trainer import Trainer
 from swarm_shared.base.errors import NetworkError
@@ -186,16 +186,43 @@ async def test_a_trainer_hands_back_what_is_of_a_step_that_is_over() -> None:
 SAMPLE = np.arange(4, dtype="<u4").tobytes()
 
 
-def lease(*microbatches: int, step: int = 1) -> Lease:
+def lease(*microbatches: int, step: int = 1, is_copy: bool = False) -> Lease:
     """A lease of microbatches that have one sample, one at a time."""
     leased = tuple(
         LeasedMicrobatch(
             microbatch=MicrobatchIndex(index), accumulate=(StageIndex(0),),
-            ticket=ticket(RUN, step, index, SAMPLE, SAMPLE),
+            ticket=ticket(RUN, step, index, SAMPLE, SAMPLE), is_copy=is_copy,
         )
         for index in microbatches
     )  # fmt: skip
     return Lease(step=Step(step), lease=7, microbatches=leased, window=1, max_window=1)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+async def test_that_a_lease_is_of_a_copy_reaches_the_senders_of_every_stage(
+    is_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_on: list[bool] = []
+    async with world() as w, w.peer(0) as first, w.peer(1), w.peer(0) as trainer:
+        w.publish(trainer)
+        behind = first.holding.next_stage
+        assert behind is not None
+        send = behind.send
+
+        async def recorded(request: MicrobatchRequest) -> EdgeAnswer:
+            passed_on.append(request.is_copy)
+            return await send(request)
+
+        monkeypatch.setattr(behind, "send", recorded)
+        coordinator = RecordingCoordinator()
+        training = Trainer(coordinator, w.nursery)
+        training.oldest_step_is(Step(1))
+        training.begin(OneSample(), w.downstream(trainer, 0))
+        training.take(lease(3, is_copy=is_copy))
+        with trio.fail_after(10):
+            await coordinator.reported.wait()
+    assert [result.ok for result in coordinator.results] == [True]
+    assert passed_on == [is_copy]
 
 
 async def test_a_trainer_announces_a_lease_to_its_data_and_takes_the_announcement_back() -> None:

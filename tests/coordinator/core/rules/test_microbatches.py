@@ -178,7 +178,10 @@ def test_a_failed_microbatch_is_leased_again_after_a_pause_for_the_stages_that_l
     assert any("leased again" in n.text for n in bench.commands(Note, commands))
     assert not leased(bench, commands)
     assert not leased(bench, bench.tick(0.9))
-    [(_, again, same, mask)] = leased(bench, bench.tick(0.2))
+    assert not any(one.is_copy for _, one in bench.leased())
+    commands = bench.tick(0.2)
+    [(_, again, same, mask)] = leased(bench, commands)
+    assert [one.is_copy for _, one in bench.leased(commands)] == [True]
     assert (same, mask) == (microbatch, (0,))
     assert again > lease
 

@@ -22,6 +22,7 @@ from swarm_shared.protocol import (
     Ready,
     SaveSnapshot,
 )
+from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
 from swarm_shared.scheduling.placement import MovePolicy
 
 PERIOD = 60.0
@@ -170,6 +171,25 @@ def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
     bench.event(Tick())
     assert not bench.run.peers.movers
     assert "is the slowest" in str(told(bench)["reason"])
+
+
+def test_the_roster_has_more_of_a_claimed_rate_once_the_peer_has_counted_more_than_others() -> None:
+    bench = Bench(stages=1, microbatches=8, starting=4)
+    bench.join_all("a0", "b0", "c0", "d0")
+
+    def published() -> dict[str, float]:
+        (records,) = bench.run.peers.roster()
+        return {str(record.peer): record.microbatches_per_second for record in records}
+
+    for peer, rate in (("a0", 1.0), ("b0", 1.0), ("c0", 1.0), ("d0", 9.0)):
+        bench.send(peer, Heartbeat(microbatches_per_second=rate))
+    others = dict.fromkeys(("a0", "b0", "c0"), 1.0)
+    assert published() == others | {"d0": MAX_RATE_OVER_MEDIAN}
+    for peer, counts in (("a0", [0]), ("b0", [1]), ("c0", [2]), ("d0", [3, 4, 5, 6, 7])):
+        bench.report(peer, *counts)
+    bench.average_all()
+    bench.apply_all()
+    assert published() == others | {"d0": 9.0}
 
 
 def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
