@@ -104,7 +104,7 @@ class MemoryOffer(FrozenModel):
             return spare >= 0
         if spare >= 0:
             return stage.host_bytes <= self.host_bytes
-        if -spare > stage.streamable_bytes or -spare > stage.device_bytes:
+        if -spare > stage.streamable_bytes:
             return False
         return stage.host_bytes - spare + stage.stream_buffer_bytes <= self.host_bytes
 

@@ -24,11 +24,11 @@ STAGE = StageMemory(device_bytes=50, comfortable_bytes=90, host_bytes=100)
 STREAMED = STAGE.model_copy(update={"streamable_bytes": 20, "stream_buffer_bytes": 5})
 sizes = st.integers(0, 1000)
 stages = st.builds(
-    lambda least, more, host, streamable: StageMemory(
-        device_bytes=least, comfortable_bytes=least + more, host_bytes=host,
-        streamable_bytes=streamable,
+    lambda streamable, fixed, more, host, buffers: StageMemory(
+        device_bytes=streamable + fixed, comfortable_bytes=streamable + fixed + more,
+        host_bytes=host, streamable_bytes=streamable, stream_buffer_bytes=buffers,
     ),
-    sizes, sizes, sizes, sizes,
+    sizes, sizes, sizes, sizes, sizes,
 )  # fmt: skip
 balances = st.none() | st.from_type(MachineBalance)
 works = st.from_type(StreamedWork)
@@ -87,7 +87,8 @@ def test_more_tokens_never_make_streamed_weights_slower(
 ) -> None:
     longer = work.model_copy(update={"intensity": work.intensity * more})
     slowdown = longer.slowdown(balance, recomputed=recomputed)
-    assert 1 <= slowdown <= work.slowdown(balance, recomputed=recomputed)
+    rounding = 1 + 1e-12
+    assert 1 <= slowdown <= work.slowdown(balance, recomputed=recomputed) * rounding
 
 
 @given(works, st.booleans())
