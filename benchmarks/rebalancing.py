@@ -141,6 +141,7 @@ def of_model(model: str, machines: int) -> MakeChanges:
 
 
 def recordings(folder: Path) -> Iterator[Scenario]:
+    """The recordings that the folder has."""
     bamboo, skypilot = folder / "bamboo-nsdi23", folder / "skypilot-spot-traces"
     for name, form, path, stages in (
         ("p3", "events", bamboo / "p3-trace.csv", 4),
@@ -150,12 +151,16 @@ def recordings(folder: Path) -> Iterator[Scenario]:
         ("skypilot us-east-2b", "gaps",
          skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
     ):  # fmt: skip
-        yield Scenario(name, stages, None, of_recording(form, path))
-    # The recording ends with the experimenter's own shutdown.
-    full = of_recording("counts", bamboo / "full-64-node-trace.csv", end_hours=5.5)
-    yield Scenario("full-64-node", 4, None, full)
+        if path.exists():
+            yield Scenario(name, stages, None, of_recording(form, path))
+    full = bamboo / "full-64-node-trace.csv"
+    if full.exists():
+        # The recording ends with the experimenter's own shutdown.
+        yield Scenario("full-64-node", 4, None, of_recording("counts", full, end_hours=5.5))
     phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"
-    yield Scenario("stunner, 150 users", 4, PROCESSORS, of_recording("sessions", phones, users=150))
+    if phones.exists():
+        sessions = of_recording("sessions", phones, users=150)
+        yield Scenario("stunner, 150 users", 4, PROCESSORS, sessions)
 
 
 GENERATED = (

@@ -39,6 +39,14 @@ class Link(FrozenModel):
     def down_bytes_per_second(self) -> float:
         return self.down_mbit * MBIT
 
+    def slower(self, times: float) -> Link:
+        """Return a link on which everything takes so many times as long."""
+        return Link(
+            up_mbit=self.up_mbit / times, down_mbit=self.down_mbit / times,
+            rtt_ms=times * self.rtt_ms, jitter_ms=times * self.jitter_ms,
+            loss_percent=self.loss_percent,
+        )  # fmt: skip
+
     @model_validator(mode="after")
     def _jitter_fits(self) -> Self:
         if self.jitter_ms > self.rtt_ms / 2:
@@ -79,6 +87,9 @@ class MixSection(Training):
     """A mix as written in the file."""
 
     machines: tuple[PeerKind, ...] = Field(min_length=1)
+    times_slower: float = Field(default=1.0, ge=1, le=10)
+    """How many times as long machines compute and links carry as they say: what this computer's own
+    cores do beside it then weighs less."""
 
 
 class Mix(FrozenModel):
@@ -112,12 +123,16 @@ class MixFile(FrozenModel):
                 f"there is no mix {name!r}; choose one of {', '.join(sorted(self.mixes))}"
             )
         section = self.mixes[name]
+        times = section.times_slower
         peers = [
-            Peer(link_name=kind.link, link=self.links[kind.link], speed=kind.speed)
+            Peer(link_name=kind.link, link=self.links[kind.link].slower(times), speed=kind.speed)
             for kind in section.machines
             for _ in range(kind.count)
         ]
-        training = Training(**section.model_dump(exclude={"machines"}))
+        training = Training(
+            **section.model_dump(exclude={"machines", "times_slower", "microbatch_seconds"}),
+            microbatch_seconds=times * section.microbatch_seconds,
+        )
         return Mix(name=name, peers=tuple(peers), training=training)
 
 

@@ -52,6 +52,20 @@ def test_a_mix_may_train_something_else(tmp_path: Path) -> None:
     assert training.microbatch_seconds == Training().microbatch_seconds
 
 
+def test_a_mix_in_slow_motion_keeps_its_proportions() -> None:
+    file = read_mixes()
+    mix, slow = file.mix("heterogeneous-32"), file.mix("heterogeneous-32-slow")
+    assert slow.training.microbatch_seconds == 3 * mix.training.microbatch_seconds
+    for one, other in zip(mix.peers, slow.peers, strict=True):
+        assert (one.link_name, one.speed) == (other.link_name, other.speed)
+        assert other.link.rtt_ms == 3 * one.link.rtt_ms
+        assert other.link.jitter_ms == 3 * one.link.jitter_ms
+        assert other.link.loss_percent == one.link.loss_percent
+        assert 3 * other.link.up_mbit == pytest.approx(one.link.up_mbit)
+        assert 3 * other.link.down_mbit == pytest.approx(one.link.down_mbit)
+        assert other.link.slower(1) == other.link
+
+
 def test_the_mix_like_1b_averages_as_large_a_share_of_its_bytes() -> None:
     """Without run folders: the planner says what its stages have."""
     training = read_mixes().mix("cable-1b").training
