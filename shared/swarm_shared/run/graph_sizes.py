@@ -87,7 +87,9 @@ class GraphSizes:
             )
         besides = [beside_bytes, 0]
         if copying_budget_bytes is not None:
-            most_bytes = copying_budget_bytes - self.working_bytes(0, self.layers)
+            # It takes the inputs of its layers at first, as if they were computed again.
+            least_bytes = max(self.least_working_bytes, self.working_bytes(0, self.layers))
+            most_bytes = copying_budget_bytes - least_bytes
             besides.insert(0, max(beside_bytes, room_bytes - most_bytes))
         found = (self.fewest_recomputed(room_bytes, beside) for beside in besides)
         return next((number for number in found if number is not None), None)
