@@ -17,7 +17,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,27 +140,34 @@ def of_model(model: str, machines: int) -> MakeChanges:
     return changes
 
 
-def recordings(folder: Path) -> Iterator[Scenario]:
-    """The recordings that the folder has."""
+def recordings(folder: Path) -> list[Scenario]:
+    """Return the recordings that the folder has. UsageError if it has none."""
     bamboo, skypilot = folder / "bamboo-nsdi23", folder / "skypilot-spot-traces"
-    for name, form, path, stages in (
-        ("p3", "events", bamboo / "p3-trace.csv", 4),
-        ("g4dn", "events", bamboo / "g4dn-trace.csv", 4),
-        ("a100x1-east1b", "counts", bamboo / "a100x1-east1b.txt", 4),
-        ("v100x1-east1c", "counts", bamboo / "v100x1-east1c.txt", 4),
-        ("skypilot us-east-2b", "gaps",
-         skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
-    ):  # fmt: skip
-        if path.exists():
-            yield Scenario(name, stages, None, of_recording(form, path))
-    full = bamboo / "full-64-node-trace.csv"
-    if full.exists():
-        # The recording ends with the experimenter's own shutdown.
-        yield Scenario("full-64-node", 4, None, of_recording("counts", full, end_hours=5.5))
+    us_east = skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json"
+    # The recording of 64 nodes ends with the experimenter's own shutdown.
+    rented: tuple[tuple[str, str, Path, int, float | None], ...] = (
+        ("p3", "events", bamboo / "p3-trace.csv", 4, None),
+        ("g4dn", "events", bamboo / "g4dn-trace.csv", 4, None),
+        ("a100x1-east1b", "counts", bamboo / "a100x1-east1b.txt", 4, None),
+        ("v100x1-east1c", "counts", bamboo / "v100x1-east1c.txt", 4, None),
+        ("skypilot us-east-2b", "gaps", us_east, 2, None),
+        ("full-64-node", "counts", bamboo / "full-64-node-trace.csv", 4, 5.5),
+    )
+    found = [
+        Scenario(name, stages, None, of_recording(form, path, end_hours=end_hours))
+        for name, form, path, stages, end_hours in rented
+        if path.exists()
+    ]
     phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"
     if phones.exists():
         sessions = of_recording("sessions", phones, users=150)
-        yield Scenario("stunner, 150 users", 4, PROCESSORS, sessions)
+        found.append(Scenario("stunner, 150 users", 4, PROCESSORS, sessions))
+    if not found:
+        raise click.UsageError(
+            f"{folder} has no recording, such as {rented[0][2].relative_to(folder)}; without a "
+            "folder generated churn is simulated"
+        )
+    return found
 
 
 GENERATED = (

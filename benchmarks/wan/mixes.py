@@ -40,12 +40,12 @@ class Link(FrozenModel):
         return self.down_mbit * MBIT
 
     def slower(self, times: float) -> Link:
-        """Return a link on which everything takes so many times as long."""
-        return Link(
-            up_mbit=self.up_mbit / times, down_mbit=self.down_mbit / times,
-            rtt_ms=times * self.rtt_ms, jitter_ms=times * self.jitter_ms,
-            loss_percent=self.loss_percent,
-        )  # fmt: skip
+        """Return the link with transfers and delays that take `times` as long."""
+        changed = {
+            "up_mbit": self.up_mbit / times, "down_mbit": self.down_mbit / times,
+            "rtt_ms": times * self.rtt_ms, "jitter_ms": times * self.jitter_ms,
+        }  # fmt: skip
+        return self.model_copy(update=changed)
 
     @model_validator(mode="after")
     def _jitter_fits(self) -> Self:
@@ -88,8 +88,8 @@ class MixSection(Training):
 
     machines: tuple[PeerKind, ...] = Field(min_length=1)
     times_slower: float = Field(default=1.0, ge=1, le=10)
-    """How many times as long machines compute and links carry as they say: what this computer's own
-    cores do beside it then weighs less."""
+    """Factor by which computing, transfers and delays take longer than the file says. The programs
+    of all machines share this computer's cores, and their overhead then weighs less."""
 
 
 class Mix(FrozenModel):

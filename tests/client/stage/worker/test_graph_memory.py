@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from client.stage.worker.test_stage_runner import CPU, STEP, wire
@@ -55,6 +55,7 @@ def test_a_worker_computes_as_many_layers_again_as_planned(sizes: GraphSizes, mo
 
 
 @given(sizes_strategy, st.integers(0, 900))
+@example(GraphSizes(layers=5, layer_bytes=20, input_bytes=6, ends_bytes=0), 0)
 def test_microbatches_in_flight_compute_nothing_again_where_all_their_layers_may_wait(
     sizes: GraphSizes, more: int
 ) -> None:
