@@ -1,7 +1,8 @@
 """Tokens per second and FLOPs utilisation of one middle stage on a GPU: `make bench-gpu`.
 
 Runs forward, backward and the optimizer's step of the worker's own code in bfloat16, with and
-without torch.compile. Without a GPU it reports that and exits with code 0.
+without torch.compile, and then within budgets of memory. Without a GPU it reports that and exits
+with code 0.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from statistics import median
 from typing import Any
 
 import click
-import psutil
+import torch
 
 from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
-from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_manifest
+from benchmarks.gpu_memory import HEADS, cells, measure_budgets
+from benchmarks.gpu_stage import StageAtWork, Timed, largest_inner_stage, stage_manifest
 from benchmarks.outcome import result_head, write_result
 from swarm_client.machine.device_names import FORMS
 from swarm_client.stage.worker.accelerator import (
@@ -41,7 +43,7 @@ WARM_UP_STEPS = 2
 @click.option("--preset", "presets", multiple=True, type=click.Choice(list(PRESETS)),
               help="Repeatable; default: 1b and 7b.")  # fmt: skip
 @click.option(
-    "--layers", type=click.IntRange(1), help="Layers of the stage; default: as many as fit."
+    "--layers", type=click.IntRange(1), help="Layers of the stage; default: the preset's most."
 )
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1))
@@ -68,6 +70,7 @@ def main(
             "same on a CPU"
         )
         return
+    accelerator.select()
     try:
         rows = [
             row
@@ -79,11 +82,13 @@ def main(
     except SwarmError as error:
         click.echo(f"gpu: {error}", err=True)
         sys.exit(error.exit_code)
+    budgets = [measure_budgets(preset, accelerator) for preset in presets or ("1b", "7b")]
     document = {
         **result_head(PACKAGES),
         "device": accelerator.label,
         "built_for": built_for(),
         "stages": rows,
+        "budgets": budgets,
     }
     click.echo(render(document))
     if out is None and not accelerator.is_processor:
@@ -99,16 +104,12 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure one stage of the preset, uncompiled and compiled."""
     preset = PRESETS[name]
-    host_bytes = int(psutil.virtual_memory().available)
-    device_bytes = accelerator.memory().free_bytes
-    held = layers or layers_that_fit(preset, "bfloat16", device_bytes, host_bytes)
-    if held < preset.model.layers:
-        why = "as requested" if layers else "the number that fits into memory"
-        click.echo(f"{name}: {held} of the model's {preset.model.layers} layers, {why}")
+    held = layers or largest_inner_stage(preset)
     manifest = stage_manifest(preset, held, "bfloat16")
     peak = peak or peak_tflops(accelerator.label)
     rows = []
-    for chosen in (None, backend):
+    for chosen, repeats in ways_of(accelerator, backend):
+        torch.use_deterministic_algorithms(repeats)
         stage = StageAtWork(manifest, accelerator, chosen)
         for _ in range(WARM_UP_STEPS):
             stage.measure(min(2, microbatches))
@@ -119,6 +120,7 @@ def measure(
             {
                 "preset": name, "layers": held, "of_layers": preset.model.layers,
                 "parameters": stage.parameters, "compiled_by": chosen,
+                "kernels_repeat": repeats,
                 "microbatches": microbatches, "tokens_per_step": tokens, "flops_per_step": flops,
                 "peak_tflops": peak, **figures(timed, tokens, flops, peak),
                 "steps": [dataclasses.asdict(one) for one in timed],
@@ -126,7 +128,16 @@ def measure(
         )  # fmt: skip
         del stage
         accelerator.release_cached()
+    accelerator.select()
     return rows
+
+
+def ways_of(accelerator: Accelerator, backend: str) -> list[tuple[str | None, bool]]:
+    """Return the ways that are compared: compiled or not, and where it makes a difference, with
+    kernels that repeat to the bit or without."""
+    repeats = torch.are_deterministic_algorithms_enabled()
+    ways: list[tuple[str | None, bool]] = [(None, repeats), (backend, repeats)]
+    return [*ways, (None, False)] if repeats else ways
 
 
 def figures(
@@ -154,6 +165,7 @@ def render(document: Mapping[str, Any]) -> str:
             (
                 f"{one['preset']}, {one['layers']} of {one['of_layers']} layers",
                 one["compiled_by"] or "no",
+                "repeat" if one["kernels_repeat"] else "any",
                 f"{one['tokens_per_second']:,.0f}",
                 f"{one['tokens_per_second_with_optimizer']:,.0f}",
                 f"{one['teraflops']:,.3g}",
@@ -162,9 +174,14 @@ def render(document: Mapping[str, Any]) -> str:
             )
         )
     head = (
-        "stage", "compiled", "tokens/s", "with optimizer", "TFLOP/s", "MFU", "device waits"
+        "stage", "compiled", "kernels", "tokens/s", "with optimizer", "TFLOP/s", "MFU",
+        "device waits",
     )  # fmt: skip
-    return f"{document['device']}\n" + table(head, rows, right=(2, 3, 4, 5, 6))
+    parts = [str(document["device"]), table(head, rows, right=(3, 4, 5, 6, 7))]
+    for one in document["budgets"]:
+        parts += ["", f"{one['layers']} layers of {one['preset']}, {one['dtype']}"]
+        parts.append(table(HEADS, cells(one), right=range(len(HEADS))))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

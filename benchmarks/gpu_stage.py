@@ -16,17 +16,13 @@ from benchmarks.counts.world import manifest as any_manifest
 from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_shared.base.errors import CapacityError
-from swarm_shared.base.memory import MemoryOffer, StageMemory
+from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
-from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import Manifest, StageRange
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset
 from swarm_shared.run.stage_cut import ModelProfile, stage_memory
 
 MIDDLE = StageIndex(1)
-MEMORY_SHARE = 0.8
-"""Share of free memory that may be used, as in the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +36,9 @@ class Timed:
     optimizer_seconds: float
 
 
-def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host_bytes: int) -> int:
-    """Return the number of the model's layers that fit into one middle stage.
-
-    `device_bytes` and `host_bytes` are free memory; on a CPU they are the same memory. Raises
-    CapacityError when no layer fits.
-    """
-    profile = profile_layers(preset.model, preset.sequences_per_microbatch, dtype)
-    device_room, host_room = (int(free * MEMORY_SHARE) for free in (device_bytes, host_bytes))
-    offer = MemoryOffer(device_bytes=device_room, host_bytes=host_room)
-    for layers in range(preset.model.layers, 0, -1):
-        needed = layers_memory(profile, layers)
-        if offer.holds(needed) and needed.comfortable_bytes <= device_room:
-            return layers
-    raise CapacityError(f"one layer takes {layers_memory(profile, 1)}, and {offer} may be used")
+def largest_inner_stage(preset: Preset) -> int:
+    """Return the number of layers of the largest stage between the preset's first and last."""
+    return -(-preset.model.layers // preset.stages)
 
 
 def layers_memory(profile: ModelProfile, layers: int) -> StageMemory:
@@ -175,11 +160,14 @@ class StageAtWork:
             lambda: self._runner.forward(number, step, MicrobatchIndex(index), True, self._payload)
         )
         assert isinstance(forward, ForwardResult)
-        self._answer(forward.output)
+        self._runner.output_sent(number, self._answer(forward.output))
         backward = self._computed(lambda: self._runner.backward(number, self._payload))
         assert isinstance(backward, BackwardResult)
         assert backward.input_gradient is not None
-        self._answer(backward.input_gradient)
+        wire = self._answer(backward.input_gradient)
+        self._runner.transcribe(number, backward, wire)
+        if backward.owed is not None:
+            self._runner.weights(number)
 
     def _number(self, index: int) -> int:
         """Return a request number that is unique across steps."""
@@ -192,8 +180,9 @@ class StageAtWork:
         self._times.end()
         return result
 
-    def _answer(self, tensor: torch.Tensor) -> None:
-        self._runner.codec.write_output(self._runner.copier.to_host(tensor), self._slot)
+    def _answer(self, tensor: torch.Tensor) -> memoryview:
+        host = self._runner.copier.to_host(tensor)
+        return self._slot[: self._runner.codec.write_output(host, self._slot)]
 
     def _wait(self) -> None:
         self._accelerator.synchronise()

@@ -23,13 +23,14 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_stage import MIDDLE, layers_memory, random_payload, stage_manifest
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.throttled_copies import throttled_processor
-from swarm_client.stage.worker.accelerator import processor
+from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory, StreamedWork
@@ -76,11 +77,14 @@ class BudgetedStage:
     def __init__(
         self, manifest: Manifest, budget_bytes: int, streamed_bytes: int = 0,
         copied_per_second: float = 0.0, graphs_on_host: LayerSeconds | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:  # fmt: skip
+        """With an `accelerator` what copies and layers take is measured there."""
         self.budget_bytes = budget_bytes
         self.streamed_bytes = streamed_bytes
         self.graphs_on_host = graphs_on_host
-        accelerator, self._now = processor(), time.perf_counter
+        is_real, self._now = accelerator is not None, time.perf_counter
+        accelerator = accelerator or processor()
         if copied_per_second:
             accelerator, clock = throttled_processor(copied_per_second)
             self._now = clock.now
@@ -96,6 +100,9 @@ class BudgetedStage:
         )
         self._payload = random_payload(self._runner)
         self._number = 0
+        if is_real and graphs_on_host is not None:
+            self._runner.warm_up()
+            self.graphs_on_host = self._runner.graphs.seconds
         self._forward()
 
     def _freed_bytes(self) -> int:
@@ -131,6 +138,10 @@ class BudgetedStage:
             self._forward()
             self._runner.backward(self._number - 1, self._payload)
         return (self._now() - began) / microbatches
+
+    def sums(self) -> Tensor:
+        """Return the sums of all gradients so far."""
+        return self._runner.accumulator.totals()
 
     def peak_bytes(self, microbatches: int = 3) -> int:
         with LiveBytes() as used:

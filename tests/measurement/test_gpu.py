@@ -17,17 +17,13 @@ from benchmarks.gpu_flops import (
     peak_tflops,
 )
 from benchmarks.gpu_stage import (
-    MEMORY_SHARE,
     DeviceTimes,
     Timed,
-    layers_memory,
-    layers_that_fit,
+    largest_inner_stage,
     stage_manifest,
 )
 from swarm_client.stage.worker.accelerator import accelerators, processor
-from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.run.model_config import PRESETS
 
@@ -63,16 +59,10 @@ def test_peaks_are_known_by_the_longest_name(device: str, peak: float | None) ->
     assert peak_tflops(device) == peak
 
 
-def test_as_many_layers_are_taken_as_memory_allows() -> None:
-    preset = PRESETS["tiny"]
-    manifest = stage_manifest(preset, 2, "bfloat16")
+def test_a_presets_largest_inner_stage_is_measured() -> None:
+    assert [largest_inner_stage(PRESETS[name]) for name in ("tiny", "1b", "7b")] == [2, 3, 2]
+    manifest = stage_manifest(PRESETS["tiny"], 2, "bfloat16")
     assert [cut.end_layer - cut.first_layer for cut in manifest.stages] == [1, 2, 1]
-    profile = profile_layers(preset.model, preset.sequences_per_microbatch, "bfloat16")
-    in_host = layers_memory(profile, 1).host_bytes / MEMORY_SHARE
-    assert layers_that_fit(preset, "bfloat16", 2**40, 2**40) == preset.model.layers
-    assert layers_that_fit(preset, "bfloat16", 2**40, int(2.5 * in_host)) == 2
-    with pytest.raises(CapacityError, match="one layer takes"):
-        layers_that_fit(preset, "bfloat16", 2**20, 2**40)
 
 
 def test_figures_are_medians_of_steps() -> None:
@@ -114,12 +104,15 @@ def test_the_way_on_a_processor_prints_and_writes_what_a_gpu_would(tmp_path: Pat
     words += ["--steps", "1", "--backend", "aot_eager", "--peak-tflops", "1", "--out", str(out)]
     done = CliRunner().invoke(main, words, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "tiny: 1 of the model's 4 layers, as requested" in done.output
-    for word in ("tokens/s", "MFU", "device waits", "aot_eager"):
+    for word in ("tokens/s", "MFU", "device waits", "aot_eager", "share of full speed"):
         assert word in done.output
-    plain, compiled = json.loads(out.read_text())["stages"]
+    document = json.loads(out.read_text())
+    plain, compiled = document["stages"]
     assert (plain["compiled_by"], compiled["compiled_by"]) == (None, "aot_eager")
     for one in (plain, compiled):
         assert one["tokens_per_step"] == 1024
         assert one["mfu"] == pytest.approx(one["teraflops"])
         assert 0.0 <= one["waiting_share"] < 1.0
+    (budgets,) = document["budgets"]
+    assert budgets["plans"][0]["speed"] == 1.0
+    assert all(plan["same_sums"] for plan in budgets["plans"])

@@ -172,8 +172,12 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
     help="Write the steps to this file, in the format of `history --json`.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Compute threads.")
+@click.option(
+    "--device", default="cpu", show_default=True,
+    help="Device that computes the microbatches, in torch's spelling.",
+)  # fmt: skip
 def reference_command(
-    run_dir: Path, steps: int | None, json_file: Path | None, threads: int | None
+    run_dir: Path, steps: int | None, json_file: Path | None, threads: int | None, device: str
 ) -> None:
     """Train the run in RUN_DIR in one process and compare its losses with the swarm's."""
     folder = RunFolder.open(run_dir)
@@ -187,7 +191,7 @@ def reference_command(
         # Libraries under torch read this once, when they are loaded.
         os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
-        heldout = _train(folder, manifest, wanted, threads, done)
+        heldout = _train(folder, manifest, wanted, threads, device, done)
     finally:
         if json_file is not None:
             _write_steps(json_file, done)
@@ -231,9 +235,15 @@ def compare_losses(
 
 
 def _train(
-    folder: RunFolder, manifest: Manifest, steps: int, threads: int | None, done: list[HistoryStep]
-) -> float | None:
-    from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+    folder: RunFolder, manifest: Manifest, steps: int, threads: int | None, device: str,
+    done: list[HistoryStep],
+) -> float | None:  # fmt: skip
+    from swarm_coordinator.offline.reference import (
+        StepRecord,
+        evaluate,
+        train_reference,
+        usable_device,
+    )
     from swarm_shared.data.leaf_files import ShardSamples
 
     samples = ShardSamples(folder.data, manifest)
@@ -246,8 +256,9 @@ def _train(
         )
         click.echo(f"step {record.step} loss {record.loss:.4f} {record.seconds:.2f} s")
 
+    initial = initial_files(folder, manifest)
     stage = train_reference(
-        manifest, samples.of_step, steps, on_step, threads, initial_files(folder, manifest)
+        manifest, samples.of_step, steps, on_step, threads, initial, usable_device(device)
     )
     if steps < manifest.training.steps or not manifest.training.evaluation_microbatches:
         return None

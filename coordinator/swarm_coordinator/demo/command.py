@@ -90,6 +90,7 @@ class DemoOptions:
     seed: int
     preset: str
     threads: int
+    device: str
     run_dir: Path
     json_file: Path | None
     keep: bool
@@ -126,6 +127,10 @@ class DemoOptions:
 @click.option(
     "--threads", default=1, show_default=True, type=click.IntRange(1, 256),
     help="Compute threads per volunteer.",
+)  # fmt: skip
+@click.option(
+    "--device", default="cpu", show_default=True,
+    help="Device on which all volunteers compute, in torch's spelling, such as cuda:0.",
 )  # fmt: skip
 @click.option(
     "--run-dir", type=click.Path(path_type=Path),
@@ -249,7 +254,7 @@ def _compare(
             click.echo(table_row(one))
 
     compared = compare_with_reference(
-        folder, manifest, result.history, steps, options.threads, show
+        folder, manifest, result.history, steps, options.threads, options.device, show
     )
     click.echo()
     return compared
@@ -257,8 +262,10 @@ def _compare(
 
 def _make_run(options: DemoOptions) -> Manifest:
     # Imports torch, which takes seconds; a mistyped option should not wait for it.
+    from swarm_coordinator.offline.reference import usable_device
     from swarm_coordinator.run_creation.initialise import initialise_run
 
+    usable_device(options.device)
     return initialise_run(
         options.run_dir,
         options.preset,
@@ -298,7 +305,7 @@ def _small_steps(options: DemoOptions) -> dict[str, object]:
 def _train(options: DemoOptions) -> tuple[History, Kill | None]:
     """Start all processes, show progress, and wait until they have ended."""
     with Subprocesses() as children:
-        swarm = LocalSwarm(options.run_dir, children, options.threads)
+        swarm = LocalSwarm(options.run_dir, children, options.threads, options.device)
         try:
             invite = swarm.start_coordinator()
             click.echo(f"the coordinator serves the run; the invite is {invite}")

@@ -54,6 +54,8 @@ class LocalSwarm:
     children: Subprocesses
     threads: int = 1
     """Compute threads of each volunteer."""
+    device: str = "cpu"
+    """Device of each volunteer, which they may share."""
     volunteers: list[Subprocess] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Variables added to the environment of processes started from now on."""
@@ -99,7 +101,7 @@ class LocalSwarm:
     def start_volunteer(self, invite: str, stage: int | None = None) -> Subprocess:
         """Start one more volunteer with its own home, and so its own identity."""
         name = f"volunteer-{len(self.volunteers) + 1}"
-        arguments = ["join", invite, "--home", str(self.home(name)), "--device", "cpu"]
+        arguments = ["join", invite, "--home", str(self.home(name)), "--device", self.device]
         arguments += ["--threads", str(self.threads), "--name", name]
         if stage is not None:
             arguments += ["--stage", str(stage)]

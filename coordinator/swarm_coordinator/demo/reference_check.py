@@ -50,11 +50,12 @@ def compare_with_reference(
     finished: History,
     steps: int,
     threads: int,
+    device: str,
     on_step: Callable[[ComparedStep], None],
 ) -> list[ComparedStep]:
-    """Train the first `steps` steps in this process, with the number of threads that each volunteer
-    has, and compare each with the run's."""
-    from swarm_coordinator.offline.reference import StepRecord, train_reference
+    """Train the first `steps` steps in this process, with the number of threads and the device that
+    each volunteer has, and compare each with the run's."""
+    from swarm_coordinator.offline.reference import StepRecord, train_reference, usable_device
     from swarm_shared.data.leaf_files import ShardSamples
 
     samples = ShardSamples(folder.data, manifest)
@@ -65,7 +66,9 @@ def compare_with_reference(
         compared.append(ComparedStep(record.step, of_run[record.step], record.loss))
         on_step(compared[-1])
 
-    train_reference(manifest, samples.of_step, steps, keep, threads=threads)
+    train_reference(
+        manifest, samples.of_step, steps, keep, threads=threads, device=usable_device(device)
+    )
     return compared
 
 

@@ -25,11 +25,13 @@ import torch
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.offline.reference_gradients import ExactSums, PlainSums, step_sums
 from swarm_shared.base.clock import monotonic
+from swarm_shared.base.errors import UsageError
 from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer
+from swarm_shared.model.repeatable_kernels import repeat_to_the_bit
 from swarm_shared.model.state import load_frozen, load_parameters
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.schedule import clip_factor, learning_rate
@@ -37,6 +39,7 @@ from swarm_shared.run.schedule import clip_factor, learning_rate
 Tokens = npt.NDArray[np.integer[Any]]
 Microbatch = tuple[Tokens, Tokens]
 """(inputs_BT, targets_BT)."""
+PROCESSOR = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,13 @@ def train_reference(
     on_step: Callable[[StepRecord], None],
     threads: int | None = None,
     initial: Sequence[Path] = (),
+    device: torch.device = PROCESSOR,
 ) -> Stage:
-    """Train the whole model from version 0 for `steps` steps and return it. `initial`: the files of
-    the manifest's initial states, one a stage.
+    """Train the whole model from version 0 for `steps` steps and return it, on the processor.
+    `initial`: the files of the manifest's initial states, one a stage.
+
+    Microbatches are computed on `device`. Parameters, sums and the optimizer are the processor's,
+    as in a swarm.
 
     `samples(step)` returns the microbatches of a step. The learning rate follows the manifest's
     number of steps, so that fewer `steps` are a prefix of the run.
@@ -72,8 +79,8 @@ def train_reference(
         insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
-        if manifest.training.staleness:
-            computing = build_whole(manifest)
+        if manifest.training.staleness or device != PROCESSOR:
+            computing = build_whole(manifest, device)
             computing.load_state_dict(stage.state_dict())
             insert_boundary_codecs(computing, manifest)
         layout = FlatLayout.of(stage)
@@ -82,11 +89,28 @@ def train_reference(
             started = monotonic()
             loss_sum, tokens = accumulate(computing, samples(step), sums)
             gradient, norm = sums.take(tokens)
-            if computing is not stage:
+            if manifest.training.staleness:
                 computing.load_state_dict(stage.state_dict())  # before this step is applied
             apply_gradient(manifest, step, optimizer, layout, gradient, norm)
+            if computing is not stage and not manifest.training.staleness:
+                computing.load_state_dict(stage.state_dict())
             on_step(StepRecord(step, loss_sum / tokens, tokens, monotonic() - started))
         return stage
+
+
+def usable_device(name: str) -> torch.device:
+    """Return a device by its name in torch's spelling, prepared to compute what repeats. UsageError
+    where torch cannot compute on it."""
+    try:
+        device = torch.device(name)
+        repeat_to_the_bit(device)
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(
+            f"torch cannot compute on a device {name!r} here; give cpu, or cuda:0 where there is a "
+            "GPU and a torch that is built for it"
+        ) from error
+    return device
 
 
 def load_given_model(stage: Stage, manifest: Manifest, initial: Sequence[Path]) -> None:
@@ -168,7 +192,7 @@ def apply_gradient(
     apply_step(
         optimizer,
         layout,
-        gradient.cpu(),
+        gradient,
         learning_rate(manifest.optimizer, manifest.training.steps, step),
         clip_factor(norm, manifest.optimizer.clip_norm),
     )

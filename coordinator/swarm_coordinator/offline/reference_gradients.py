@@ -47,7 +47,7 @@ class PlainSums:
 
     def take(self, tokens: int) -> tuple[Tensor, float]:
         """Return the mean gradient over `tokens`, flat, and its norm; reset the sums."""
-        mean = self._gradient / tokens
+        mean = self._gradient.cpu() / tokens
         self._gradient.zero_()
         return mean, global_norm([squared_norm(mean)])
 
@@ -59,7 +59,7 @@ class ExactSums:
         self, computing: Stage, layout: FlatLayout, manifest: Manifest, quantum: Quantum
     ) -> None:
         self._quantum = quantum
-        self._totals = layout.new_flat(computing.device, torch.float64)
+        self._totals = layout.new_flat("cpu", torch.float64)
         self._leaves: list[Tensor] = [parameter for _, parameter in computing.all_parameters()]
         self._views = list(layout.views(self._totals))
         self._ranges = _norm_ranges(layout, manifest)
@@ -72,7 +72,8 @@ class ExactSums:
             self._views.append(self._views[names.index(EMBEDDING_NAME)])
 
     def add(self, loss: Tensor) -> None:
-        self._quantum.add(self._views, torch.autograd.grad(loss, self._leaves))
+        gradients = torch.autograd.grad(loss, self._leaves)
+        self._quantum.add(self._views, [gradient.cpu() for gradient in gradients])
 
     def take(self, tokens: int) -> tuple[Tensor, float]:
         mean = self._quantum.mean(self._totals, tokens)

@@ -45,14 +45,14 @@ class StreamedWork(FrozenModel):
 
         The next matrix is copied beside a product, so that a pass takes as long as its products or
         its copies, whichever take longer. A backward pass has two products for each matrix, beside
-        which its gradient leaves on an engine of its own. Nothing is computed while gradients come
-        back to be added, nor, wherever weights are, while what is added is copied to be hashed.
+        which its gradient leaves on an engine of its own. Nothing is computed while what is added
+        is copied to be hashed, wherever weights are; beside that, their gradients come back.
         """
         device = DEFAULT_BALANCE if balance is None else getattr(balance, self.dtype)
         copy = device / self.intensity  # a forward pass's products take 1
         forwards, backward = (2 if recomputed else 1), (1 if self.are_frozen else 2)
         gradients = 0.0 if self.are_frozen else copy
-        streamed = forwards * max(1.0, copy) + max(backward, copy) + 2 * gradients
+        streamed = forwards * max(1.0, copy) + max(backward, copy) + gradients
         return float(streamed / (forwards + backward + gradients))
 
 

@@ -31,7 +31,7 @@ QUANTUM_BITS = 16
 """Powers of two by which the quantum lies below a step's worth of epsilon."""
 
 _WINDOW_ELEMENTS = 1 << 16
-_DEVICE_WINDOW_ELEMENTS = 1 << 24
+_DEVICE_WINDOW_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)

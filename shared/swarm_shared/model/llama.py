@@ -172,6 +172,18 @@ def _projection(
     return Linear(inputs, outputs, bias, adapters if has_adapter else None)
 
 
+def _has_kernel_for_groups(q_BNTH: Tensor) -> bool:
+    """Whether torch has a fused kernel for several query heads to a key/value head. Of accelerators
+    only flash attention is one, which has no float32; elsewhere torch keeps all T × T scores."""
+    return q_BNTH.device.type == "cpu" or q_BNTH.dtype != torch.float32
+
+
+def _repeated(x_BKTH: Tensor, heads: int) -> Tensor:
+    """Give each query head a key/value head of its own."""
+    group = heads // x_BKTH.shape[1]
+    return x_BKTH[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+
 class Attention(nn.Module):
     """Causal self-attention; several query heads share one key/value head."""
 
@@ -196,8 +208,12 @@ class Attention(nn.Module):
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BNTH, k_BKTH = rotary(q_BTNH.transpose(1, 2)), rotary(k_BTKH.transpose(1, 2))
         v_BKTH = self.v_proj(x_BTD).view(heads).transpose(1, 2)
+        grouped = self.grouped
+        if grouped and not _has_kernel_for_groups(q_BNTH):
+            k_BKTH, v_BKTH = (_repeated(each, q_BNTH.shape[1]) for each in (k_BKTH, v_BKTH))
+            grouped = False
         mixed_BNTH = F.scaled_dot_product_attention(
-            q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=self.grouped
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped
         )
         output: Tensor = self.o_proj(mixed_BNTH.transpose(1, 2).flatten(2))
         return output

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from swarm_shared.model.flat_gradients import FlatLayout, squared_norm
+from swarm_shared.model.host_copies import HostCopies
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import OptimizerConfig
 
@@ -63,10 +64,10 @@ class AdamW:
 
     def step(self, gradients: list[Tensor], learning_rate: float) -> None:
         """Take one step with gradients in host memory; weight decay applies to matrices only."""
+        copies = HostCopies(self.parameters)
         for chosen in self._taken_together():
             parameters = [self.parameters[i].detach() for i in chosen]
-            # On a CPU these are the parameters themselves.
-            weights = [parameter.cpu() for parameter in parameters]
+            weights = [copies.of(parameter) for parameter in parameters]
             adamw(
                 weights,
                 [gradients[i] for i in chosen],
@@ -145,8 +146,9 @@ def fingerprint(stage: Stage, optimizer: AdamW | None = None) -> Fingerprint:
         for (name, _), *of_one in zip(named, *state, strict=True):
             tensors += [(f"{kind}.{name}", t) for kind, t in zip("mvt", of_one, strict=True)]
     weights, squares, lines = _position_weights(), list[float](), list[str]()
+    copies = HostCopies([parameter for _, parameter in named])
     for number, (name, tensor) in enumerate(tensors):
-        flat = tensor.detach().cpu().view(-1)
+        flat = copies.of(tensor.detach()).view(-1)
         plain, weighted = _bit_sums(flat, weights).tolist()
         lines.append(f"{name}:{tuple(tensor.shape)}={plain},{weighted}")
         if number < len(named):

@@ -195,7 +195,7 @@ def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> No
     assert found.state is State.OK
     assert found.seen.endswith(
         "; with 2 of 2 layers recomputed in the backward pass and 512 MiB of weights copied from "
-        "the host's memory for each pass, it is computed at 0.56 of full speed"
+        "the host's memory for each pass, it is computed at 0.64 of full speed"
     )
     assert found.details["streamed_bytes"] == GIB // 2
 

@@ -34,7 +34,9 @@ KILL = Kill("volunteer-3", 4242, "was ended by SIGKILL", 13, "volunteer-5")
 def compare(folder: RunFolder) -> list[ComparedStep]:
     shown: list[ComparedStep] = []
     manifest = load_manifest(folder)
-    found = compare_with_reference(folder, manifest, history(folder.database), 2, 1, shown.append)
+    found = compare_with_reference(
+        folder, manifest, history(folder.database), 2, 1, "cpu", shown.append
+    )
     assert shown == found
     return found
 

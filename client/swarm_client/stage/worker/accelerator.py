@@ -35,6 +35,7 @@ from torch import Tensor
 
 from swarm_client.machine.device_names import CUDA, MPS, PROCESSOR, XPU
 from swarm_client.machine.devices import DeviceRates
+from swarm_shared.model.repeatable_kernels import repeat_to_the_bit
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
@@ -134,7 +135,7 @@ class Accelerator:
         return DeviceMemory(int(host.available), int(host.total))
 
     def select(self) -> None:
-        """Make it the device of this process."""
+        """Make it the device of this process, which computes with kernels that repeat."""
 
     def limit_memory(self, nbytes: int | None) -> None:
         """Have requests beyond so many bytes fail as out of memory; None for no limit."""
@@ -174,6 +175,7 @@ class StreamAccelerator(Accelerator):
 
     def select(self) -> None:
         torch.accelerator.set_device_index(self.device)
+        repeat_to_the_bit(self.device)
 
     def limit_memory(self, nbytes: int | None) -> None:
         share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total_bytes)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator
+from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost, pieces_to_host
 from swarm_client.stage.worker.transfer.weight_stream import stream_weights
 from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, Stage, build_stage
@@ -32,11 +33,11 @@ class ParameterSet:
 
     def __init__(
         self, stage: Stage, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
-        quantum: Quantum | None,
+        quantum: Quantum | None, pieces: PiecesToHost | None,
     ) -> None:  # fmt: skip
         self.stage = stage
         self.parameters: list[Tensor] = [parameter for _, parameter in stage.all_parameters()]
-        self.accumulator = Accumulator(layout, device, kept_budget_bytes, quantum)
+        self.accumulator = Accumulator(layout, device, kept_budget_bytes, quantum, pieces)
 
     def take_parameters(self, other: ParameterSet) -> None:
         """Copy the other set's version into this set's own memory."""
@@ -66,8 +67,10 @@ class ParameterSets:
         self.layout = FlatLayout.of(stage)
         self.quantum = quantum_of(manifest)
         budget_bytes = kept_budget_bytes // count
+        pieces = pieces_to_host(accelerator)
         self._parameter_sets = [
-            ParameterSet(one, self.layout, device, budget_bytes, self.quantum) for one in stages
+            ParameterSet(one, self.layout, device, budget_bytes, self.quantum, pieces)
+            for one in stages
         ]
 
     @property

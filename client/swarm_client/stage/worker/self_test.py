@@ -113,16 +113,13 @@ def arithmetic_class(accelerator: Accelerator) -> str:
 
 
 class FixedWork:
-    """A stage in the middle of a model, and a microbatch; of one size they are always the same.
-
-    Its attention is grouped: a GPU computes that with kernels that have one order of sums.
-    """
+    """A stage in the middle of a model, and a microbatch; of one size they are always the same."""
 
     def __init__(self, device: torch.device, hidden_size: int) -> None:
         self._hidden_size = hidden_size
         config = ModelConfig(
             vocabulary_size=2, hidden_size=self._hidden_size,
-            intermediate_size=3 * self._hidden_size, layers=LAYERS, heads=8, key_value_heads=4,
+            intermediate_size=3 * self._hidden_size, layers=LAYERS, heads=8, key_value_heads=8,
             sequence_length=POSITIONS,
         )  # fmt: skip
         everything = StageRange(first_layer=0, end_layer=LAYERS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.stage.worker.test_accelerator import Pipeline
+from client.stage.worker.test_accelerator import Pipeline, comparable
 from client.stage.worker.test_stage_runner import make_manifest
 from kits.client.fake_accelerator import FakeAccelerator, TimedOrder
 from swarm_client.machine.devices import DeviceRates
@@ -77,7 +77,7 @@ def test_what_computes_in_the_hosts_memory_is_not_measured() -> None:
 def microbatch_seconds(copies_over_products: float, *, streamed: bool) -> float:
     """How long a microbatch takes of a stage whose layers are computed again, all of whose matrices
     are on the device or streamed."""
-    manifest = make_manifest(1)
+    manifest = comparable(make_manifest(1))
     training = manifest.training.model_copy(update={"sequences_per_microbatch": 5})
     manifest = manifest.model_copy(
         update={"training": training, "codecs": CodecsConfig(average="exact")}

@@ -207,3 +207,13 @@ def test_a_wait_that_is_forgotten_is_found(
     monkeypatch.setattr(f"kits.client.fake_accelerator.{forgotten}", lambda *_: None)
     with pytest.raises(RuntimeError, match="without waiting"):
         squares.gradient(4)
+
+
+def test_what_lies_on_the_host_already_is_not_offloaded() -> None:
+    """As the seed that attention on CUDA saves."""
+    fake = FakeAccelerator("cuda")
+    assert fake.streams is not None
+    with fake.at_work():
+        offload = GraphOffload(fake.device, fake.streams, ())
+        assert offload.stays(torch.zeros(2, dtype=torch.int64))
+        assert not offload.stays(torch.zeros(2, device=fake.device))

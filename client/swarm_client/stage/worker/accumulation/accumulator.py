@@ -19,6 +19,7 @@ from torch import Tensor
 
 from swarm_client.stage.worker.accumulation.digests import GradientDigest
 from swarm_client.stage.worker.accumulation.gradient_sums import GradientSums, gradient_sums
+from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout
@@ -43,13 +44,14 @@ class KeptMicrobatch:
 class Accumulator:
     def __init__(
         self, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
-        quantum: Quantum | None = None,
+        quantum: Quantum | None = None, pieces: PiecesToHost | None = None,
     ) -> None:  # fmt: skip
         self.contents: AccumulatedSet[KeptMicrobatch] = AccumulatedSet(kept_budget_bytes)
         """The microbatches in the sums."""
         self.transcripts: dict[MicrobatchIndex, Transcript] = {}
         """What was exchanged for each of them, as long as it is in the sums."""
         self._layout = layout
+        self._pieces = pieces
         self._dtype = totals_dtype(quantum)
         self._sums = gradient_sums(layout, device, quantum)
 
@@ -69,7 +71,7 @@ class Accumulator:
         """Add finite gradients, one per parameter, in the layout's order; return the digest of what
         was added. Without the memory for it the accumulator is empty afterwards."""
         self.contents.add(microbatch, kept)
-        digest = GradientDigest()
+        digest = GradientDigest(self._pieces)
         with self._whole_or_empty():
             if gradients:
                 self._sums.add(gradients, digest.update)

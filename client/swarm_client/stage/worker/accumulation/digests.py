@@ -12,6 +12,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.types import LinearDigests
 from swarm_shared.identity.linear_digest import Counts, DigestKey, to_text
 from swarm_shared.identity.work_statements import DIGEST_BYTES
@@ -25,16 +26,32 @@ class GradientDigest:
     computed faster than one core hashes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: PiecesToHost | None = None) -> None:
+        """`pieces`: the reader of the device on which the gradient is."""
         self._hashed = blake3(max_threads=torch.get_num_threads())
+        self._pieces = pieces
+        if pieces is not None:
+            pieces.begin()
 
     def update(self, piece: Tensor) -> None:
-        """Add a piece: float32, on any device."""
-        flat = piece.detach().reshape(-1).float().cpu()
-        # On a CPU the array shares the tensor's memory.
-        self._hashed.update(flat.view(torch.uint8).numpy().data)
+        """Add a piece: float32, on the device or in host memory."""
+        if self._pieces is not None and not piece.is_cpu:
+            self._pieces.read(piece, self._hash)
+            return
+        self._finish()
+        self._hash(piece.detach().reshape(-1).cpu())
+
+    def _finish(self) -> None:
+        if self._pieces is not None:
+            self._pieces.finish(self._hash)
+
+    def _hash(self, host: Tensor) -> None:
+        # The array shares the tensor's memory.
+        self._hashed.update(host.view(torch.uint8).numpy().data)
 
     def hex(self) -> str:
+        """Return the digest of all pieces so far."""
+        self._finish()
         return self._hashed.hexdigest(length=DIGEST_BYTES)
 
 

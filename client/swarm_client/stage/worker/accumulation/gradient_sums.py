@@ -20,6 +20,7 @@ from torch import Tensor
 
 from swarm_shared.model import FlatLayout
 from swarm_shared.model.fixed_point_sums import Quantum
+from swarm_shared.model.host_copies import HostCopies
 
 INT32_MAX = 2.0**31 - 1
 
@@ -132,11 +133,12 @@ class CountedSums:
         return self._spilled[number]
 
     def write_to(self, flat: Tensor) -> None:
+        copies = HostCopies(self._views)
         for number, (view, target) in enumerate(
             zip(self._views, self._layout.views(flat), strict=True)
         ):
             # On the host: the device would convert to float64 in its own memory.
-            target.view(-1).copy_(view.cpu())
+            target.view(-1).copy_(copies.of(view))
             if number in self._spilled:
                 target.view(-1).add_(self._spilled[number])
 

@@ -21,8 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm_client.stage.worker.accelerator import Accelerator, Streams
 
-ALIGNMENT_BYTES = 64
-"""Every tensor begins at a multiple of it, as views of any dtype need less."""
+ALIGNMENT_BYTES = 512
+"""Every tensor begins at a multiple of it, as in torch's own allocator: libraries choose other
+kernels, whose sums have another order, for data that is aligned to less."""
 
 
 @dataclass(slots=True)
@@ -131,9 +132,11 @@ class GraphOffload:
         return OffloadedPass(self, layers)
 
     def stays(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is no part of the graph: parameters and tables are there
-        anyway."""
-        return tensor.untyped_storage().data_ptr() in self._permanent or not tensor.numel()
+        """Whether a saved tensor takes no memory of the device for this graph: parameters and
+        tables are there anyway, and of random numbers CUDA's attention saves the seed on the host,
+        although it draws none."""
+        is_permanent = tensor.untyped_storage().data_ptr() in self._permanent
+        return is_permanent or not tensor.numel() or tensor.device != self.nothing.device
 
     def copy_seconds(self, accelerator: Accelerator, nbytes: int) -> float:
         """Measure a copy of so many bytes to the host and back; the slower of both."""
